@@ -1,0 +1,31 @@
+"""CogVideoX video generation in JAX.
+
+The public names are imported when they are first used, so that importing one room of the library costs only that room.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cogvideox_flax.config import RELEASES
+    from cogvideox_flax.errors import InputError
+    from cogvideox_flax.pipeline import CogVideoXPipeline, Video
+    from cogvideox_flax.version import __version__
+
+_HOME = {
+    "CogVideoXPipeline": "pipeline",
+    "InputError": "errors",
+    "RELEASES": "config",
+    "Video": "pipeline",
+    "__version__": "version",
+}
+
+__all__ = ["RELEASES", "CogVideoXPipeline", "InputError", "Video", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

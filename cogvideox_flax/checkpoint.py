@@ -1,0 +1,257 @@
+"""The native checkpoint: a directory that loads straight into place.
+
+config.json                         format version, component configs, where the weights came from, hashes
+tokenizer/spiece.model
+text_encoder/model.safetensors      keys are NNX paths; one stacked array for all layers of a block type
+transformer/model.safetensors
+vae/model.safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from cogvideox_flax import sharding
+from cogvideox_flax.config import (
+    COMPONENTS,
+    CONFIG_TYPES,
+    Release,
+    SchedulerConfig,
+    TextEncoderConfig,
+    TokenizerConfig,
+    TransformerConfig,
+    VAEConfig,
+    find_release,
+)
+from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.models.autoencoder import Autoencoder
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.tensorfile import TensorFile, aligned_empty
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+SPIECE_FILE = "tokenizer/spiece.model"
+
+MODELS: dict[str, Callable[..., nnx.Module]] = {
+    "text_encoder": TextEncoder,
+    "transformer": Transformer,
+    "vae": Autoencoder,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a native checkpoint's config.json says. A component that is absent has config None."""
+
+    text_encoder: TextEncoderConfig | None = None
+    transformer: TransformerConfig | None = None
+    vae: VAEConfig | None = None
+    scheduler: SchedulerConfig | None = None
+    tokenizer: TokenizerConfig | None = None
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source
+
+    @property
+    def release(self) -> Release | None:
+        """The release that the transformer's architecture belongs to."""
+        return find_release(self.transformer) if self.transformer else None
+
+    def to_json(self) -> dict[str, Any]:
+        configs = {name: getattr(self, name) for name in CONFIG_TYPES}
+        return {
+            "format_version": FORMAT_VERSION,
+            "release": self.release.name if self.release else None,
+            **{name: config.to_dict() for name, config in configs.items() if config is not None},
+            "weights": self.weights,
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Manifest:
+        configs = {name: kind.from_dict(raw[name]) for name, kind in CONFIG_TYPES.items() if name in raw}
+        return cls(**configs, weights=raw["weights"])  # type: ignore[arg-type]
+
+
+def is_native(where: Path) -> bool:
+    """Whether the directory holds a native checkpoint (its config.json has our format version)."""
+    try:
+        return "format_version" in json.loads((where / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return False
+
+
+def read_manifest(native_dir: str | Path) -> Manifest:
+    """Read config.json of a native checkpoint.
+
+    Raises:
+        CheckpointError: not a native checkpoint, or of a format this version does not know.
+    """
+    path = Path(native_dir) / CONFIG_FILE
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as e:
+        raise CheckpointError(
+            f"{native_dir} is not a native checkpoint: no readable {CONFIG_FILE} ({e.strerror}). "
+            "Convert a Hugging Face checkpoint with `python -m conversion SRC DST`."
+        ) from e
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}, this version reads {FORMAT_VERSION}. "
+            + ("Convert the checkpoint again." if version else "Convert it with `python -m conversion SRC DST`.")
+        )
+    try:
+        return Manifest.from_json(raw)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
+
+
+def abstract(component: str, config: Any) -> nnx.Module:
+    """The component's module with shapes in place of arrays; costs no memory."""
+    return jax.eval_shape(lambda: MODELS[component](config, rngs=nnx.Rngs(0)))
+
+
+def parameter_name(path: jax.tree_util.KeyPath) -> str:
+    """('blocks', 'attn', 'q', 'kernel', 'value') -> 'blocks.attn.q.kernel'."""
+    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
+
+
+def parameters(module: nnx.Module) -> dict[str, Any]:
+    """Parameter name -> array (or shape, for an abstract module)."""
+    leaves = jax.tree_util.tree_leaves_with_path(module)
+    return {parameter_name(path): leaf for path, leaf in leaves}
+
+
+def check_weights(native_dir: str | Path, component: str) -> None:
+    """Compare the weight file's header with the config: names, shapes, length. Reads no weights.
+
+    Raises:
+        CheckpointError: with every fault found.
+    """
+    manifest = read_manifest(native_dir)
+    with _open(native_dir, component, manifest) as file:
+        _match(file, abstract(component, getattr(manifest, component)))
+
+
+def verify(native_dir: str | Path) -> None:
+    """Read every weight file and compare its SHA-256 with config.json.
+
+    Raises:
+        CheckpointError: a file differs from what was converted.
+    """
+    manifest = read_manifest(native_dir)
+    for component in manifest.weights:
+        path = Path(native_dir) / component / WEIGHTS_FILE
+        if sha256(path) != manifest.weights[component]["sha256"]:
+            raise CheckpointError(f"{path} is not the file that was converted (SHA-256 differs); convert it again")
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+
+
+def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorFile:
+    if component not in manifest.weights or getattr(manifest, component) is None:
+        has = ", ".join(manifest.weights) or "no component"
+        raise CheckpointError(
+            f"{native_dir} has no {component} (it holds {has}). "
+            f"Convert one with `python -m conversion SRC {native_dir} --component {component}`."
+        )
+    return TensorFile(Path(native_dir) / component / WEIGHTS_FILE)
+
+
+def _match(file: TensorFile, module: nnx.Module) -> None:
+    wanted = {name: leaf.shape for name, leaf in parameters(module).items()}
+    found = {name: info.shape for name, info in file.tensors.items()}
+    faults = [f"  missing  {name}" for name in wanted if name not in found]
+    faults += [f"  unused   {name}" for name in found if name not in wanted]
+    faults += [
+        f"  shape    {name}: got {found[name]}, expected {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{file.path} does not match its config.json ({len(faults)} faults); convert it again\n" + "\n".join(faults)
+        )
+
+
+def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Any:
+    manifest = read_manifest(native_dir)
+    with _open(native_dir, component, manifest) as file:
+        module = abstract(component, getattr(manifest, component))
+        _match(file, module)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
+        arrays = []
+        for path, leaf in leaves:
+            name = parameter_name(path)
+            target = np.dtype(dtype) if dtype is not None else file.tensors[name].dtype
+            placement = sharding.parameter_sharding(mesh, component, name, leaf.shape) if mesh is not None else None
+            arrays.append(_place(file, name, target, placement))
+        return jax.tree_util.tree_unflatten(treedef, arrays)
+
+
+def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
+    """One parameter from disk to its device or devices; at most one host copy in the target dtype.
+
+    Rows of the leading axis are read and cast one at a time, and each shard takes only its own columns.
+    """
+    shape = file.tensors[name].shape
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if len(shape) < 2:
+            return file.read(name).astype(dtype, copy=False)[index]
+        if file.tensors[name].dtype == dtype and all(s == slice(None) for s in index):
+            return file.read(name)
+        rows = range(shape[0])[index[0]]
+        sizes = [len(range(n)[s]) for n, s in zip(shape, index, strict=True)]
+        out = aligned_empty(tuple(sizes), dtype)
+        for i, row in enumerate(rows):
+            out[i] = file.read(name, row)[index[1:]]
+        return out
+
+    if placement is None:
+        return jax.device_put(shard((slice(None),) * len(shape)), may_alias=True)
+    return jax.make_array_from_callback(shape, placement, lambda index: shard(index or ()))
+
+
+load_text_encoder = partial(_load, "text_encoder")
+load_transformer = partial(_load, "transformer")
+load_vae = partial(_load, "vae")
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "text_encoder": load_text_encoder,
+    "transformer": load_transformer,
+    "vae": load_vae,
+}
+
+__all__ = [
+    "COMPONENTS",
+    "LOADERS",
+    "Manifest",
+    "check_weights",
+    "load_text_encoder",
+    "load_transformer",
+    "load_vae",
+    "read_manifest",
+    "verify",
+]

@@ -1,0 +1,28 @@
+"""The one exception that means "the user's input cannot be served".
+
+The command line turns it into its message and exit code 2; Python callers can catch it. Every message says what is
+wrong, where, what was expected and what to do next.
+"""
+
+
+class InputError(ValueError):
+    """The input (an argument, a file, a directory) cannot be served; the message is for people."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, truncated, corrupt or not the one that its config describes."""
+
+
+class ConversionError(CheckpointError):
+    """A source checkpoint does not map onto the model; the message lists every fault found."""
+
+
+class NonFiniteError(InputError):
+    """NaN or infinity appeared in the latents."""
+
+    def __init__(self, step: int, timestep: int, num_steps: int, hint: str = ""):
+        self.step, self.timestep = step, timestep
+        super().__init__(
+            f"the latents hold NaN or infinity after step {step + 1} of {num_steps} (timestep {timestep}). "
+            + (hint or "Try --dtype float32; if that is clean, the checkpoint does not survive this dtype.")
+        )

@@ -1,0 +1,125 @@
+"""Small pieces that the models share: linear maps, norms, AdaLN-zero, MLP, timestep embedding, stacking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32
+
+T = TypeVar("T")
+
+
+def precision(dtype: Any) -> jax.lax.Precision:
+    """float32 means float32: without HIGHEST, a TPU multiplies in bfloat16 and a GPU in TF32."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
+def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
+    """n modules as one pytree; every parameter gains a leading layer axis, ready for `jax.lax.scan`."""
+    keys = jax.random.split(rngs.params(), n)
+    return jax.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+
+
+class Linear(nnx.Module):
+    """y = x @ kernel + bias, summed in float32 whatever the dtype. kernel: [in, out]."""
+
+    def __init__(self, in_width: int, out_width: int, *, bias: bool = True, zero: bool = False, rngs: nnx.Rngs):
+        scale = 0.0 if zero else in_width**-0.5
+        self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (in_width, out_width)))
+        self.bias = nnx.Param(jnp.zeros(out_width)) if bias else None
+
+    def float32(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
+        """The sum before rounding to the input's dtype, for callers that compute on."""
+        y = jnp.matmul(
+            x, self.kernel[...].astype(x.dtype), preferred_element_type=jnp.float32, precision=precision(x.dtype)
+        )
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32)
+        return y
+
+    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        return self.float32(x).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Layer norm over the last axis, float32 statistics and affine."""
+
+    def __init__(self, width: int, *, eps: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.bias = nnx.Param(jnp.zeros(width))
+        self.eps = eps
+
+    def float32(self, x: Float[Array, "*batch width"]) -> Float32[Array, "*batch width"]:
+        """The norm before rounding to the input's dtype, for callers that compute on."""
+        x = x.astype(jnp.float32)
+        mean = x.mean(-1, keepdims=True)
+        x = x - mean
+        x = x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps)
+        return x * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+
+    def __call__(self, x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        return self.float32(x).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """width -> 4 width -> width, tanh-approximate GELU."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = Linear(width, 4 * width, rngs=rngs)
+        self.down = Linear(4 * width, width, rngs=rngs)
+
+    def float32(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
+        return self.down.float32(jax.nn.gelu(self.up(x), approximate=True))
+
+
+class AdaLNZero(nnx.Module):
+    """Layer norm whose shift, scale and gate come from the timestep; one set for video, one for text.
+
+    Source: DiT (arXiv 2212.09748); diffusers `CogVideoXLayerNormZero`, which shares one norm between both streams.
+    """
+
+    def __init__(self, time_width: int, width: int, *, eps: float, rngs: nnx.Rngs):
+        self.linear = Linear(time_width, 6 * width, zero=True, rngs=rngs)
+        self.norm = LayerNorm(width, eps=eps)
+
+    def __call__(
+        self, x: Float32[Array, "B S D"], emb: Float[Array, "B E"], is_text: Bool[Array, "S 1"]
+    ) -> tuple[Float[Array, "B S D"], Float32[Array, "B 2 1 D"]]:
+        """Returns the modulated x, in emb's dtype, and the gates (video, text) for the residual branch."""
+        shift, scale, gate = jnp.moveaxis(
+            self.linear(jax.nn.silu(emb)).astype(jnp.float32).reshape(emb.shape[0], 2, 3, 1, -1), 2, 0
+        )
+        y = self.norm.float32(x) * (1 + per_stream(scale, is_text)) + per_stream(shift, is_text)
+        return y.astype(emb.dtype), gate
+
+
+def per_stream(table: Float[Array, "B 2 1 D"], is_text: Bool[Array, "S 1"]) -> Float[Array, "B S D"]:
+    """Spread one row for video and one for text over the joint sequence.
+
+    A select on the token index fuses into its consumer, so the sequence is never cut and concatenated.
+    """
+    return jnp.where(is_text, table[:, 1], table[:, 0])
+
+
+class TimestepMLP(nnx.Module):
+    """Linear, SiLU, linear: from sinusoids to the conditioning vector."""
+
+    def __init__(self, in_width: int, width: int, *, rngs: nnx.Rngs):
+        self.linear_1 = Linear(in_width, width, rngs=rngs)
+        self.linear_2 = Linear(width, width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B I"]) -> Float[Array, "B E"]:
+        return self.linear_2(jax.nn.silu(self.linear_1(x)))
+
+
+def sinusoid(t: Float[Array, " B"], width: int) -> Float[Array, "B width"]:
+    """[cos | sin] of t at `width // 2` frequencies 10000^(-k / half), float32 (diffusers `get_timestep_embedding`)."""
+    half = width // 2
+    frequency = np.exp(-np.log(10000.0, dtype=np.float32) * np.arange(half, dtype=np.float32) / np.float32(half))
+    angle = t.astype(jnp.float32)[:, None] * frequency
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)

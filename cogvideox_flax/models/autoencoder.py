@@ -1,0 +1,334 @@
+"""The 3D causal video autoencoder: 8x8 in space, 4 in time, 16 latent channels.
+
+Source: CogVideoX (arXiv 2408.06072), section 2.1; diffusers `AutoencoderKLCogVideoX`. A clip is encoded and decoded in
+chunks of frames. Convolutions carry a cache from chunk to chunk and are exact, but group norms take their statistics
+per chunk: the chunks are part of what the model computes, not an option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from cogvideox_flax.config import VAEConfig
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import Linear, stack
+from cogvideox_flax.models.causal_conv import CausalConv3d, SpatialConv
+from cogvideox_flax.models.group_norm import GroupNorm, SpatialNorm
+from cogvideox_flax.models.resample import double_frames, halve_frames, repeat_space
+from cogvideox_flax.models.tiling import Plan, Tiling, tiled
+
+ENCODE_CHUNK = 8
+"""Video frames per encoder chunk."""
+
+DECODE_CHUNK = 2
+"""Latent frames per decoder chunk."""
+
+LOGVAR_RANGE = (-30.0, 20.0)
+
+FIXED_EPS = 1e-6
+"""Epsilon of the norms for which the reference does not ask its config: the modulated ones and the encoder's last."""
+
+Cache = Any
+"""A pytree of feature caches: the last two padded input frames of every causal convolution."""
+
+
+def chunk_sizes(n: int, size: int) -> list[int]:
+    """How n frames are cut: equal chunks of `size`, the remainder joined to the first; 13, 2 -> 3, 2, 2, 2, 2, 2."""
+    later = max(n // size, 1) - 1
+    return [n - later * size] + [size] * later
+
+
+class ResNetBlock(nnx.Module):
+    """norm, silu, conv, twice, plus the input. With `latent_channels`, the latent modulates the norms."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, config: VAEConfig, latent_channels: int | None, *, rngs: nnx.Rngs
+    ):
+        self.norm1 = _norm(in_channels, config, latent_channels, rngs)
+        self.conv1 = CausalConv3d(in_channels, out_channels, rngs=rngs)
+        self.norm2 = _norm(out_channels, config, latent_channels, rngs)
+        self.conv2 = CausalConv3d(out_channels, out_channels, rngs=rngs)
+        self.shortcut = Linear(in_channels, out_channels, rngs=rngs) if in_channels != out_channels else None
+
+    def __call__(
+        self, x: Float[Array, "B T H W I"], cache: Cache, *z: Float[Array, "B t h w L"]
+    ) -> tuple[Float[Array, "B T H W O"], Cache]:
+        cache1, cache2 = (None, None) if cache is None else cache
+        h, cache1 = self.conv1(_silu(self.norm1(x, *z), x.dtype), cache1)
+        if self.shortcut is not None:
+            x = self.shortcut(x)
+        h, cache2 = self.conv2(_silu(self.norm2(h, *z), x.dtype), cache2, residual=x)
+        return h, (cache1, cache2)
+
+
+class ResNetBlocks(nnx.Module):
+    """n blocks at one resolution. The block that changes the channels stands apart, the equal ones are stacked."""
+
+    def __init__(
+        self,
+        n: int,
+        in_channels: int,
+        out_channels: int,
+        config: VAEConfig,
+        latent_channels: int | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        make = partial(ResNetBlock, config=config, latent_channels=latent_channels)
+        changes = in_channels != out_channels
+        self.first = make(in_channels, out_channels, rngs=rngs) if changes else None
+        self.resnets = stack(n - changes, partial(make, out_channels, out_channels), rngs) if n > changes else None
+
+    def run(
+        self, x: Float[Array, "B T H W I"], cache: Cache, *z: Float[Array, "B t h w L"]
+    ) -> tuple[Float[Array, "B T H W O"], Cache]:
+        first, rest = (None, None) if cache is None else cache
+        if self.first is not None:
+            x, first = self.first(x, first, *z)
+        if self.resnets is not None:
+            x, rest = _scan(self.resnets, x, rest, *z)
+        return x, (first, rest)
+
+
+class DownBlock(ResNetBlocks):
+    """ResNet blocks, then half the frames (if `temporal`) and half the height and width."""
+
+    def __init__(
+        self,
+        n: int,
+        in_channels: int,
+        out_channels: int,
+        config: VAEConfig,
+        *,
+        last: bool,
+        temporal: bool,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(n, in_channels, out_channels, config, rngs=rngs)
+        self.down = None if last else SpatialConv(out_channels, stride=2, rngs=rngs)
+        self.temporal = temporal
+
+    def __call__(self, x: Float[Array, "B T H W I"], cache: Cache) -> tuple[Float[Array, "B t H/2 W/2 O"], Cache]:
+        x, cache = self.run(x, cache)
+        if self.down is not None:
+            x = self.down(halve_frames(x) if self.temporal else x)
+        return x, cache
+
+
+class UpBlock(ResNetBlocks):
+    """ResNet blocks modulated by the latent, then double height and width and (if `temporal`) the frames."""
+
+    def __init__(
+        self,
+        n: int,
+        in_channels: int,
+        out_channels: int,
+        config: VAEConfig,
+        *,
+        last: bool,
+        temporal: bool,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(n, in_channels, out_channels, config, config.latent_channels, rngs=rngs)
+        self.up = None if last else SpatialConv(out_channels, rngs=rngs)
+        self.temporal = temporal
+
+    def __call__(
+        self, x: Float[Array, "B t H W I"], cache: Cache, z: Float[Array, "B l h w L"]
+    ) -> tuple[Float[Array, "B T 2H 2W O"], Cache]:
+        x, cache = self.run(x, cache, z)
+        if self.up is not None:
+            x = self.up(repeat_space(x, 2 * x.shape[2], 2 * x.shape[3]))
+            # The reference repeats frames first and convolves each copy: the same numbers at twice the work.
+            x = double_frames(x) if self.temporal else x
+        return x, cache
+
+
+class Encoder(nnx.Module):
+    """One chunk of video to its latent moments, mean and log variance side by side."""
+
+    def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
+        widths = config.block_channels
+        self.conv_in = CausalConv3d(config.in_channels, widths[0], rngs=rngs)
+        self.blocks = nnx.List(
+            DownBlock(
+                config.layers_per_block,
+                widths[max(i - 1, 0)],
+                width,
+                config,
+                last=i == len(widths) - 1,
+                temporal=i < config.temporal_levels,
+                rngs=rngs,
+            )
+            for i, width in enumerate(widths)
+        )
+        self.mid = stack(2, partial(ResNetBlock, widths[-1], widths[-1], config, None), rngs)
+        self.norm_out = GroupNorm(widths[-1], groups=config.norm_groups, eps=FIXED_EPS)
+        self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B F H W 3"], cache: Cache) -> tuple[Float[Array, "B T h w 2L"], Cache]:
+        """cache: what the previous chunk returned; None for the first chunk of a clip."""
+        conv_in, blocks, mid, conv_out = cache or (None, [None] * len(self.blocks), None, None)
+        x, conv_in = self.conv_in(x, conv_in)
+        new_blocks = []
+        for block, block_cache in zip(self.blocks, blocks, strict=True):
+            x, block_cache = block(x, block_cache)
+            new_blocks.append(block_cache)
+        x, mid = _scan(self.mid, x, mid)
+        x, conv_out = self.conv_out(_silu(self.norm_out(x), x.dtype), conv_out)
+        return x, (conv_in, new_blocks, mid, conv_out)
+
+
+class Decoder(nnx.Module):
+    """One chunk of latent frames to video. The latent itself modulates every norm."""
+
+    def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
+        widths = config.block_channels[::-1]
+        self.conv_in = CausalConv3d(config.latent_channels, widths[0], rngs=rngs)
+        self.mid = stack(2, partial(ResNetBlock, widths[0], widths[0], config, config.latent_channels), rngs)
+        self.blocks = nnx.List(
+            UpBlock(
+                config.layers_per_block + 1,
+                widths[max(i - 1, 0)],
+                width,
+                config,
+                last=i == len(widths) - 1,
+                temporal=i < config.temporal_levels,
+                rngs=rngs,
+            )
+            for i, width in enumerate(widths)
+        )
+        self.norm_out = _norm(widths[-1], config, config.latent_channels, rngs)
+        self.conv_out = CausalConv3d(widths[-1], config.out_channels, rngs=rngs)
+
+    def __call__(self, z: Float[Array, "B T h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
+        """cache: what the previous chunk returned; None for the first chunk of a clip."""
+        conv_in, mid, blocks, conv_out = cache or (None, None, [None] * len(self.blocks), None)
+        x, conv_in = self.conv_in(z, conv_in)
+        z = z.astype(jnp.float32)
+        x, mid = _scan(self.mid, x, mid, z)
+        new_blocks = []
+        for block, block_cache in zip(self.blocks, blocks, strict=True):
+            x, block_cache = block(x, block_cache, z)
+            new_blocks.append(block_cache)
+        x, conv_out = self.conv_out(_silu(self.norm_out(x, z), x.dtype), conv_out)
+        return x, (conv_in, mid, new_blocks, conv_out)
+
+
+class Autoencoder(nnx.Module):
+    """Video to latent and back. Parameters are float32 at construction; inputs are cast to the parameters' dtype."""
+
+    def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.encoder = Encoder(config, rngs=rngs)
+        self.decoder = Decoder(config, rngs=rngs)
+
+    def encode(
+        self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
+    ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
+        """Mean and log variance of the latent, raw: without the scaling factor.
+
+        Args:
+            video: in [-1, 1]; H and W multiples of `config.spatial_compression`. F frames give ceil(F / 4) latent ones.
+            tiling: encode in blended tiles when the video is larger than one; None encodes it whole.
+            slicing: one clip of the batch after the other: the same numbers in less memory.
+
+        Returns:
+            (mean, logvar) in the parameters' dtype, logvar clamped to [-30, 20].
+
+        Raises:
+            InputError: a shape or a tiling that does not fit.
+        """
+        factor = self.config.spatial_compression
+        _check(video, "video", self.config.in_channels, factor)
+        plan = _plan(tiling, Tiling.encode_plan, factor)
+        run = partial(_in_chunks, self.encoder, size=ENCODE_CHUNK)
+        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), plan, slicing)
+        mean, logvar = jnp.split(moments, 2, -1)
+        return mean, logvar.clip(*LOGVAR_RANGE)
+
+    def decode(
+        self, z: Float[Array, "B T h w L"], *, tiling: Tiling | None = None, slicing: bool = False
+    ) -> Float[Array, "B F H W 3"]:
+        """The video of a latent.
+
+        Args:
+            z: raw, i.e. already divided by the scaling factor. Odd T give 4 (T - 1) + 1 frames, even T give 4 T.
+            tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
+            slicing: one clip of the batch after the other: the same numbers in less memory.
+
+        Returns:
+            Video in about [-1, 1], not clipped, in the parameters' dtype.
+
+        Raises:
+            InputError: a shape or a tiling that does not fit.
+        """
+        _check(z, "latent", self.config.latent_channels, 1)
+        plan = _plan(tiling, Tiling.decode_plan, self.config.spatial_compression)
+        run = partial(_in_chunks, self.decoder, size=DECODE_CHUNK)
+        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), plan, slicing)
+
+
+def _check(x: Array, name: str, channels: int, factor: int) -> None:
+    if x.ndim != 5 or x.shape[-1] != channels:
+        raise InputError(
+            f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels] with {channels} channels"
+        )
+    if 0 in x.shape:
+        raise InputError(f"the {name} is empty: shape {x.shape}")
+    if x.shape[2] % factor or x.shape[3] % factor:
+        raise InputError(
+            f"the {name} is {x.shape[2]}x{x.shape[3]} (height x width); both must be multiples of {factor}: "
+            "crop or resize it first"
+        )
+
+
+def _plan(tiling: Tiling | None, make: Callable[[Tiling, int], Plan], factor: int) -> Plan | None:
+    if tiling is None:
+        return None
+    tiling.check(factor)
+    return make(tiling, factor)
+
+
+def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bool) -> Array:
+    """`run` on x: clip by clip if `slicing`, tile by tile if `plan` applies."""
+    whole = run if plan is None or not plan.applies(x) else partial(tiled, run, plan=plan)
+    if not slicing:
+        return whole(x)
+    return jax.lax.map(lambda clip: whole(clip[None])[0], x)
+
+
+def _in_chunks(part: Encoder | Decoder, x: Float[Array, "B T H W C"], size: int) -> Array:
+    """A whole clip through `part`, chunk after chunk with its cache.
+
+    The first chunk has no cache and its own length; the others are equal and scanned, so two programs do for any clip.
+    """
+    first, *later = chunk_sizes(x.shape[1], size)
+    y, cache = part(x[:, :first], None)
+    if not later:
+        return y
+    chunks = jnp.moveaxis(x[:, first:].reshape(x.shape[0], len(later), size, *x.shape[2:]), 1, 0)
+    _, ys = jax.lax.scan(lambda cache, chunk: part(chunk, cache)[::-1], cache, chunks)
+    return jnp.concatenate([y, jnp.moveaxis(ys, 0, 1).reshape(y.shape[0], -1, *y.shape[2:])], 1)
+
+
+def _scan(resnets: ResNetBlock, x: Array, cache: Cache, *z: Array) -> tuple[Array, Cache]:
+    """x through stacked blocks, one after the other; caches are stacked likewise."""
+    return jax.lax.scan(lambda x, layer: layer[0](x, layer[1], *z), x, (resnets, cache))
+
+
+def _norm(channels: int, config: VAEConfig, latent_channels: int | None, rngs: nnx.Rngs) -> GroupNorm | SpatialNorm:
+    if latent_channels is None:
+        return GroupNorm(channels, groups=config.norm_groups, eps=config.norm_eps)
+    return SpatialNorm(channels, latent_channels, groups=config.norm_groups, eps=FIXED_EPS, rngs=rngs)
+
+
+def _silu(x: Array, dtype: jnp.dtype) -> Array:
+    return jax.nn.silu(x).astype(dtype)

@@ -1,0 +1,131 @@
+"""The encoder half of T5 v1.1: relative positions, RMS norms, a gated feed-forward, no biases.
+
+Source: T5 (arXiv 1910.10683), GLU variants (arXiv 2002.05202); transformers `T5EncoderModel`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from cogvideox_flax.config import TextEncoderConfig
+from cogvideox_flax.layers import Linear, precision, stack
+
+
+class TextEncoder(nnx.Module):
+    """Token ids to text features.
+
+    The linear maps multiply in the parameters' dtype and sum in float32; the residual stream, the norms and attention
+    are float32. T5's residual stream outgrows float16 and loses detail in bfloat16.
+    """
+
+    def __init__(self, config: TextEncoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.width)))
+        self.position_bias = nnx.Param(jax.random.normal(rngs.params(), (config.position_buckets, config.heads)))
+        self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.norm_out = RMSNorm(config.width, eps=config.norm_eps)
+
+    def __call__(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
+        """Encode prompts.
+
+        There is no mask: pads are attended, as the released models were trained.
+
+        Args:
+            ids: from the tokenizer, 0 to vocab_size - 1, right-padded with 0.
+
+        Returns:
+            Features in the parameters' dtype.
+        """
+        dtype = self.embedding[...].dtype
+        buckets = position_buckets(ids.shape[1], self.config.position_buckets, self.config.position_max_distance)
+        bias = jnp.moveaxis(self.position_bias[...].astype(jnp.float32)[buckets], -1, 0)
+
+        def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
+            return block(x, bias, dtype), None
+
+        x, _ = jax.lax.scan(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
+        return self.norm_out(x).astype(dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: TextEncoderConfig, *, rngs: nnx.Rngs):
+        self.norm_attn = RMSNorm(config.width, eps=config.norm_eps)
+        self.attn = SelfAttention(config, rngs=rngs)
+        self.norm_mlp = RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = GatedMLP(config.width, config.mlp_width, rngs=rngs)
+
+    def __call__(
+        self, x: Float32[Array, "B L E"], bias: Float32[Array, "N L L"], dtype: jnp.dtype
+    ) -> Float32[Array, "B L E"]:
+        x = x + self.attn(self.norm_attn(x).astype(dtype), bias)
+        return x + self.mlp(self.norm_mlp(x).astype(dtype))
+
+
+class SelfAttention(nnx.Module):
+    """softmax(q k^T + bias) v; without the usual 1 / sqrt(head_dim), which T5 folds into its weights."""
+
+    def __init__(self, config: TextEncoderConfig, *, rngs: nnx.Rngs):
+        inner = config.heads * config.head_dim
+        self.heads = config.heads
+        self.q = Linear(config.width, inner, bias=False, rngs=rngs)
+        self.k = Linear(config.width, inner, bias=False, rngs=rngs)
+        self.v = Linear(config.width, inner, bias=False, rngs=rngs)
+        self.out = Linear(inner, config.width, bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L E"], bias: Float32[Array, "N L L"]) -> Float32[Array, "B L E"]:
+        def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B L N K"]:
+            return y.reshape(*y.shape[:2], self.heads, -1)
+
+        # Unscaled logits are large, so rounding q and k shows; at 226 tokens float32 costs little.
+        q, k, v = heads(self.q.float32(x)), heads(self.k.float32(x)), heads(self.v.float32(x))
+        logits = jnp.einsum("BQNK,BSNK->BNQS", q, k, precision=precision(q.dtype)) + bias
+        values = jnp.einsum("BNQS,BSNK->BQNK", jax.nn.softmax(logits, axis=-1), v, precision=precision(q.dtype))
+        return self.out.float32(values.reshape(*x.shape[:2], -1).astype(x.dtype))
+
+
+class GatedMLP(nnx.Module):
+    """down(gelu(gate(x)) * up(x)), with the tanh approximation of GELU."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
+        self.gate = Linear(width, hidden, bias=False, rngs=rngs)
+        self.up = Linear(width, hidden, bias=False, rngs=rngs)
+        self.down = Linear(hidden, width, bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L E"]) -> Float32[Array, "B L E"]:
+        hidden = jax.nn.gelu(self.gate.float32(x), approximate=True) * self.up.float32(x)
+        # The product of two activations overflows float16, so there `down` multiplies in float32 as well.
+        return self.down.float32(hidden if x.dtype == jnp.float16 else hidden.astype(x.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, in float32."""
+
+    def __init__(self, width: int, *, eps: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.eps = eps
+
+    def __call__(self, x: Float32[Array, "*batch width"]) -> Float32[Array, "*batch width"]:
+        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
+
+
+def position_buckets(length: int, num_buckets: int, max_distance: int) -> np.ndarray:
+    """The row of the bias table for each (query, key) pair, int32 [length, length].
+
+    Half of the rows are for keys after the query. Of each half, the first half is one row per distance, and the rest
+    widen logarithmically up to `max_distance`. The arithmetic is float32 truncated to integers, as in the reference.
+    """
+    offset = np.arange(length)[None, :] - np.arange(length)[:, None]  # key - query
+    half = num_buckets // 2
+    exact = half // 2
+    distance = abs(offset)
+    # float64 and then rounded: float32 logarithms differ by platform, and one lost bit moves a boundary.
+    log = np.log(np.maximum(distance, 1) / exact).astype(np.float32)
+    wide = exact + (log / np.float32(np.log(max_distance / exact)) * np.float32(half - exact)).astype(np.int32)
+    bucket = np.where(distance < exact, distance, np.minimum(wide, half - 1))
+    return (bucket + half * (offset > 0)).astype(np.int32)

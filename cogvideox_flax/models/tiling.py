@@ -1,0 +1,158 @@
+"""Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large pictures.
+
+Group norm takes its statistics per tile, so the result is not that of the whole picture; tile sizes and the order of
+blending are the reference's, which makes it the reference's tiled result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from cogvideox_flax.config import VAEConfig
+from cogvideox_flax.errors import InputError
+
+HEIGHT, WIDTH = 2, 3
+"""Axes of `B T H W C`."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Size of a tile in pixels, and the fraction of it that the next tile covers too.
+
+    Source: diffusers `AutoencoderKLCogVideoX.enable_tiling`.
+    """
+
+    height: int
+    width: int
+    overlap_height: float = 1 / 6
+    overlap_width: float = 1 / 5
+
+    @classmethod
+    def official(cls, config: VAEConfig) -> Tiling:
+        """The reference's default: half the size of training."""
+        return cls(config.sample_height // 2, config.sample_width // 2)
+
+    def check(self, factor: int) -> None:
+        """Refuse sizes whose tiles would not add up to the picture. factor: pixels per latent pixel.
+
+        Raises:
+            InputError: a side is not a multiple of `factor`, an overlap is not in [0, 1), or the overlap is no whole
+                number of latent pixels.
+        """
+        faults = []
+        for name, size, overlap in (
+            ("height", self.height, self.overlap_height),
+            ("width", self.width, self.overlap_width),
+        ):
+            if not 0 <= overlap < 1:
+                faults.append(f"  overlap_{name}: got {overlap}, expected at least 0 and below 1")
+            elif size < factor or size % factor:
+                faults.append(f"  {name}: got {size} pixels, expected a positive multiple of {factor}")
+            elif not _adds_up(size, overlap, factor):
+                latent = size // factor
+                good = [s for s in range(factor, 2 * size + 16 * factor, factor) if _adds_up(s, overlap, factor)]
+                nearest = min(good, key=lambda s: abs(s - size), default=None)
+                advice = f"; the nearest {name} that does is {nearest}" if nearest else "; try another overlap"
+                faults.append(
+                    f"  {name}: tiles of {size} pixels ({latent} in the latent) with overlap {overlap:.4g} advance by "
+                    f"{int(latent * (1 - overlap))} latent pixels but fill {size - int(size * overlap)} pixels, expected "
+                    f"{factor} per latent pixel; the overlap must be a whole number of latent pixels{advice}"
+                )
+        if faults:
+            raise InputError("this tiling would give a video of the wrong size:\n" + "\n".join(faults))
+
+    def decode_plan(self, factor: int) -> Plan:
+        """How a latent is cut and its decoded tiles are joined."""
+        return Plan(self._axis(HEIGHT, factor, decode=True), self._axis(WIDTH, factor, decode=True))
+
+    def encode_plan(self, factor: int) -> Plan:
+        """How a video is cut and its encoded tiles are joined."""
+        return Plan(self._axis(HEIGHT, factor, decode=False), self._axis(WIDTH, factor, decode=False))
+
+    def _axis(self, axis: int, factor: int, *, decode: bool) -> Side:
+        size, overlap = (self.height, self.overlap_height) if axis == HEIGHT else (self.width, self.overlap_width)
+        tile, out = (size // factor, size) if decode else (size, size // factor)
+        return Side(
+            tile=tile, stride=int(tile * (1 - overlap)), blend=int(out * overlap), keep=out - int(out * overlap)
+        )
+
+
+def _adds_up(size: int, overlap: float, factor: int) -> bool:
+    latent = size // factor
+    decodes = 0 < int(latent * (1 - overlap)) * factor == size - int(size * overlap)
+    return decodes and int(size * (1 - overlap)) == factor * (latent - int(latent * overlap))
+
+
+class Side(NamedTuple):
+    """One axis of a plan. tile, stride: of the input; blend, keep: of the output, per tile."""
+
+    tile: int
+    stride: int
+    blend: int
+    keep: int
+
+
+class Plan(NamedTuple):
+    height: Side
+    width: Side
+
+    def applies(self, x: Float[Array, "B T H W C"]) -> bool:
+        """Whether x is larger than one tile."""
+        return x.shape[HEIGHT] > self.height.tile or x.shape[WIDTH] > self.width.tile
+
+
+def tiled(
+    run: Callable[[Float[Array, "B T h w C"]], Array], x: Float[Array, "B T H W C"], plan: Plan
+) -> Float[Array, "B T H W C"]:
+    """Apply `run` to every tile of x and join the results.
+
+    Tiles of one shape go through one compiled body, one after the other.
+    """
+    starts = [range(0, x.shape[axis], side.stride) for axis, side in ((HEIGHT, plan.height), (WIDTH, plan.width))]
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for i in starts[0]:
+        for j in starts[1]:
+            shape = min(plan.height.tile, x.shape[HEIGHT] - i), min(plan.width.tile, x.shape[WIDTH] - j)
+            groups.setdefault(shape, []).append((i, j))
+
+    tiles: dict[tuple[int, int], Array] = {}
+    for shape, corners in groups.items():
+        done = jax.lax.map(lambda corner, shape=shape: run(_cut(x, corner, shape)), np.array(corners))
+        tiles.update(zip(corners, done, strict=True))
+    return _join([[tiles[i, j] for j in starts[1]] for i in starts[0]], plan)
+
+
+def _cut(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
+    start = (0, 0, corner[0], corner[1], 0)
+    return jax.lax.dynamic_slice(x, start, (*x.shape[:2], *shape, x.shape[-1]))
+
+
+def _join(rows: list[list[Array]], plan: Plan) -> Array:
+    """Blend every tile with the finished tiles above and left of it, then crop and concatenate."""
+    for i, row in enumerate(rows):
+        for j in range(len(row)):
+            if i > 0:
+                row[j] = _blend(rows[i - 1][j], row[j], plan.height.blend, HEIGHT)
+            if j > 0:
+                row[j] = _blend(row[j - 1], row[j], plan.width.blend, WIDTH)
+    keep = (slice(None), slice(None), slice(plan.height.keep), slice(plan.width.keep))
+    return jnp.concatenate([jnp.concatenate([tile[keep] for tile in row], WIDTH) for row in rows], HEIGHT)
+
+
+def _blend(before: Array, tile: Array, extent: int, axis: int) -> Array:
+    """Fade from the end of `before` into the start of `tile` over `extent` pixels, linearly."""
+    extent = min(before.shape[axis], tile.shape[axis], extent)
+    if extent == 0:
+        return tile
+    weight = jnp.expand_dims(jnp.arange(extent) / extent, [d for d in range(tile.ndim) if d != axis])
+    end = jax.lax.slice_in_dim(before, before.shape[axis] - extent, None, axis=axis).astype(jnp.float32)
+    start = jax.lax.slice_in_dim(tile, 0, extent, axis=axis).astype(jnp.float32)
+    seam = (end * (1 - weight) + start * weight).astype(tile.dtype)
+    return jnp.concatenate([seam, jax.lax.slice_in_dim(tile, extent, None, axis=axis)], axis)

@@ -1,0 +1,219 @@
+"""The 3D diffusion transformer of CogVideoX: text and video tokens in one sequence, AdaLN-zero, full attention.
+
+Source: CogVideoX (arXiv 2408.06072); diffusers `CogVideoXTransformer3DModel` defines the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from cogvideox_flax import rope
+from cogvideox_flax.attention import attend
+from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid, stack
+
+log = logging.getLogger(__name__)
+
+QK_NORM_EPS = 1e-6
+
+
+class Attention(nnx.Module):
+    """Joint self-attention with layer-normed, rotated queries and keys."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        width, bias = config.width, config.attention_bias
+        self.q = Linear(width, width, bias=bias, rngs=rngs)
+        self.k = Linear(width, width, bias=bias, rngs=rngs)
+        self.v = Linear(width, width, bias=bias, rngs=rngs)
+        self.norm_q = LayerNorm(config.head_dim, eps=QK_NORM_EPS)
+        self.norm_k = LayerNorm(config.head_dim, eps=QK_NORM_EPS)
+        self.out = Linear(width, width, rngs=rngs)
+        self.heads = config.heads
+
+    def float32(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> Float32[Array, "B S D"]:
+        q, k, v = (f(x).reshape(*x.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
+        q, k = self.norm_q(q), self.norm_k(k)
+        if rotary is not None:
+            q, k = rope.rotate(q, rotary), rope.rotate(k, rotary)
+        return self.out.float32(attend(q, k, v).reshape(x.shape))
+
+
+class Block(nnx.Module):
+    """x += gate * attention(norm(x)); x += gate * mlp(norm(x)), with separate modulation of text and video.
+
+    The residual stream x is float32 whatever the dtype of the weights: dozens of small additions to a large bfloat16
+    number would be the largest error of the model, and the stream is a small part of its traffic.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.norm1 = AdaLNZero(config.time_width, config.width, eps=config.norm_eps, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs)
+        self.norm2 = AdaLNZero(config.time_width, config.width, eps=config.norm_eps, rngs=rngs)
+        self.mlp = MLP(config.width, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float32[Array, "B S D"],
+        emb: Float[Array, "B E"],
+        is_text: Bool[Array, "S 1"],
+        rotary: rope.Rotary | None,
+    ) -> Float32[Array, "B S D"]:
+        y, gate = self.norm1(x, emb, is_text)
+        x = x + per_stream(gate, is_text) * self.attn.float32(y, rotary)
+        y, gate = self.norm2(x, emb, is_text)
+        return x + per_stream(gate, is_text) * self.mlp.float32(y)
+
+
+class AdaLNOut(nnx.Module):
+    """The last norm: layer norm, then shift and scale from the timestep."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.linear = Linear(config.time_width, 2 * config.width, zero=True, rngs=rngs)
+        self.norm = LayerNorm(config.width, eps=config.norm_eps)
+
+    def __call__(self, x: Float32[Array, "B S D"], emb: Float[Array, "B E"]) -> Float[Array, "B S D"]:
+        shift, scale = jnp.split(self.linear(jax.nn.silu(emb)).astype(jnp.float32)[:, None], 2, -1)
+        return (self.norm.float32(x) * (1 + scale) + shift).astype(emb.dtype)
+
+
+class Transformer(nnx.Module):
+    """Predicts v from noisy latents, text and time.
+
+    Any latent size whose height and width are multiples of `patch_size` and whose frames are a multiple of
+    `patch_size_t` can be served, except that learned positions (5b-I2V) fix height and width.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        token_in = config.in_channels * config.patch_volume
+        self.patch_embed = Linear(token_in, config.width, bias=config.patch_bias, rngs=rngs)
+        self.text_proj = Linear(config.text_width, config.width, rngs=rngs)
+        self.time_embedding = TimestepMLP(config.width, config.time_width, rngs=rngs)
+        self.ofs_embedding = (
+            TimestepMLP(config.ofs_width, config.ofs_width, rngs=rngs) if config.ofs_width is not None else None
+        )
+        self.pos_embedding = nnx.Param(jnp.zeros(config.learned_shape)) if config.learned_positions else None
+        self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.norm_final = LayerNorm(config.width, eps=config.norm_eps)
+        self.norm_out = AdaLNOut(config, rngs=rngs)
+        self.proj_out = Linear(config.width, config.out_channels * config.patch_volume, zero=True, rngs=rngs)
+
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        context: Float[Array, "B L E"],
+        timestep: Int[Array, "*B"] | int,
+        ofs: Float[Array, "*B"] | float | None = None,
+    ) -> Float[Array, "B T H W out"]:
+        """One evaluation.
+
+        Args:
+            latents: noisy latents; image or control latents, where the release takes them, already concatenated on C.
+            context: text encoder output, all positions attended.
+            timestep: 0 to 999, one for all or one per batch element.
+            ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
+
+        Returns:
+            The v prediction, in the parameters' dtype.
+
+        Raises:
+            InputError: a shape that the release cannot take; ofs missing or not wanted.
+        """
+        config = self.config
+        self._check(latents, context, ofs)
+        dtype = self.patch_embed.kernel.dtype
+        batch, text_length = context.shape[:2]
+        patches = patchify(latents.astype(dtype), config)
+        grid = patches.shape[1:4]
+
+        emb = self.time_embedding(sinusoid(_per_sample(timestep, batch), config.width).astype(dtype))
+        if self.ofs_embedding is not None:
+            emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width).astype(dtype))
+
+        text = self.text_proj.float32(context.astype(dtype))
+        video = self.patch_embed.float32(patches.reshape(batch, -1, patches.shape[-1]))
+        x = self._add_positions(jnp.concatenate([text, video], 1), text_length, grid)
+        rotary = rope.rotary(grid, config.head_dim, _rotary_base(config)) if config.rotary else None
+        is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
+
+        x, _ = jax.lax.scan(lambda x, block: (block(x, emb, is_text, rotary), None), x, self.blocks)
+
+        x = self.norm_out(self.norm_final(x[:, text_length:]), emb)
+        return unpatchify(self.proj_out(x).reshape(batch, *grid, -1), config)
+
+    def _add_positions(
+        self, x: Float32[Array, "B S D"], text_length: int, grid: tuple[int, int, int]
+    ) -> Float32[Array, "B S D"]:
+        config = self.config
+        if self.pos_embedding is not None and self.pos_embedding.shape[0] == x.shape[1]:
+            return x + self.pos_embedding[...].astype(jnp.float32)
+        if config.rotary and not config.learned_positions:
+            return x
+        if config.learned_positions:
+            log.warning(
+                "this release learned its positions for %d frames; at another count the reference replaces them by "
+                "computed ones, and so do we: expect worse video",
+                config.sample_frames,
+            )
+        video = rope.sincos(grid, config.width, config.spatial_interpolation_scale, config.temporal_interpolation_scale)
+        return x + jnp.pad(video, ((text_length, 0), (0, 0)))
+
+    def _check(self, latents: Array, context: Array, ofs: object) -> None:
+        config = self.config
+        if latents.ndim != 5 or latents.shape[-1] != config.in_channels:
+            raise InputError(f"latents must be [B, T, H, W, {config.in_channels}]; got {latents.shape}")
+        frames, height, width = latents.shape[1:4]
+        if height % config.patch_size or width % config.patch_size or frames % (config.patch_size_t or 1):
+            raise InputError(
+                f"latents of {frames} frames, {height}x{width} do not cut into patches of "
+                f"{config.patch_size_t or 1}x{config.patch_size}x{config.patch_size}"
+            )
+        if context.ndim != 3 or context.shape[-1] != config.text_width or context.shape[0] != latents.shape[0]:
+            raise InputError(f"context must be [{latents.shape[0]}, L, {config.text_width}]; got {context.shape}")
+        if (not config.rotary or config.learned_positions) and context.shape[1] != config.text_length:
+            raise InputError(f"this release takes exactly {config.text_length} text tokens; got {context.shape[1]}")
+        if config.learned_positions and (height, width) != (config.sample_height, config.sample_width):
+            raise InputError(
+                f"this release learned its positions at {config.sample_height}x{config.sample_width} latent pixels "
+                f"and takes no other size; got {height}x{width}"
+            )
+        if (ofs is None) != (self.ofs_embedding is None):
+            raise InputError(
+                "this release needs ofs (2.0 in the released pipeline)" if ofs is None else "this release takes no ofs"
+            )
+
+
+def patchify(x: Float[Array, "B T H W C"], config: TransformerConfig) -> Float[Array, "B t h w P"]:
+    """Cut latents into patches; a patch is flattened as (pt, ph, pw, C), channels fastest."""
+    batch, frames, height, width, channels = x.shape
+    pt, p = config.patch_size_t or 1, config.patch_size
+    x = x.reshape(batch, frames // pt, pt, height // p, p, width // p, p, channels)
+    return x.transpose(0, 1, 3, 5, 2, 4, 6, 7).reshape(batch, frames // pt, height // p, width // p, -1)
+
+
+def unpatchify(x: Float[Array, "B t h w P"], config: TransformerConfig) -> Float[Array, "B T H W C"]:
+    """The inverse of `patchify`."""
+    batch, t, h, w, _ = x.shape
+    pt, p = config.patch_size_t or 1, config.patch_size
+    x = x.reshape(batch, t, h, w, pt, p, p, -1).transpose(0, 1, 4, 2, 5, 3, 6, 7)
+    return x.reshape(batch, t * pt, h * p, w * p, -1)
+
+
+def _rotary_base(config: TransformerConfig) -> tuple[int, int] | None:
+    """The grid that positions are resized to (1.0 releases); 1.5 counts tokens, at any size.
+
+    The reference caps 1.5's positions at its nominal size, which refuses portrait; the values below the cap are equal.
+    """
+    if config.patch_size_t is not None:
+        return None
+    return config.sample_height // config.patch_size, config.sample_width // config.patch_size
+
+
+def _per_sample(value: Array | float | None, batch: int) -> Float[Array, " B"]:
+    return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))

@@ -1,0 +1,532 @@
+"""Text to video: prompts in, frames out. The only home of `jax.jit` outside kernels and training.
+
+A run has three stages, each usable by itself: `encode_prompts`, `denoise`, `decode_latents`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+from tqdm import tqdm
+
+from cogvideox_flax import checkpoint, hub, sharding
+from cogvideox_flax.config import COMPONENTS, Release
+from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
+from cogvideox_flax.sizes import Size, check_text_to_video, resolve_size
+from cogvideox_flax.tokenizer import Tokenizer
+from cogvideox_flax.version import __version__
+from cogvideox_flax.video import save_video, to_uint8
+
+log = logging.getLogger(__name__)
+
+Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
+"""callback(step, timestep, latents), after each step; True stops the run there."""
+
+OFS = 2.0
+"""The motion scalar that the released pipeline gives to releases that take one."""
+
+OUTPUT_TYPES = ("uint8", "float", "latent")
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclass(frozen=True)
+class Video:
+    """What a run returns.
+
+    frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
+        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them).
+    fps: frames per second that the release was trained at.
+    metadata: prompt, seed, release, version and settings of the run.
+    """
+
+    frames: Any
+    fps: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write one file per item, by the path's suffix (.mp4, .gif, ...); items of a batch are numbered.
+
+        Raises:
+            InputError: the frames are not uint8, or the path cannot be written.
+        """
+        if self.frames.dtype != np.uint8:
+            raise InputError(f"only uint8 frames can be saved; this video holds {self.frames.dtype}")
+        path = Path(path)
+        count = len(self.frames)
+        paths = [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+        for i, (name, frames) in enumerate(zip(paths, np.asarray(self.frames), strict=True)):
+            metadata = self.metadata | {
+                key: self.metadata[key][i]
+                for key in ("prompt", "negative_prompt")
+                if isinstance(self.metadata.get(key), list)
+            }
+            save_video(name, frames, self.fps, metadata)
+        return paths
+
+
+class _Program:
+    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling."""
+
+    def __init__(self, name: str, f: Callable[..., Any]):
+        self.name = name
+        self._jit = jax.jit(f)
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def prepare(self, *args: Any, announce: bool) -> Callable[..., Any]:
+        """The executable for arguments of these shapes."""
+        leaves, tree = jax.tree.flatten(args)
+        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._compiled:
+            _say(f"compiling the {self.name} ...", announce)
+            start = time.perf_counter()
+            self._compiled[key] = self._jit.lower(*args).compile()
+            _say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
+        return self._compiled[key]
+
+    def __call__(self, *args: Any, announce: bool) -> Any:
+        return self.prepare(*args, announce=announce)(*args)
+
+
+def _say(message: str, announce: bool) -> None:
+    if announce:
+        tqdm.write(message, file=sys.stderr)
+    else:
+        log.info(message)
+
+
+def check_prompts(
+    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] = ""
+) -> tuple[list[str], list[str]]:
+    """Prompts and negative prompts as lists of equal length.
+
+    Raises:
+        InputError: no prompt, something that is not a string, or counts that do not agree.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+    if not prompts:
+        raise InputError("the list of prompts is empty; give at least one prompt")
+    for text in (*prompts, *negatives):
+        if not isinstance(text, str):
+            raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
+    if len(negatives) != len(prompts):
+        raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
+    return prompts, negatives
+
+
+class CogVideoXPipeline:
+    """Text to video with CogVideoX-2b, 5b or 1.5-5B.
+
+    Components are loaded when they are first used and can be let go with `release`, so a run needs memory for the
+    largest of them only.
+
+    Attributes:
+        tokenizer: list of prompts -> int32 [B, L].
+        scheduler: the checkpoint's own sampler, DDIM or DPM.
+        released_as: the release that the transformer's architecture belongs to, or None.
+    """
+
+    def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
+        self.manifest = checkpoint.read_manifest(native_dir)
+        for component in COMPONENTS:
+            checkpoint.check_weights(native_dir, component)
+        self.transformer_config, self.vae_config = self.manifest.transformer, self.manifest.vae
+        self.transformer_config.check_dtype(dtype)
+        check_text_to_video(self.transformer_config, self.vae_config, native_dir)
+        self.released_as: Release | None = self.manifest.release
+        if self.manifest.scheduler is None:
+            raise InputError(f"{native_dir} has no scheduler config; convert it with its scheduler/ directory")
+        self.scheduler: Scheduler = make_scheduler(self.manifest.scheduler)
+        self.tokenizer = Tokenizer(
+            native_dir / checkpoint.SPIECE_FILE,
+            self.manifest.tokenizer.max_length,
+            vocab_size=self.manifest.text_encoder.vocab_size,
+        )
+        self._loaded: dict[str, Any] = {}
+        self._programs: dict[Any, _Program] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls, where: str | Path | None, dtype: str = "bfloat16", mesh: Mesh | None = None, *, revision: str | None = None
+    ) -> Self:
+        """Open a checkpoint.
+
+        Args:
+            where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
+                cache, with progress; None for the embedded checkpoint.
+            dtype: "bfloat16", "float32" or "float16" (2b only); the dtype of weights and activations.
+            mesh: from `sharding.make_mesh`; None for one device.
+            revision: for a hub id: branch, tag or commit.
+
+        Raises:
+            InputError: not a complete text-to-video checkpoint, damaged, or a dtype that it does not survive.
+        """
+        if dtype not in DTYPES:
+            raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        return cls(hub.resolve(where, revision), dtype, mesh)
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        return self._component("text_encoder")
+
+    @property
+    def transformer(self) -> Transformer:
+        return self._component("transformer")
+
+    @property
+    def vae(self) -> Autoencoder:
+        return self._component("vae")
+
+    def _component(self, name: str) -> Any:
+        if name not in self._loaded:
+            start = time.perf_counter()
+            module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
+            self._loaded[name] = jax.block_until_ready(module)
+            log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
+        return self._loaded[name]
+
+    def release(self, *components: str) -> None:
+        """Let go of loaded components' memory; they load again when used."""
+        for name in components or COMPONENTS:
+            self._loaded.pop(name, None)
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of training: 8, or 16 for 1.5 releases."""
+        if self.released_as is not None:
+            return self.released_as.fps
+        return 16 if self.transformer_config.patch_size_t else 8
+
+    def size(self, num_frames: int | None = None, height: int | None = None, width: int | None = None) -> Size:
+        """Defaults filled in and rules checked; see `sizes.resolve_size`."""
+        return resolve_size(
+            self.transformer_config,
+            self.vae_config,
+            self.released_as,
+            num_frames=num_frames,
+            height=height,
+            width=width,
+        )
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] = "",
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 6.0,
+        use_dynamic_cfg: bool | Literal["index"] = False,
+        scheduler: str | Scheduler | None = None,
+        seed: int = 0,
+        latents: Float[Any, "B T h w C"] | None = None,
+        output_type: str = "uint8",
+        callback: Callback | None = None,
+        progress: bool = True,
+        *,
+        noise: Float[Any, "N B T h w C"] | None = None,
+        tiling: bool = False,
+        compiled_loop: bool = False,
+    ) -> Video:
+        """Generate one video per prompt.
+
+        Args:
+            prompt: one prompt or a list.
+            negative_prompt: what to steer away from; one for all or one per prompt. Used when guidance_scale > 1.
+            num_frames: 8 n + 1; default: the release's.
+            height, width: pixels, multiples of 16; default: the release's.
+            num_inference_steps: 1 to 1000.
+            guidance_scale: weight of the prompt (classifier-free guidance); 1 or less runs without guidance.
+            use_dynamic_cfg: False: constant; True: as the reference computes it, from the raw timestep; "index": a
+                monotonic rise over the steps. See `schedulers.guidance_scales`.
+            scheduler: "ddim", "dpm" or a Scheduler; default: the checkpoint's.
+            seed: of the initial latents and the sampler's noise; item b of a batch does not depend on the others.
+            latents: initial latents in place of random ones; 1.5 releases count the extra frame.
+            output_type: "uint8", "float" or "latent"; see `Video`.
+            callback: called after each step, may stop the run or read the latents.
+            progress: progress bar and compile times on stderr.
+            noise: the sampler's noise for every step, in place of random noise (DPM only).
+            tiling: decode in the official overlapping tiles: less memory, slightly different video.
+            compiled_loop: run all steps as one compiled program; no callback, no progress within it.
+
+        Raises:
+            InputError: an argument that cannot be served; before anything is loaded or compiled.
+            NonFiniteError: NaN or infinity in the latents, naming the step.
+        """
+        prompts, negatives = check_prompts(prompt, negative_prompt)
+        if output_type not in OUTPUT_TYPES:
+            raise InputError(f"unknown output_type {output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
+        size = self.size(num_frames, height, width)
+        sampler = self.get_scheduler(scheduler)
+        sampler.plan(num_inference_steps)
+        self._check_arrays(size, len(prompts), num_inference_steps, sampler, latents, noise)
+        _check_loop(compiled_loop, callback)
+
+        context, negative = self.encode_prompts(prompts, negatives if guidance_scale > 1 else None, progress=progress)
+        denoised, steps_done = self.denoise(
+            context,
+            negative,
+            size,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            use_dynamic_cfg=use_dynamic_cfg,
+            scheduler=sampler,
+            seed=seed,
+            latents=latents,
+            noise=noise,
+            callback=callback,
+            progress=progress,
+            compiled_loop=compiled_loop,
+        )
+        if output_type == "latent":
+            frames = denoised
+        else:
+            kept = denoised[:, size.extra_latents :]
+            frames = self.decode_latents(kept, output_type=output_type, tiling=tiling, progress=progress)
+        settings = {
+            "num_frames": size.num_frames,
+            "height": size.height,
+            "width": size.width,
+            "num_inference_steps": num_inference_steps,
+            "guidance_scale": guidance_scale,
+            "use_dynamic_cfg": use_dynamic_cfg,
+            "scheduler": sampler.config.kind,
+            "dtype": self.dtype,
+            "steps_done": steps_done,
+        }
+        return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
+
+    def metadata(self, prompts: list[str], negatives: list[str], seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+        """What is stored with a video."""
+        return {
+            "prompt": prompts if len(prompts) > 1 else prompts[0],
+            "negative_prompt": negatives if len(prompts) > 1 else negatives[0],
+            "seed": seed,
+            "release": self.released_as.name if self.released_as else str(self.native_dir.name),
+            "version": f"cogvideox-flax {__version__}",
+            "settings": settings,
+        }
+
+    def get_scheduler(self, scheduler: str | Scheduler | None) -> Scheduler:
+        """None: the checkpoint's; a name: that sampler on the checkpoint's noise schedule; a Scheduler: itself."""
+        if scheduler is None:
+            return self.scheduler
+        if isinstance(scheduler, Scheduler):
+            return scheduler
+        if scheduler not in SCHEDULERS:
+            raise InputError(f"unknown scheduler {scheduler!r}; known are {', '.join(SCHEDULERS)}")
+        return make_scheduler(dataclasses.replace(self.scheduler.config, kind=scheduler))
+
+    def _check_arrays(
+        self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None
+    ) -> None:
+        shape = self.latent_shape(size, batch)
+        if latents is not None and tuple(latents.shape) != shape:
+            extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
+            raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(latents.shape)}")
+        if noise is not None and not scheduler.needs_noise:
+            raise InputError(f"noise is for samplers that draw some; {scheduler.config.kind} does not")
+        if noise is not None and tuple(noise.shape) != (steps, *shape):
+            raise InputError(f"noise must be [N, B, T, h, w, C] = {(steps, *shape)}; got {tuple(noise.shape)}")
+
+    def latent_shape(self, size: Size, batch: int) -> tuple[int, int, int, int, int]:
+        """[B, T, h, w, C] of the latents that are denoised."""
+        return batch, size.latent_frames, size.latent_height, size.latent_width, self.vae_config.latent_channels
+
+    def _program(self, name: str, key: Any, make: Callable[[], Callable[..., Any]]) -> _Program:
+        """One jitted function per key, made when it is first wanted."""
+        if key not in self._programs:
+            self._programs[key] = _Program(name, make())
+        return self._programs[key]
+
+    def _on_mesh(self) -> Any:
+        return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
+
+    def _put(self, tree: Any) -> Any:
+        """Everything but weights is small and lies whole on every device between programs."""
+        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()) if self.mesh is not None else None)
+
+    def encode_prompts(
+        self, prompts: Sequence[str], negatives: Sequence[str] | None = None, *, progress: bool = True
+    ) -> tuple[Float[Array, "B L E"], Float[Array, "B L E"] | None]:
+        """Embeddings of the prompts, and of the negative prompts where guidance will need them."""
+        program = self._program("text encoder", "encode", lambda: lambda encoder, ids: encoder(ids))
+
+        def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
+            with self._on_mesh():
+                return program(self.text_encoder, self._put(self.tokenizer(list(texts))), announce=progress)
+
+        return encode(prompts), encode(negatives) if negatives is not None else None
+
+    def denoise(
+        self,
+        context: Float[Any, "B L E"],
+        negative: Float[Any, "B L E"] | None,
+        size: Size,
+        *,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 6.0,
+        use_dynamic_cfg: bool | Literal["index"] = False,
+        scheduler: str | Scheduler | None = None,
+        seed: int = 0,
+        latents: Float[Any, "B T h w C"] | None = None,
+        noise: Float[Any, "N B T h w C"] | None = None,
+        callback: Callback | None = None,
+        progress: bool = True,
+        compiled_loop: bool = False,
+    ) -> tuple[Float32[Array, "B T h w C"], int]:
+        """The denoising loop. Arguments as in `__call__`; `negative` None runs without guidance.
+
+        Returns:
+            The latents (scaled; the extra frames of 1.5 releases included) and how many steps were done.
+
+        Raises:
+            InputError: an argument that cannot be served.
+            NonFiniteError: NaN or infinity in the latents, naming the step.
+        """
+        sampler = self.get_scheduler(scheduler)
+        plan = sampler.plan(num_inference_steps)
+        self._check_arrays(size, len(context), num_inference_steps, sampler, latents, noise)
+        _check_loop(compiled_loop, callback)
+        both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
+        guidance = guidance_scales(plan.timesteps, num_inference_steps, guidance_scale, use_dynamic_cfg)
+        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        x = (
+            _normal(latent_key, self.latent_shape(size, len(context)))
+            if latents is None
+            else jnp.asarray(latents, jnp.float32)
+        )
+        carry = (x, sampler.init_state(x))
+        draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
+        fixed = (self.transformer, *self._put((both, plan, guidance, draw)))
+        if compiled_loop:
+            return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
+
+        program = self._program("denoising step", ("step", type(sampler)), lambda: _make_step(sampler))
+        with self._on_mesh():
+            program.prepare(*fixed, *self._put((jnp.int32(0), carry)), announce=progress)
+        done = 0
+        # compiling is over, so the bar's rate and time left are those of steps that wait for their result
+        with tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress) as bar:
+            for x in self._steps(program, fixed, carry, plan):
+                bar.update()
+                done += 1
+                if callback is not None and callback(done - 1, int(plan.timesteps[done - 1]), x):
+                    _say(f"stopped by the callback after step {done} of {len(plan)}", progress)
+                    break
+        return x, done
+
+    def _steps(
+        self, program: _Program, fixed: tuple, carry: tuple, plan: Plan
+    ) -> Iterator[Float32[Array, "B T h w C"]]:
+        """Yields the latents after each step, when they are really there."""
+        for i in range(len(plan)):
+            with self._on_mesh():
+                carry, finite = program(*fixed, *self._put((jnp.int32(i), carry)), announce=False)
+            if not bool(finite):
+                raise NonFiniteError(i, int(plan.timesteps[i]), len(plan))
+            yield carry[0]
+
+    def _denoise_at_once(
+        self, sampler: Scheduler, fixed: tuple, carry: tuple, plan: Plan, progress: bool
+    ) -> Float32[Array, "B T h w C"]:
+        """All steps as one program: a scan over the step."""
+
+        def make() -> Callable[..., Any]:
+            step = _make_step(sampler)
+
+            def loop(*args: Any) -> Any:
+                *fixed, carry = args
+                steps = jnp.arange(fixed[3].shape[0])
+                return jax.lax.scan(lambda carry, i: step(*fixed, i, carry), carry, steps)
+
+            return loop
+
+        program = self._program("denoising loop", ("loop", type(sampler)), make)
+        with self._on_mesh():
+            (x, _), finite = program(*fixed, self._put(carry), announce=progress)
+        if not finite.all():
+            bad = int(jnp.argmin(finite))
+            raise NonFiniteError(bad, int(plan.timesteps[bad]), len(plan))
+        return x
+
+    def decode_latents(
+        self,
+        latents: Float[Any, "B T h w C"],
+        *,
+        output_type: str = "uint8",
+        tiling: bool = False,
+        progress: bool = True,
+    ) -> UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]:
+        """Scaled latents (extra frames already dropped) to frames: uint8, or float32 in [0, 1] for "float"."""
+        tiles = Tiling.official(self.vae_config) if tiling else None
+        scale = self.vae_config.scaling_factor
+
+        def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> Array:
+            video = vae.decode(z / scale, tiling=tiles, slicing=len(z) > 1).astype(jnp.float32)
+            return to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+
+        program = self._program("VAE decoder", ("decode", output_type, tiles), lambda: decode)
+        with self._on_mesh():
+            return program(self.vae, self._put(jnp.asarray(latents, jnp.float32)), announce=progress)
+
+
+def _check_loop(compiled_loop: bool, callback: Callback | None) -> None:
+    if compiled_loop and callback is not None:
+        raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
+
+
+def _normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
+    """Standard normal whose row b depends on the key and b alone, not on the size of the batch."""
+    keys = jax.vmap(lambda b: jax.random.fold_in(key, b))(jnp.arange(shape[0]))
+    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], jnp.float32))(keys)
+
+
+def _make_step(sampler: Scheduler) -> Callable[..., Any]:
+    """One denoising step as a pure function, to be jitted alone or scanned."""
+
+    def step(
+        transformer: Transformer,
+        both: Float[Array, "GB L E"],
+        plan: Plan,
+        guidance: Float32[Array, " N"],
+        draw: Array,
+        i: Int32[Array, ""],
+        carry: tuple[Float32[Array, "B T h w C"], Any],
+    ) -> tuple[tuple[Float32[Array, "B T h w C"], Any], Array]:
+        """both: [negative, positive] embeddings, or positive alone. draw: a key, or all steps' noise."""
+        x, state = carry
+        guided = both.shape[0] == 2 * x.shape[0]
+        ofs = None if transformer.config.ofs_width is None else OFS
+        inputs = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
+        v = transformer(inputs, both, plan.timesteps[i], ofs).astype(jnp.float32)
+        if guided:
+            without, with_prompt = jnp.split(v, 2)
+            v = without + guidance[i] * (with_prompt - without)
+        noise = None
+        if sampler.needs_noise:
+            is_key = jnp.issubdtype(draw.dtype, jax.dtypes.prng_key)
+            noise = _normal(jax.random.fold_in(draw, i), x.shape) if is_key else draw[i]
+        x, state = sampler.step(plan, i, v, x, state, noise)
+        return (x, state), jnp.isfinite(x).all()
+
+    return step

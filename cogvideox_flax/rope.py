@@ -1,0 +1,106 @@
+"""Where a token is: rotary tables (5b, 1.5) and additive sine-cosine tables (2b).
+
+Both factor over the three axes, so only per-axis tables are made on the host (in the reference's precision) and the
+full tables are broadcast inside the compiled program, where they cost no constants.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+THETA = 10000.0
+Rotary = tuple[Float32[Array, "S half"], Float32[Array, "S half"]]
+
+
+def _crop(grid: tuple[int, int], base: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The centred region of the training grid with the aspect ratio of `grid`: ((top, left), (bottom, right)).
+
+    Source: diffusers `get_resize_crop_region_for_grid`; rounding is Python's (half to even).
+    """
+    (h, w), (base_h, base_w) = grid, base
+    if h / w > base_h / base_w:
+        height, width = base_h, round(base_h / h * w)
+    else:
+        height, width = round(base_w / w * h), base_w
+    top, left = round((base_h - height) / 2), round((base_w - width) / 2)
+    return (top, left), (top + height, left + width)
+
+
+def axis_positions(
+    grid: tuple[int, int, int], base: tuple[int, int] | None
+) -> tuple[Float32[np.ndarray, " T"], Float32[np.ndarray, " h"], Float32[np.ndarray, " w"]]:
+    """Token positions along time, height and width.
+
+    Args:
+        grid: (T, h, w) tokens.
+        base: the training grid (h, w) whose coordinates the tokens are resized to (1.0 releases); None counts tokens
+            (1.5 releases).
+    """
+    frames, h, w = grid
+    time = np.arange(frames, dtype=np.float32)
+    if base is None:
+        return time, np.arange(h, dtype=np.float32), np.arange(w, dtype=np.float32)
+    start, stop = _crop((h, w), base)
+    # the reference's end point is stop * (n - 1) / n with the absolute stop, so a crop that starts past 0 has a step
+    # slightly off 1
+    rows, columns = (
+        np.linspace(a, b * (n - 1) / n, n, dtype=np.float32) for a, b, n in zip(start, stop, (h, w), strict=True)
+    )
+    return time, rows, columns
+
+
+def rotary(grid: tuple[int, int, int], head_dim: int, base: tuple[int, int] | None) -> Rotary:
+    """cos and sin of each video token's rotation, one per pair of channels, tokens in order t, h, w.
+
+    The head is split 2:3:3 between time, height and width. float32 [T*h*w, head_dim / 2] each.
+    Source: diffusers `get_3d_rotary_pos_embed`.
+    """
+    dims = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
+    parts = []
+    for axis, (positions, dim) in enumerate(zip(axis_positions(grid, base), dims, strict=True)):
+        frequency = (1.0 / THETA ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
+        angle = np.outer(positions, frequency)
+        shape = [1, 1, 1, dim // 2]
+        shape[axis] = len(positions)
+        parts.append([jnp.broadcast_to(f(angle).reshape(shape), (*grid, dim // 2)) for f in (np.cos, np.sin)])
+    cos, sin = (jnp.concatenate(part, -1).reshape(-1, head_dim // 2) for part in zip(*parts, strict=True))
+    return cos, sin
+
+
+def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
+    """Rotate neighbouring channel pairs (2i, 2i + 1) of the last S_video tokens; those before (text) stay.
+
+    Computed in float32, returned in x's dtype. Source: RoFormer (arXiv 2104.09864); interleaved as in diffusers.
+    """
+    cos, sin = table
+    text = x.shape[1] - cos.shape[0]
+    # text tokens rotate by zero, which keeps the sequence in one piece
+    cos = jnp.pad(cos, ((text, 0), (0, 0)), constant_values=1.0)[:, None, :]
+    sin = jnp.pad(sin, ((text, 0), (0, 0)))[:, None, :]
+    even, odd = jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2), -1, 0)
+    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape).astype(x.dtype)
+
+
+def _sincos_1d(positions: np.ndarray, dim: int) -> np.ndarray:
+    """[sin | cos] at dim / 2 frequencies, float64 on the host."""
+    omega = THETA ** -(np.arange(dim // 2, dtype=np.float64) / (dim / 2))
+    angle = np.outer(positions, omega)
+    return np.concatenate([np.sin(angle), np.cos(angle)], -1)
+
+
+def sincos(
+    grid: tuple[int, int, int], width: int, spatial_scale: float, temporal_scale: float
+) -> Float32[Array, "S D"]:
+    """Additive positions of the video tokens, order t, h, w; channels [time D/4 | width 3D/8 | height 3D/8].
+
+    Positions are divided by the interpolation scales. float32 [T*h*w, width].
+    Source: diffusers `get_3d_sincos_pos_embed`.
+    """
+    frames, h, w = grid
+    time = _sincos_1d(np.arange(frames) / temporal_scale, width // 4)
+    rows, columns = (_sincos_1d(np.arange(n) / spatial_scale, width * 3 // 8) for n in (h, w))
+    parts = (time[:, None, None], columns[None, None, :], rows[None, :, None])
+    parts32 = [jnp.broadcast_to(p.astype(np.float32), (*grid, p.shape[-1])) for p in parts]
+    return jnp.concatenate(parts32, -1).reshape(-1, width)

@@ -1,0 +1,149 @@
+"""The mesh, and the two tables that say what lies where: logical axis -> mesh axis, parameter -> logical axes.
+
+Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (heads and hidden units).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from cogvideox_flax.errors import InputError
+
+AXES = ("dp", "sp", "tp")
+
+RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
+"""Logical axis -> mesh axis."""
+
+_REPLICATED: tuple[None, ...] = ()
+Axes = tuple[str | None, ...]
+
+PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
+    "transformer": (
+        (r"blocks\.attn\.[qkv]\.kernel", (None, None, "heads")),
+        (r"blocks\.attn\.[qkv]\.bias", (None, "heads")),
+        (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
+        (r"blocks\.mlp\.up\.kernel", (None, None, "hidden")),
+        (r"blocks\.mlp\.up\.bias", (None, "hidden")),
+        (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
+        (r"blocks\.(attn\.(out\.bias|norm_[qk]\..*)|mlp\.down\.bias|norm[12]\..*)", _REPLICATED),
+        (r"(patch_embed|text_proj|time_embedding|ofs_embedding|norm_final|norm_out|proj_out)\..*", _REPLICATED),
+        (r"pos_embedding", _REPLICATED),
+    ),
+    "text_encoder": (
+        (r"blocks\.attn\.[qkv]\.kernel", (None, None, "heads")),
+        (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
+        (r"blocks\.mlp\.(gate|up)\.kernel", (None, None, "hidden")),
+        (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
+        (r"position_bias", (None, "heads")),
+        (r"embedding", (None, "hidden")),
+        (r"blocks\.norm_(attn|mlp)\.scale|norm_out\.scale", _REPLICATED),
+    ),
+    "vae": ((r"(encoder|decoder)\..*", _REPLICATED),),
+}
+"""Component -> rows of (parameter name, logical axes); the first full match counts. No match is an error."""
+
+
+def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over the first dp * sp * tp devices.
+
+    Raises:
+        InputError: a size below 1, or more devices asked for than there are.
+    """
+    devices = jax.devices() if devices is None else devices
+    need = dp * sp * tp
+    if min(dp, sp, tp) < 1 or need > len(devices):
+        raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
+    return jax.make_mesh((dp, sp, tp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+
+
+def parse_mesh(text: str) -> tuple[int, int, int]:
+    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
+        raise InputError(f"mesh must be DP,SP,TP such as 2,1,4; got {text!r}")
+    dp, sp, tp = map(int, parts)
+    return dp, sp, tp
+
+
+def parameter_axes(component: str, name: str) -> Axes:
+    """Logical axes of one parameter.
+
+    Raises:
+        KeyError: no row of PARAMS matches; a new parameter needs a row, it is never replicated by accident.
+    """
+    for pattern, axes in PARAMS[component]:
+        if re.fullmatch(pattern, name):
+            return axes
+    raise KeyError(f"no row of sharding.PARAMS[{component!r}] matches parameter {name!r}")
+
+
+def parameter_sharding(mesh: Mesh, component: str, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a parameter lies.
+
+    Raises:
+        InputError: an axis does not divide over the mesh, with the numbers.
+    """
+    return NamedSharding(mesh, _spec(mesh, parameter_axes(component, name), shape, f"parameter {component}.{name}"))
+
+
+def _spec(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int, ...], what: str) -> PartitionSpec:
+    names = [RULES[axis] if axis else None for axis in axes]
+    for size, name in zip(shape, names, strict=False):
+        if name and size % mesh.shape[name]:
+            raise InputError(
+                f"{what} of shape {shape}: {size} does not divide over mesh axis {name} of size {mesh.shape[name]}"
+            )
+    return PartitionSpec(*names)
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """Say which logical axes an activation's axes are, when a mesh is in use (`jax.set_mesh`).
+
+    A leading axis of size 1 (one prompt without guidance) stays whole.
+
+    Raises:
+        InputError: an axis does not divide over the mesh, with the numbers.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    spec = _spec(mesh, axes, x.shape, "array")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def over_heads(
+    f: Callable[..., Array],
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None,
+) -> Float[Array, "B Q N K"]:
+    """Run attention f on each device's share: batch over dp, queries over sp, heads over tp; keys are whole on sp.
+
+    An axis that does not divide stays whole on every device of its mesh axis, except heads, which must divide.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return f(q, k, v, kv_len)
+    batch = RULES["batch"] if q.shape[0] % mesh.shape[RULES["batch"]] == 0 else None
+    tokens = RULES["tokens"] if q.shape[1] % mesh.shape[RULES["tokens"]] == 0 else None
+    _spec(mesh, (None, None, "heads", None), q.shape, "attention heads")
+    heads = RULES["heads"]
+    lengths = np.full(q.shape[0], k.shape[1], np.int32) if kv_len is None else kv_len
+    return jax.shard_map(
+        f,
+        in_specs=(
+            PartitionSpec(batch, tokens, heads),
+            PartitionSpec(batch, None, heads),
+            PartitionSpec(batch, None, heads),
+            PartitionSpec(batch),
+        ),
+        out_specs=PartitionSpec(batch, tokens, heads),
+        check_vma=False,
+    )(q, k, v, lengths)

@@ -1,0 +1,188 @@
+"""Safetensors files, read and written piece by piece.
+
+The safetensors library maps whole files and writes whole dictionaries. Conversion must fill one layer of a stacked
+parameter at a time and keep peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw
+little-endian data) is handled here with plain reads and writes at offsets. Small files go through the library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import ml_dtypes
+import numpy as np
+
+from cogvideox_flax.errors import CheckpointError
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the format's own limit
+_ALIGN = 64  # XLA takes host memory without a copy at this alignment
+
+
+class TensorInfo(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int  # from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised host memory that XLA:CPU can adopt without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+class TensorFile:
+    """A safetensors file open for reading. The header is checked against the file's size before anything is read.
+
+    Raises:
+        CheckpointError: the file is not safetensors, its header is corrupt, or it was cut short.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY)
+        except OSError as e:
+            raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
+        try:
+            self.tensors, self.metadata = self._read_header()
+        except CheckpointError:
+            self.close()
+            raise
+
+    def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+        size = os.fstat(self._fd).st_size
+
+        def corrupt(why: str) -> CheckpointError:
+            return CheckpointError(f"{self.path} is not a valid safetensors file: {why}. Download or copy it again.")
+
+        prefix = os.pread(self._fd, 8, 0)
+        if len(prefix) < 8:
+            raise corrupt(f"it has {size} bytes, a header needs at least 8")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(size - 8, _MAX_HEADER):
+            if prefix[:2] == b"PK" or prefix[:1] == b"\x80":
+                raise corrupt("it looks like pickled PyTorch weights, which are never read; use the safetensors files")
+            raise corrupt(f"its header claims {length} bytes in a file of {size}")
+        try:
+            header = json.loads(os.pread(self._fd, length, 8))
+            metadata = header.pop("__metadata__", {})
+            infos = {
+                name: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]], *map(int, e["data_offsets"]))
+                for name, e in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise corrupt(f"its header does not parse ({type(e).__name__}: {e})") from e
+        start, end = 8 + length, 0
+        tensors = {}
+        for name, (shape, dtype, lo, hi) in sorted(infos.items(), key=lambda item: item[1][2]):
+            if min(shape, default=0) < 0 or lo != end or hi - lo != math.prod(shape) * dtype.itemsize:
+                raise corrupt(f"{name} has shape {shape} {dtype} but bytes {lo} to {hi}")
+            tensors[name] = TensorInfo(shape, dtype, start + lo)
+            end = hi
+        if start + end > size:
+            raise CheckpointError(
+                f"{self.path} is cut short: its header describes {start + end:,} bytes, the file has {size:,}. "
+                "Download or copy it again."
+            )
+        return tensors, metadata
+
+    def read(self, name: str, slot: int | None = None) -> np.ndarray:
+        """One tensor, or with `slot` one row of its leading axis, as a fresh 64-byte aligned array."""
+        info = self.tensors[name]
+        shape, offset = info.shape, info.offset
+        if slot is not None:
+            shape = shape[1:]
+            offset += slot * math.prod(shape) * info.dtype.itemsize
+        out = aligned_empty(shape, info.dtype)
+        self._read_into(out.reshape(-1).view(np.uint8), offset)
+        return out
+
+    def _read_into(self, out: np.ndarray, offset: int) -> None:
+        view, done = memoryview(out), 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
+            if got <= 0:
+                raise CheckpointError(f"{self.path} ended early while being read")
+            done += got
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorWriter:
+    """Writes a safetensors file whose tensors arrive in any order and in slices of their leading axis.
+
+    tensors: name -> (shape, dtype). The whole file is allocated at once, so a full disk shows before work is done.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str]
+    ):
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, (shape, dtype) in tensors.items():
+            nbytes = math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+            end += nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGN)
+        start, end = 8 + len(text), 0
+        self._infos = {}
+        for name, (shape, dtype) in tensors.items():
+            self._infos[name] = TensorInfo(shape, dtype, start + end)
+            end += self._infos[name].nbytes
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write(struct.pack("<Q", len(text)) + text, 0)
+        if end:
+            os.posix_fallocate(self._fd, 0, start + end)
+
+    def write(self, name: str, value: np.ndarray, slot: int | None = None) -> None:
+        """Fill one tensor, or one row of its leading axis. The caller has checked the shape."""
+        info = self._infos[name]
+        offset = info.offset + (slot or 0) * value.nbytes
+        self._write(memoryview(np.ascontiguousarray(value, info.dtype).reshape(-1).view(np.uint8)), offset)
+
+    def _write(self, data: bytes | memoryview, offset: int) -> None:
+        view, done = memoryview(data), 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done : done + (1 << 30)], offset + done)
+
+    def close(self) -> None:
+        """Flush to disk; after this the file is complete."""
+        os.fsync(self._fd)
+        os.close(self._fd)

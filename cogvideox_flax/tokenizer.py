@@ -1,0 +1,133 @@
+"""Prompts to token ids, with the released SentencePiece model.
+
+Source: the released `T5Tokenizer` (transformers), a unigram SentencePiece model (arXiv 1808.06226) with pad 0, end of
+sequence 1, unknown 2 and 100 sentinels after the last piece.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+from jaxtyping import Int32
+
+from cogvideox_flax.errors import InputError
+
+log = logging.getLogger(__name__)
+
+PAD, EOS, UNKNOWN = 0, 1, 2
+MAX_SENTINELS = 100
+_NORMALIZER_FIELD = 3  # of SentencePiece's ModelProto, written after all pieces
+
+
+class Tokenizer:
+    """A list of prompts to ids, int32 [B, max_length].
+
+    As released: no cleaning and no lower-casing; runs of white space count as one space; end of sequence closes each
+    prompt, the rest is padded with 0. `</s>`, `<pad>`, `<unk>` and `<extra_id_0>` to `<extra_id_99>` typed in a prompt
+    become those tokens, and the text on either side is encoded by itself.
+
+    transformers 5 re-implements SentencePiece. Where the two differ, this is SentencePiece itself, as the released
+    tokenizer was: among equally likely splits of a run such as "AAAAA", and for the control character U+0085.
+
+    Args:
+        spiece_model_path: the file `tokenizer/spiece.model`.
+        max_length: ids per prompt, end of sequence included.
+        vocab_size: rows of the text encoder's embedding; what the pieces leave over holds up to 100 sentinels.
+
+    Raises:
+        InputError: the file is missing, damaged, or not a T5 SentencePiece model.
+    """
+
+    def __init__(self, spiece_model_path: str | Path, max_length: int = 226, *, vocab_size: int = 32128):
+        self.max_length = max_length
+        self._model = _load(Path(spiece_model_path))
+        extra_ids = max(0, min(MAX_SENTINELS, vocab_size - len(self._model)))
+        last = len(self._model) + extra_ids - 1
+        self._special = {"<pad>": PAD, "</s>": EOS, "<unk>": UNKNOWN}
+        self._special |= {f"<extra_id_{i}>": last - i for i in range(extra_ids)}
+        self._names = {i: token for token, i in self._special.items()}
+        self._split = re.compile(f"({'|'.join(map(re.escape, self._special))})")
+
+    def __call__(self, prompts: Sequence[str]) -> Int32[np.ndarray, "B L"]:
+        """Encode prompts; a prompt that is too long is cut before its end of sequence, and a warning names the rest.
+
+        Raises:
+            InputError: not a list of strings, or a string that is not valid Unicode.
+        """
+        if isinstance(prompts, str):
+            raise InputError("the tokenizer takes a list of prompts, got one string; write [prompt]")
+        ids = np.full((len(prompts), self.max_length), PAD, np.int32)
+        for row, prompt in zip(ids, prompts, strict=True):
+            tokens = self._encode(prompt)
+            kept, cut = tokens[: self.max_length - 1], tokens[self.max_length - 1 :]
+            if cut:
+                log.warning(
+                    "the prompt has %d tokens and the model reads %d; the last %d are cut: %r",
+                    len(tokens),
+                    self.max_length - 1,
+                    len(cut),
+                    self._decode(cut),
+                )
+            row[: len(kept) + 1] = [*kept, EOS]
+        return ids
+
+    def _encode(self, prompt: str) -> list[int]:
+        if not isinstance(prompt, str):
+            raise InputError(f"a prompt must be a string; got {prompt!r} ({type(prompt).__name__})")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"the prompt {prompt!r} is not valid Unicode at character {e.start}; retype it") from e
+        ids: list[int] = []
+        for part in self._split.split(prompt):
+            ids += [self._special[part]] if part in self._special else self._model.EncodeAsIds(part)
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        pieces = [self._names.get(i) or self._model.IdToPiece(i) for i in ids]
+        return "".join(pieces).replace("▁", " ").strip()
+
+
+def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
+    try:
+        raw = path.read_bytes()
+    except OSError as e:
+        raise InputError(f"cannot read the tokenizer {path}: {e.strerror}; it is tokenizer/spiece.model") from e
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.LoadFromSerializedProto(raw)
+        complete = _NORMALIZER_FIELD in _top_level_fields(raw)
+    except (RuntimeError, IndexError):
+        complete = False
+    if not complete:
+        raise InputError(f"{path} ({len(raw):,} bytes) is not a whole SentencePiece model; download it again")
+    special = model.pad_id(), model.eos_id(), model.unk_id()
+    if special != (PAD, EOS, UNKNOWN):
+        raise InputError(
+            f"{path} has pad, end of sequence, unknown at {special}; expected {PAD, EOS, UNKNOWN} as in a T5 tokenizer"
+        )
+    return model
+
+
+def _top_level_fields(raw: bytes) -> set[int]:
+    """The field numbers of a protobuf message whose fields all carry a length.
+
+    A file cut between two pieces still parses; only the lack of what follows the pieces gives it away.
+    """
+    fields, at = set(), 0
+    while at < len(raw):
+        fields.add(raw[at] >> 3)
+        length, shift = 0, 0
+        while True:
+            at += 1
+            length |= (raw[at] & 127) << shift
+            shift += 7
+            if raw[at] < 128:
+                break
+        at += 1 + length
+    return fields

@@ -1,0 +1,1 @@
+"""PyTorch checkpoints in the Hugging Face layout -> native JAX checkpoints, once."""

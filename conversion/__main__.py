@@ -1,0 +1,58 @@
+"""`python -m conversion SRC DST`: convert a Hugging Face checkpoint to the native format."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from cogvideox_flax.config import COMPONENTS, RELEASES
+from cogvideox_flax.errors import InputError
+from conversion.convert import FLOATS, convert
+from conversion.download import Download, download
+from conversion.progress import progress_bar
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, convert, report. Returns the exit code: 0 done, 2 the input cannot be served."""
+    parser = argparse.ArgumentParser(prog="python -m conversion", description=__doc__)
+    parser.add_argument("src", help="directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b")
+    parser.add_argument("dst", help="the native checkpoint to write, or to add components to")
+    parser.add_argument("--component", nargs="+", choices=COMPONENTS, help="default: all that SRC has")
+    parser.add_argument("--dtype", choices=FLOATS, help="cast to this; default: keep what the source has")
+    parser.add_argument(
+        "--release", choices=RELEASES, help="the model, where SRC's config.json files are missing or wrong"
+    )
+    parser.add_argument("--revision", help="hub revision: branch, tag or commit")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        if Path(args.src).exists():
+            if args.revision:
+                raise InputError(f"--revision is for hub ids; {args.src} is on this machine")
+            source = Download(Path(args.src), {})
+        else:
+            source = download(args.src, args.revision, tuple(args.component or COMPONENTS))
+        with progress_bar() as progress:
+            convert(
+                source.folder,
+                args.dst,
+                components=args.component,
+                dtype=args.dtype,
+                release=args.release,
+                origin=source.origin,
+                progress=progress,
+            )
+    except InputError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; components that were complete are kept for the next attempt", file=sys.stderr)
+        return 130
+    print(args.dst)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Match a source's tensors with a model's parameters, strictly both ways, before a byte is moved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cogvideox_flax.checkpoint import abstract, parameters
+from cogvideox_flax.config import RELEASES
+from cogvideox_flax.errors import ConversionError
+from conversion.rules import Alias, Ignore, Rule, Table
+from conversion.text_encoder import text_encoder_table
+from conversion.transformer import transformer_table
+from conversion.vae import vae_table
+
+TABLES: dict[str, Callable[[Any], Table]] = {
+    "text_encoder": text_encoder_table,
+    "transformer": transformer_table,
+    "vae": vae_table,
+}
+
+Shape = tuple[int, ...]
+SHOWN = 20
+
+
+class Move(NamedTuple):
+    """One source tensor's way: into which parameter, which slot of its layer axis, through which transform."""
+
+    target: str
+    slot: int | None
+    transform: Callable[[np.ndarray], np.ndarray]
+
+
+class Plan(NamedTuple):
+    """A complete mapping: every used source tensor's move, and the shape of every parameter."""
+
+    moves: dict[str, Move]
+    shapes: dict[str, Shape]
+
+
+def plan(component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
+    """Match source tensors (name -> shape) with the component's parameters.
+
+    Raises:
+        ConversionError: with every missing, unused, doubly filled and misshapen tensor.
+    """
+    moves, shapes, faults = _match(component, config, tensors)
+    if faults:
+        more = [f"  ... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        fits = [name for name in _fitting(component, tensors) if getattr(RELEASES[name], component) != config]
+        hint = [f"  these tensors fit {' and '.join(fits)}: wrong config.json? try --release {fits[0]}"] if fits else []
+        raise ConversionError(
+            "\n".join([f"{component} does not match its config ({len(faults)} faults)", *faults[:SHOWN], *more, *hint])
+        )
+    return Plan(moves, shapes)
+
+
+def _fitting(component: str, tensors: Mapping[str, Shape]) -> list[str]:
+    """The releases whose component these tensors fill completely."""
+    return [name for name, r in RELEASES.items() if not _match(component, getattr(r, component), tensors)[2]]
+
+
+def _match(
+    component: str, config: Any, tensors: Mapping[str, Shape]
+) -> tuple[dict[str, Move], dict[str, Shape], list[str]]:
+    table = TABLES[component](config)
+    shapes = {name: tuple(leaf.shape) for name, leaf in parameters(abstract(component, config)).items()}
+    moves: dict[str, Move] = {}
+    filled: dict[tuple[str, int | None], str] = {}
+    faults = []
+    for name, shape in tensors.items():
+        row, found = _row(table, name, tensors)
+        if isinstance(row, Ignore):
+            continue
+        if row is None or found is None:
+            faults.append(f"  unused   {name}")
+            continue
+        target = found.expand(row.target)
+        slot = int(found["slot"]) - row.first_slot if _is_stacked(row) else None
+        if target not in shapes or (slot is not None and not 0 <= slot < shapes[target][0]):
+            faults.append(f"  unused   {name} (this model has no {_place(target, slot)})")
+            continue
+        if (target, slot) in filled:
+            faults.append(f"  twice    {_place(target, slot)}: {filled[target, slot]} and {name}")
+            continue
+        filled[target, slot] = name
+        expected = shapes[target] if slot is None else shapes[target][1:]
+        try:
+            # an array of the source's shape that takes no memory: only its axes matter
+            got = row.transform(np.broadcast_to(np.float32(0), shape)).shape
+        except (ValueError, IndexError):
+            got = None
+        if got != expected:
+            faults.append(f"  shape    {_place(target, slot)}: got {shape}, expected {expected} ({name})")
+            continue
+        moves[name] = Move(target, slot, row.transform)
+    for target, shape in shapes.items():
+        row, groups = _row_for(table, target)
+        for slot in range(shape[0]) if _is_stacked(row) else (None,):
+            if (target, slot) not in filled:
+                faults.append(f"  missing  {_place(target, slot)} ({_source_name(row, groups, slot)})")
+    return moves, shapes, faults
+
+
+def _row(table: Table, name: str, tensors: Mapping[str, Shape]) -> tuple[Rule | Ignore | None, re.Match[str] | None]:
+    for row in table:
+        if found := re.fullmatch(row.source, name):
+            if not isinstance(row, Alias):
+                return row, found
+            if row.original in tensors:
+                return Ignore(row.source, f"tied to {row.original}"), None
+            return _row(table, row.original, tensors)
+    return None, None
+
+
+def _row_for(table: Table, target: str) -> tuple[Rule, dict[str, str]]:
+    """The row that fills a parameter, and what its groups must be (group number -> text)."""
+    for row in table:
+        if isinstance(row, Rule):
+            template = re.sub(r"\\\\(\d)", r"(?P<g\1>[^.]+)", re.escape(row.target))
+            if found := re.fullmatch(template, target):
+                return row, found.groupdict()
+    raise KeyError(f"no row of the mapping table fills {target}: the table and the model disagree")
+
+
+def _is_stacked(row: Rule) -> bool:
+    return "(?P<slot>" in row.source
+
+
+def _place(target: str, slot: int | None) -> str:
+    return target if slot is None else f"{target} layer {slot}"
+
+
+def _source_name(row: Rule, groups: dict[str, str], slot: int | None) -> str:
+    """The source tensor that a row would have taken for one slot: its pattern with the groups filled in."""
+    number = 0
+
+    def fill(group: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        return str((slot or 0) + row.first_slot) if "?P<slot>" in group[0] else groups.get(f"g{number}", group[0])
+
+    return re.sub(r"\([^()]*\)", fill, row.source).replace("\\.", ".")

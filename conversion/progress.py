@@ -1,0 +1,27 @@
+"""A progress bar for conversions, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from conversion.convert import Progress
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Yields a callback for `convert(progress=...)`; one bar per component."""
+    bars: dict[str, tqdm] = {}
+
+    def update(component: str, done: int, total: int) -> None:
+        if component not in bars:
+            bars[component] = tqdm(total=total, desc=f"converting {component}", unit="B", unit_scale=True)
+        bars[component].update(done - bars[component].n)
+
+    try:
+        yield update
+    finally:
+        for bar in bars.values():
+            bar.close()

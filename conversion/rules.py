@@ -1,0 +1,60 @@
+"""The form of a mapping table: which source tensor fills which parameter, and how its axes move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+class Rule(NamedTuple):
+    """One row of a mapping table.
+
+    source: a regular expression that must match a source tensor's whole name. A group named `slot` is the position in
+        the stacked parameter's leading layer axis (minus `first_slot`); other groups may be used in `target`.
+    target: the NNX path, dots between its parts; `\\1` etc. refer to groups.
+    transform: from the source array (one layer) to the parameter's layout. It must be free of the array's values.
+    """
+
+    source: str
+    target: str
+    transform: Callable[[np.ndarray], np.ndarray] = same
+    first_slot: int = 0
+
+
+class Ignore(NamedTuple):
+    """Source tensors that are known, and known to be unneeded, with the reason."""
+
+    source: str
+    reason: str
+
+
+class Alias(NamedTuple):
+    """A second name for a tensor, of weights that are tied: a file may hold either name, or both.
+
+    source: as in `Rule`. A file that holds `original` has this copy left aside; if not, it is mapped as `original`.
+    """
+
+    source: str
+    original: str
+
+
+Table = tuple[Rule | Ignore | Alias, ...]
+
+
+def linear(source: str, target: str, *, bias: bool = True) -> tuple[Rule, ...]:
+    """torch's Linear: weight [out, in] -> kernel [in, out], bias as it is."""
+    rules = [Rule(source + r"\.weight", target + ".kernel", np.transpose)]
+    if bias:
+        rules.append(Rule(source + r"\.bias", target + ".bias"))
+    return tuple(rules)
+
+
+def norm(source: str, target: str) -> tuple[Rule, ...]:
+    """An affine norm: weight -> scale, bias as it is."""
+    return Rule(source + r"\.weight", target + ".scale"), Rule(source + r"\.bias", target + ".bias")

@@ -1,0 +1,134 @@
+"""A checkpoint as Hugging Face lays it out: configs, an index or single files, safetensors only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from cogvideox_flax.config import COMPONENTS
+from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.tensorfile import TensorFile, TensorInfo
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def is_hf_layout(where: Path) -> bool:
+    """Whether the directory holds at least one component in the Hugging Face layout."""
+    return (where / "model_index.json").is_file() or bool(components_of(where))
+
+
+def components_of(where: Path) -> list[str]:
+    """The components that have a directory with files that look like weights, readable or not."""
+    return [name for name in COMPONENTS if (where / name).is_dir() and _weight_files(where / name)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", *PICKLED) or _is_index(p)]
+
+
+def _is_index(path: Path) -> bool:
+    return path.name.endswith(".safetensors.index.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from disk.
+
+    Raises:
+        ConversionError: missing, unreadable, or not a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as e:
+        raise ConversionError(f"cannot read {path}: {e.strerror}") from e
+    except ValueError as e:
+        raise ConversionError(f"{path} is not valid JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConversionError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw
+
+
+def weight_paths(folder: Path) -> list[Path]:
+    """The safetensors files that make up one component: what the index names, or else all there are.
+
+    Raises:
+        ConversionError: none, only pickled ones, several variants, or an index that names a file that is not in the
+            directory.
+    """
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} does not exist; expected a component's directory with safetensors weights")
+    files = _weight_files(folder)
+    indexes = [p for p in files if _is_index(p)]
+    if len(indexes) > 1:
+        raise ConversionError(f"{folder} has several indexes ({', '.join(p.name for p in indexes)}); keep one variant")
+    if indexes:
+        names = read_json(indexes[0]).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
+            raise ConversionError(f"{indexes[0]} has no weight_map of tensor names to file names")
+        shards = sorted(set(names.values()))
+        # names in an index are data from a stranger: plain file names only
+        outside = [n for n in shards if n != Path(n).name or "\\" in n or not n.endswith(".safetensors")]
+        if outside:
+            raise ConversionError(
+                f"{indexes[0]} names files outside its directory or not safetensors: {outside[:3]}. "
+                "Do not trust this checkpoint; download it again from its author."
+            )
+        absent = [n for n in shards if not (folder / n).is_file()]
+        if absent:
+            raise ConversionError(f"{folder} lacks {len(absent)} of {len(shards)} shards: {', '.join(absent)}")
+        return [folder / n for n in shards]
+    found = [p for p in files if p.suffix == ".safetensors"]
+    if len(found) > 1:
+        raise ConversionError(
+            f"{folder} has {len(found)} safetensors files and no index: {', '.join(p.name for p in found)}. "
+            "Keep one file, or add the *.safetensors.index.json that belongs to the shards."
+        )
+    if not found:
+        pickled = [p.name for p in files if p.suffix in PICKLED]
+        if pickled:
+            raise ConversionError(
+                f"{folder} holds only pickled weights ({', '.join(pickled)}), which can run code when opened and are "
+                "never read. Download the .safetensors files, or save them with the model's own library: "
+                "save_pretrained(..., safe_serialization=True)."
+            )
+        raise ConversionError(f"{folder} holds no safetensors weights")
+    return found
+
+
+class Source:
+    """All tensors of one component, over its files."""
+
+    def __init__(self, folder: Path):
+        self.files: list[TensorFile] = []
+        self.where: dict[str, TensorFile] = {}
+        faults = []
+        try:
+            for path in weight_paths(folder):
+                self.files.append(TensorFile(path))
+                for name in self.files[-1].tensors:
+                    if name in self.where:
+                        faults.append(f"  twice    {name} (in {self.where[name].path.name} and {path.name})")
+                    self.where[name] = self.files[-1]
+            if faults:
+                raise ConversionError(f"{folder} holds tensors twice:\n" + "\n".join(faults))
+        except InputError:
+            self.close()
+            raise
+
+    def info(self, name: str) -> TensorInfo:
+        return self.where[name].tensors[name]
+
+    def read(self, name: str) -> np.ndarray:
+        return self.where[name].read(name)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

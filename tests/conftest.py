@@ -1,0 +1,15 @@
+"""Tests run on the CPU, eight fake devices of it, whatever else the machine has."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# libtpu, where it is installed, is only ever a compiler here: keep it quiet and unlocked
+os.environ.update(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v6e-8",
+    TPU_WORKER_HOSTNAMES="localhost",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    TPU_LOG_DIR="disabled",
+    HF_HUB_DISABLE_TELEMETRY="1",
+)

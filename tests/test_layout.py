@@ -1,0 +1,122 @@
+"""The rooms and which way imports point, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("cogvideox_flax", "conversion", "benchmarks")
+
+FLOORS = (
+    {"errors", "version"},
+    {"config", "tensorfile", "tokenizer"},
+    {"sharding", "sizes", "schedulers", "video"},
+    {"layers", "rope", "attention"},
+    {"models"},
+    {"checkpoint"},
+    {"hub"},
+    {"pipeline"},
+    {"stages"},
+    {"cli"},
+    {"__main__"},
+)
+"""The rooms of cogvideox_flax from the ground up: a room imports from its own floor or below."""
+
+FORBIDDEN_AT_RUN_TIME = {"torch", "diffusers", "transformers"}
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return found
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "cogvideox_flax" and len(parts) > 1 else None
+
+
+def floor(name: str) -> int:
+    matches = [i for i, names in enumerate(FLOORS) if name in names]
+    assert matches, f"cogvideox_flax/{name} has no place in FLOORS"
+    return matches[0]
+
+
+@pytest.mark.parametrize("path", [p for p in files("cogvideox_flax")], ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_down(path):
+    own = path.relative_to(ROOT / "cogvideox_flax").parts[0].removesuffix(".py")
+    if own == "__init__":
+        return  # the public names, imported on first use
+    for module in imports(path):
+        other = room(module)
+        if other is not None and other not in ("__init__", own):
+            names = {name for names in FLOORS for name in names}
+            assert other in names, f"{module} has no place in FLOORS"
+            assert floor(other) <= floor(own), f"{own} imports {other}, which stands above it"
+
+
+def test_conversion_needs_only_configs_models_and_checkpoint():
+    allowed = {"config", "models", "checkpoint", "errors", "tensorfile"}
+    for path in files("conversion"):
+        rooms = {room(m) for m in imports(path)} - {None}
+        assert rooms <= allowed, f"{path.name} imports {rooms - allowed}"
+
+
+def test_only_hub_imports_conversion():
+    for path in files("cogvideox_flax"):
+        if any(m.split(".")[0] == "conversion" for m in imports(path)):
+            assert path.name == "hub.py"
+
+
+def test_no_torch_at_run_time():
+    for package in ("cogvideox_flax", "conversion"):
+        for path in files(package):
+            assert not {m.split(".")[0] for m in imports(path)} & FORBIDDEN_AT_RUN_TIME, path
+
+
+def test_jit_is_at_home_in_pipeline_and_kernels():
+    homes = {"pipeline.py"}
+    for path in files("cogvideox_flax"):
+        if path.name not in homes and path.parent.name not in ("training", "attention"):
+            text = path.read_text()
+            assert "jax.jit(" not in text and "@jax.jit" not in text and "nnx.jit" not in text, path
+
+
+def test_models_never_mention_meshes():
+    for path in files("cogvideox_flax/models"):
+        names = imports(path)
+        assert not any("sharding" in name for name in names), path
+
+
+def test_import_is_quick_and_starts_no_device():
+    code = """
+import time, jax, flax.nnx
+start = time.perf_counter()
+import cogvideox_flax
+from cogvideox_flax import CogVideoXPipeline
+import cogvideox_flax.cli
+seconds = time.perf_counter() - start
+from jax._src import xla_bridge
+assert not xla_bridge._backends, 'a device was started'
+import sys
+assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)
+print(seconds)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 2
