@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, hub, sharding
-from cogvideox_flax.config import COMPONENTS, Release
+from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
@@ -148,17 +148,19 @@ class CogVideoXPipeline:
         self.manifest = checkpoint.read_manifest(native_dir)
         for component in COMPONENTS:
             checkpoint.check_weights(native_dir, component)
-        self.transformer_config, self.vae_config = self.manifest.transformer, self.manifest.vae
+        configs = {name: getattr(self.manifest, name) for name in CONFIG_TYPES}
+        if missing := [name for name, config in configs.items() if config is None]:
+            raise InputError(f"{native_dir} has no {' and no '.join(missing)} config; convert the whole checkpoint")
+        self.transformer_config: TransformerConfig = configs["transformer"]
+        self.vae_config: VAEConfig = configs["vae"]
         self.transformer_config.check_dtype(dtype)
         check_text_to_video(self.transformer_config, self.vae_config, native_dir)
         self.released_as: Release | None = self.manifest.release
-        if self.manifest.scheduler is None:
-            raise InputError(f"{native_dir} has no scheduler config; convert it with its scheduler/ directory")
-        self.scheduler: Scheduler = make_scheduler(self.manifest.scheduler)
+        self.scheduler: Scheduler = make_scheduler(configs["scheduler"])
         self.tokenizer = Tokenizer(
             native_dir / checkpoint.SPIECE_FILE,
-            self.manifest.tokenizer.max_length,
-            vocab_size=self.manifest.text_encoder.vocab_size,
+            configs["tokenizer"].max_length,
+            vocab_size=configs["text_encoder"].vocab_size,
         )
         self._loaded: dict[str, Any] = {}
         self._programs: dict[Any, _Program] = {}

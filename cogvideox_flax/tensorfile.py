@@ -93,15 +93,15 @@ class TensorFile:
         try:
             header = json.loads(os.pread(self._fd, length, 8))
             metadata = header.pop("__metadata__", {})
-            infos = {
-                name: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]], *map(int, e["data_offsets"]))
-                for name, e in header.items()
-            }
+            infos = []
+            for name, entry in header.items():
+                lo, hi = map(int, entry["data_offsets"])
+                infos.append((lo, hi, name, tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]]))
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise corrupt(f"its header does not parse ({type(e).__name__}: {e})") from e
         start, end = 8 + length, 0
         tensors = {}
-        for name, (shape, dtype, lo, hi) in sorted(infos.items(), key=lambda item: item[1][2]):
+        for lo, hi, name, shape, dtype in sorted(infos, key=lambda info: info[:2]):
             if min(shape, default=0) < 0 or lo != end or hi - lo != math.prod(shape) * dtype.itemsize:
                 raise corrupt(f"{name} has shape {shape} {dtype} but bytes {lo} to {hi}")
             tensors[name] = TensorInfo(shape, dtype, start + lo)
@@ -125,7 +125,7 @@ class TensorFile:
         return out
 
     def _read_into(self, out: np.ndarray, offset: int) -> None:
-        view, done = memoryview(out), 0
+        view, done = out.data, 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
             if got <= 0:
@@ -175,7 +175,7 @@ class TensorWriter:
         """Fill one tensor, or one row of its leading axis. The caller has checked the shape."""
         info = self._infos[name]
         offset = info.offset + (slot or 0) * value.nbytes
-        self._write(memoryview(np.ascontiguousarray(value, info.dtype).reshape(-1).view(np.uint8)), offset)
+        self._write(np.ascontiguousarray(value, info.dtype).reshape(-1).view(np.uint8).data, offset)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view, done = memoryview(data), 0

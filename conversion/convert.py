@@ -287,7 +287,7 @@ def _write(
                 value = _cast(name, value, kind)
             value = np.ascontiguousarray(move.transform(value))
             writer.write(move.target, value, move.slot)
-            sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8))
+            sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
             done += source.info(name).nbytes
             progress(component, done, total)
     except OSError as e:
@@ -314,7 +314,7 @@ def _verify(path: Path, sums: dict[tuple[str, int | None], int]) -> None:
     """Read everything back and compare."""
     with TensorFile(path) as file:
         for (target, slot), expected in sums.items():
-            if zlib.crc32(file.read(target, slot).reshape(-1).view(np.uint8)) != expected:
+            if zlib.crc32(file.read(target, slot).reshape(-1).view(np.uint8).data) != expected:
                 raise ConversionError(f"{path}: {target} does not read back as written; is the disk failing?")
 
 

@@ -111,7 +111,7 @@ def convert_component(
 
 def make_spiece(path: Path) -> Path:
     """A small SentencePiece model with T5's special ids, trained here."""
-    words = "a small large red green blue circle square moves to the left right on black white ground slowly".split()
+    words = ["a", "small", "large", "red", "blue", "circle", "square", "moves", "to", "the", "left", "on", "white"]
     random = np.random.default_rng(0)
     lines = [" ".join(random.choice(words, 8)) for _ in range(200)]
     sentencepiece.SentencePieceTrainer.train(

@@ -275,7 +275,7 @@ def test_missing_renamed_and_misshapen_tensors_are_all_reported(transformer, tmp
 @needs_keys
 def test_wrong_release_is_named():
     keys = read_keys("CogVideoX-5b.transformer.txt")
-    with pytest.raises(ConversionError, match="these tensors fit cogvideox-5b.*--release cogvideox-5b"):
+    with pytest.raises(ConversionError, match=r"these tensors fit cogvideox-5b.*--release cogvideox-5b"):
         plan("transformer", RELEASES["cogvideox1.5-5b"].transformer, keys)
 
 

@@ -57,7 +57,7 @@ def floor(name: str) -> int:
     return matches[0]
 
 
-@pytest.mark.parametrize("path", [p for p in files("cogvideox_flax")], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", files("cogvideox_flax"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_down(path):
     own = path.relative_to(ROOT / "cogvideox_flax").parts[0].removesuffix(".py")
     if own == "__init__":

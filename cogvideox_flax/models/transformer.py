@@ -130,10 +130,11 @@ class Transformer(nnx.Module):
         dtype = self.patch_embed.kernel.dtype
         batch, text_length = context.shape[:2]
         patches = patchify(latents.astype(dtype), config)
-        grid = patches.shape[1:4]
+        _, frames, rows, columns, _ = patches.shape
+        grid = (frames, rows, columns)
 
         emb = self.time_embedding(sinusoid(_per_sample(timestep, batch), config.width).astype(dtype))
-        if self.ofs_embedding is not None:
+        if self.ofs_embedding is not None and config.ofs_width is not None:
             emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width).astype(dtype))
 
         text = self.text_proj.float32(context.astype(dtype))

@@ -1,0 +1,202 @@
+"""The released shapes on this machine: write, convert, load, one text encoding, one denoising step, one VAE chunk.
+
+    python -m benchmarks.full_size                        # 2b, all components
+    python -m benchmarks.full_size --release cogvideox-5b --component transformer --dtype bfloat16 --num-frames 9
+
+Every part runs in a process of its own, whose peak memory the operating system reports. Random weights: speed and
+memory do not depend on their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"}
+"""What the random checkpoint is stored in, after the released 2b (a 5B transformer is stored in bfloat16)."""
+
+
+def child(name: str, *args: str) -> dict[str, Any]:
+    """Run one part in a fresh process; its JSON result with seconds and peak memory added."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.full_size", "--child", name, *args], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{name} {' '.join(args)} failed with status {os.waitstatus_to_exitcode(status)}")
+    return {
+        **json.loads(out.splitlines()[-1]),
+        "process_s": round(time.perf_counter() - start, 2),
+        "peak_host_gib": round(usage.ru_maxrss / 2**20, 2),
+    }
+
+
+def run_write(folder: str, component: str, release: str, dtype: str) -> dict[str, Any]:
+    from benchmarks.released_layout import write_component
+
+    return {"bytes": write_component(Path(folder), component, release, dtype)}
+
+
+def run_convert(src: str, dst: str, component: str) -> dict[str, Any]:
+    from conversion.convert import convert
+    from conversion.source import Source
+
+    with Source(Path(src) / component) as source:
+        largest = max(source.info(name).nbytes for name in source.where)
+    start = time.perf_counter()
+    convert(src, dst, components=[component])
+    size = (Path(dst) / component / "model.safetensors").stat().st_size
+    return {"seconds": time.perf_counter() - start, "bytes": size, "largest_tensor_gib": largest / 2**30}
+
+
+def run_load(native: str, component: str, dtype: str) -> dict[str, Any]:
+    import jax
+
+    from cogvideox_flax.checkpoint import LOADERS
+
+    start = time.perf_counter()
+    module = jax.block_until_ready(LOADERS[component](native, dtype=dtype))
+    return {"seconds": time.perf_counter() - start, "bytes": sum(x.nbytes for x in jax.tree.leaves(module))}
+
+
+def run_use(native: str, component: str, dtype: str, num_frames: str, guided: str) -> dict[str, Any]:
+    """Load, compile and run once what the component does in a run; finite output or an error."""
+    import jax
+    import jax.numpy as jnp
+
+    from cogvideox_flax.checkpoint import LOADERS
+
+    module = LOADERS[component](native, dtype=dtype)
+    key = jax.random.key(0)
+    batch = 1 + int(guided)
+    if component == "text_encoder":
+        args: tuple[Any, ...] = (jnp.ones((batch, 226), jnp.int32),)
+    elif component == "transformer":
+        frames = (int(num_frames) - 1) // 4 + 1
+        frames += -frames % (module.config.patch_size_t or 1)
+        latents = jax.random.normal(key, (batch, frames, 60, 90, module.config.in_channels))
+        args = (latents, jax.random.normal(key, (batch, 226, 4096)), jnp.int32(999))
+    else:
+        args = (jax.random.normal(key, (1, 3, 60, 90, 16)),)
+    start = time.perf_counter()
+    call = (lambda m, z: m.decode(z)) if component == "vae" else (lambda m, *args: m(*args))
+    compiled = jax.jit(call).lower(module, *args).compile()
+    compile_s = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    start = time.perf_counter()
+    out = jax.block_until_ready(compiled(module, *args))
+    seconds = time.perf_counter() - start
+    if not bool(jnp.isfinite(out).all()):
+        raise SystemExit(f"{component}: the output is not finite")
+    return {
+        "compile_s": compile_s,
+        "seconds": seconds,
+        "temp_gib": memory.temp_size_in_bytes / 2**30 if memory else None,
+        "in": [list(x.shape) for x in args],
+        "out": list(out.shape),
+    }
+
+
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {
+    "write": run_write,
+    "convert": run_convert,
+    "load": run_load,
+    "use": run_use,
+}
+
+
+def main() -> None:
+    """Parse, run the parts, print a table, write JSON."""
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(CHILDREN[sys.argv[2]](*sys.argv[3:])))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--release", choices=("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b"), default="cogvideox-2b"
+    )
+    parser.add_argument("--component", nargs="+", choices=STORED, default=list(STORED))
+    parser.add_argument("--dtype", default="float32", help="to compute in")
+    parser.add_argument("--num-frames", type=int, default=49, help="of the denoising step, at 480x720")
+    parser.add_argument("--no-guidance", action="store_true", help="one sample instead of two")
+    parser.add_argument("--work", type=Path, default=Path("full_size_work"), help="checkpoints go here; up to 60 GB")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
+    parser.add_argument("--out", type=Path, help="JSON file; default: benchmarks/results/full_size-RELEASE.json")
+    args = parser.parse_args()
+
+    src, dst = args.work / f"{args.release}-hf", args.work / f"{args.release}-native"
+    rows: dict[str, dict[str, Any]] = {}
+    for component in args.component:
+        shutil.rmtree(src / component, ignore_errors=True)
+        stored = "bfloat16" if component == "transformer" and args.release != "cogvideox-2b" else STORED[component]
+        guided = "0" if args.no_guidance else "1"
+        row = rows[component] = {"stored": stored, "computed": args.dtype}
+        for name, arguments in (
+            ("write", (str(src), component, args.release, stored)),
+            ("convert", (str(src), str(dst), component)),
+            ("load", (str(dst), component, args.dtype)),
+            ("use", (str(dst), component, args.dtype, str(args.num_frames), guided)),
+        ):
+            print(f"{component}: {name} ...", file=sys.stderr, flush=True)
+            row[name] = child(name, *arguments)
+            print(f"  {row[name]}", file=sys.stderr, flush=True)
+            if name == "convert" and not args.keep:
+                shutil.rmtree(src / component)
+        limit = 2 + row["convert"]["largest_tensor_gib"]
+        row["conversion_within_limit"] = row["convert"]["peak_host_gib"] <= limit
+    if not args.keep:
+        shutil.rmtree(args.work)
+
+    result = {"release": args.release, "machine": machine(), "command": " ".join(sys.argv[1:]), "components": rows}
+    out = args.out or RESULTS / f"full_size-{args.release}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2))
+    print(table(rows))
+    print(f"written to {out}", file=sys.stderr)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import importlib.metadata
+
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
+    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """The result for people, as a Markdown table."""
+    lines = [
+        "| component | stored | GiB on disk | convert s | convert peak GiB (limit) | load s | load peak GiB |"
+        " compile s | run s | run peak GiB | run |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        convert, load, use = row["convert"], row["load"], row["use"]
+        lines.append(
+            f"| {name} | {row['stored']} | {convert['bytes'] / 2**30:.2f} | {convert['seconds']:.1f} |"
+            f" {convert['peak_host_gib']:.2f} ({2 + convert['largest_tensor_gib']:.2f}) | {load['seconds']:.1f} |"
+            f" {load['peak_host_gib']:.2f} | {use['compile_s']:.1f} | {use['seconds']:.1f} |"
+            f" {use['peak_host_gib']:.2f} |"
+            f" {row['computed']} {use['in'][0]} -> {use['out']} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
