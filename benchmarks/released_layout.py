@@ -1,30 +1,76 @@
-"""Random checkpoints of the released shapes, in the Hugging Face layout, streamed to disk.
+"""Checkpoints with random weights in the Hugging Face layout: small ones to try things, full ones to measure.
 
-Names and shapes come from the reference classes on torch's meta device, so nothing here repeats them.
+    python -m benchmarks.released_layout DIR --release cogvideox-2b           # small: 64x96 pixels, 9 frames, 4 MB
+    python -m benchmarks.released_layout DIR --release cogvideox-2b --full    # the released shapes, 14 GB
+
+Names, shapes and configs come from the reference classes, so nothing here repeats them. Needs the `test` extra.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
+import sentencepiece
+import torch
+import transformers
+from diffusers.schedulers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
+from cogvideox_flax.config import RELEASES
 from cogvideox_flax.tensorfile import DTYPES, TensorWriter
 
 SHARD_BYTES = 5_000_000_000  # as the released checkpoints are cut
 
-_ROTARY: dict[str, Any] = {"num_layers": 42, "num_attention_heads": 48, "use_rotary_positional_embeddings": True}
-TRANSFORMERS: dict[str, dict[str, Any]] = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cogvideox-2b": {},
-    "cogvideox-5b": _ROTARY,
-    "cogvideox1.5-5b": _ROTARY
-    | {"patch_size_t": 2, "patch_bias": False, "sample_height": 96, "sample_width": 170, "sample_frames": 81},
+    "cogvideox-5b": {"use_rotary_positional_embeddings": True},
+    "cogvideox-5b-i2v": {
+        "use_rotary_positional_embeddings": True,
+        "use_learned_positional_embeddings": True,
+        "in_channels": 32,
+    },
+    "cogvideox1.5-5b": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
+    "cogvideox1.5-5b-i2v": {
+        "use_rotary_positional_embeddings": True,
+        "patch_size_t": 2,
+        "patch_bias": False,
+        "in_channels": 32,
+        "ofs_embed_dim": 512,
+    },
 }
-"""release -> what diffusers' `CogVideoXTransformer3DModel` is told beyond its defaults."""
+"""release -> what sets its transformer apart, in diffusers' config keys."""
 
+_SIZE_5B = {"num_layers": 42, "num_attention_heads": 48}
+_SIZE_1_5 = _SIZE_5B | {"sample_height": 96, "sample_width": 170, "sample_frames": 81}
+SMALL_TRANSFORMER = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 16,
+    "num_layers": 2,
+    "text_embed_dim": 40,
+    "time_embed_dim": 24,
+    "max_text_seq_length": 10,
+    "sample_height": 8,
+    "sample_width": 12,
+    "sample_frames": 9,
+}
+VAE = {
+    "block_out_channels": (128, 256, 256, 512),
+    "layers_per_block": 3,
+    "down_block_types": ("CogVideoXDownBlock3D",) * 4,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 4,
+}
+SMALL_VAE = {
+    "block_out_channels": (8, 16, 16, 32),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_height": 64,
+    "sample_width": 96,
+}
 T5_XXL: dict[str, Any] = {
     "vocab_size": 32128,
     "d_model": 4096,
@@ -33,37 +79,97 @@ T5_XXL: dict[str, Any] = {
     "num_layers": 24,
     "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
+    "dropout_rate": 0.0,
 }
+SMALL_T5 = {"d_model": 40, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 2}
 
 
-def reference_module(component: str, release: str, **changes: Any) -> Any:
-    """The reference's module for one component of a release; build it under a torch device of your choice."""
-    import diffusers
-    import transformers
-
+def build(component: str, release: str, *, small: bool, **changes: Any) -> Any:
+    """The reference's module for one component; `changes` are config keys that differ. Weights: its own init."""
     if component == "transformer":
-        return diffusers.CogVideoXTransformer3DModel(**TRANSFORMERS[release] | changes)
+        size = _SIZE_1_5 if "1.5" in release else {} if "2b" in release else _SIZE_5B
+        config = size | ARCHITECTURES[release]
+        if small:
+            config |= SMALL_TRANSFORMER
+            if "ofs_embed_dim" in config:  # it is added to the time embedding, so as wide
+                config["ofs_embed_dim"] = SMALL_TRANSFORMER["time_embed_dim"]
+        return diffusers.CogVideoXTransformer3DModel(**config | changes)
     if component == "text_encoder":
-        return transformers.T5EncoderModel(transformers.T5Config(**T5_XXL | changes))
-    types = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
-    scale = 1.15258426 if release == "cogvideox-2b" else 0.7
-    return diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(128, 256, 256, 512), layers_per_block=3, scaling_factor=scale, **types, **changes
+        return transformers.T5EncoderModel(transformers.T5Config(**T5_XXL | (SMALL_T5 if small else {}) | changes))
+    scale = {"scaling_factor": RELEASES[release].vae.scaling_factor}
+    return diffusers.AutoencoderKLCogVideoX(**VAE | scale | (SMALL_VAE if small else {}) | changes)
+
+
+def random_weight(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Float32 weights that keep activations near unit size, with no zero gate, unit scale or empty bias."""
+    x = random.standard_normal(shape, np.float32)
+    if "pos_embedding" in name:
+        return np.float32(0.1) * x
+    if len(shape) > 1:
+        return x * np.float32(int(np.prod(shape[1:])) ** -0.5)
+    return np.float32(1) + np.float32(0.2) * x if name.endswith("weight") else np.float32(0.2) * x
+
+
+def randomise(module: Any, seed: int = 0) -> Any:
+    """Give every parameter and stored buffer a random value; ready for inference."""
+    random = np.random.default_rng(seed)
+    with torch.no_grad():
+        for name, value in module.state_dict().items():
+            value.copy_(torch.from_numpy(random_weight(random, name, tuple(value.shape))))
+    return module.eval().requires_grad_(False)
+
+
+def make_scheduler(kind: str, snr_shift_scale: float) -> Any:
+    """The reference's sampler, "ddim" or "dpm", with the released settings."""
+    return {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}[kind](
+        snr_shift_scale=snr_shift_scale,
+        timestep_spacing="trailing",
+        rescale_betas_zero_snr=True,
+        prediction_type="v_prediction",
+        clip_sample=False,
     )
 
 
-def write_component(folder: Path, component: str, release: str, dtype: str, seed: int = 0) -> int:
-    """Write one component with random weights. Returns its bytes on disk; peak memory is about one tensor."""
-    import torch
+def make_spiece(path: Path) -> Path:
+    """A small SentencePiece model with T5's special ids, trained here."""
+    words = ["a", "small", "large", "red", "blue", "circle", "square", "moves", "to", "the", "left", "on", "white"]
+    random = np.random.default_rng(0)
+    lines = [" ".join(random.choice(words, 8)) for _ in range(200)]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return path
 
+
+def save_layout(folder: Path, release: str, *, transformer: Any = None) -> Path:
+    """A whole small checkpoint; `transformer` may be given, the rest is random."""
+    (transformer or randomise(build("transformer", release, small=True))).save_pretrained(folder / "transformer")
+    for component in ("vae", "text_encoder"):
+        randomise(build(component, release, small=True)).save_pretrained(folder / component)
+    _save_rest(folder, release)
+    return folder
+
+
+def write_component(folder: Path, component: str, release: str, dtype: str, seed: int = 0) -> int:
+    """Write one component in the released shape, streamed. Returns its bytes; peak memory is about one tensor."""
     with torch.device("meta"):
-        module = reference_module(component, release)
+        module: Any = build(component, release, small=False)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     shapes.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight, and not saved by the reference either
     folder = folder / component
     folder.mkdir(parents=True)
-    config = dict(module.config.to_dict() if component == "text_encoder" else module.config)
-    (folder / "config.json").write_text(json.dumps(config, default=str))
+    if component == "text_encoder":
+        module.config.save_pretrained(folder)
+    else:
+        module.save_config(folder)
 
     kind = DTYPES[{"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]]
     shards = list(_shards(shapes, kind.itemsize))
@@ -75,7 +181,7 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
         path = folder / f"{stem}{suffix}.safetensors"
         writer = TensorWriter(path, {name: (shapes[name], kind) for name in names}, {"format": "pt"})
         for name in names:
-            writer.write(name, _random(random, name, shapes[name]).astype(kind))
+            writer.write(name, random_weight(random, name, shapes[name]).astype(kind))
             where[name] = path.name
         writer.close()
     if len(shards) > 1:
@@ -83,18 +189,11 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def write_scheduler(folder: Path, release: str) -> None:
-    """The released scheduler config."""
-    from diffusers.schedulers import CogVideoXDDIMScheduler
-
-    scheduler: Any = CogVideoXDDIMScheduler(
-        snr_shift_scale=3.0 if release == "cogvideox-2b" else 1.0,
-        timestep_spacing="trailing",
-        rescale_betas_zero_snr=True,
-        prediction_type="v_prediction",
-        clip_sample=False,
-    )
-    scheduler.save_pretrained(folder / "scheduler")
+def _save_rest(folder: Path, release: str) -> None:
+    make_scheduler("ddim", RELEASES[release].scheduler.snr_shift_scale).save_pretrained(folder / "scheduler")
+    (folder / "tokenizer").mkdir()
+    make_spiece(folder / "tokenizer" / "spiece.model")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
 
 
 def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
@@ -110,9 +209,23 @@ def _shards(shapes: dict[str, tuple[int, ...]], itemsize: int) -> Iterator[list[
     yield names
 
 
-def _random(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Weights that keep activations near unit size through dozens of layers."""
-    x = random.standard_normal(shape, np.float32)
-    if len(shape) > 1:
-        return x * np.float32(int(np.prod(shape[1:])) ** -0.5)
-    return np.float32(1) + np.float32(0.1) * x if name.endswith("weight") else np.float32(0.1) * x
+def main() -> None:
+    """Parse and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="a directory that does not exist yet")
+    parser.add_argument("--release", choices=ARCHITECTURES, default="cogvideox-2b")
+    parser.add_argument("--full", action="store_true", help="the released shapes, in half precision")
+    args = parser.parse_args()
+    args.dir.mkdir(parents=True)
+    if args.full:
+        half = RELEASES[args.release].dtype
+        for component, dtype in (("transformer", half), ("vae", "float32"), ("text_encoder", half)):
+            write_component(args.dir, component, args.release, dtype)
+        _save_rest(args.dir, args.release)
+    else:
+        save_layout(args.dir, args.release)
+    print(args.dir)
+
+
+if __name__ == "__main__":
+    main()

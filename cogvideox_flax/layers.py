@@ -88,14 +88,13 @@ class AdaLNZero(nnx.Module):
         self.norm = LayerNorm(width, eps=eps)
 
     def __call__(
-        self, x: Float32[Array, "B S D"], emb: Float[Array, "B E"], is_text: Bool[Array, "S 1"]
+        self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"], is_text: Bool[Array, "S 1"]
     ) -> tuple[Float[Array, "B S D"], Float32[Array, "B 2 1 D"]]:
-        """Returns the modulated x, in emb's dtype, and the gates (video, text) for the residual branch."""
-        shift, scale, gate = jnp.moveaxis(
-            self.linear(jax.nn.silu(emb)).astype(jnp.float32).reshape(emb.shape[0], 2, 3, 1, -1), 2, 0
-        )
+        """Returns the modulated x, in the weights' dtype, and the gates (video, text) for the residual branch."""
+        modulation = self.linear.float32(jax.nn.silu(emb)).reshape(emb.shape[0], 2, 3, 1, -1)
+        shift, scale, gate = jnp.moveaxis(modulation, 2, 0)
         y = self.norm.float32(x) * (1 + per_stream(scale, is_text)) + per_stream(shift, is_text)
-        return y.astype(emb.dtype), gate
+        return y.astype(self.linear.kernel.dtype), gate
 
 
 def per_stream(table: Float[Array, "B 2 1 D"], is_text: Bool[Array, "S 1"]) -> Float[Array, "B S D"]:
@@ -113,11 +112,11 @@ class TimestepMLP(nnx.Module):
         self.linear_1 = Linear(in_width, width, rngs=rngs)
         self.linear_2 = Linear(width, width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B I"]) -> Float[Array, "B E"]:
-        return self.linear_2(jax.nn.silu(self.linear_1(x)))
+    def __call__(self, x: Float32[Array, "B I"]) -> Float32[Array, "B E"]:
+        return self.linear_2.float32(jax.nn.silu(self.linear_1.float32(x)))
 
 
-def sinusoid(t: Float[Array, " B"], width: int) -> Float[Array, "B width"]:
+def sinusoid(t: Float[Array, " B"], width: int) -> Float32[Array, "B width"]:
     """[cos | sin] of t at `width // 2` frequencies 10000^(-k / half), float32 (diffusers `get_timestep_embedding`)."""
     half = width // 2
     frequency = np.exp(-np.log(10000.0, dtype=np.float32) * np.arange(half, dtype=np.float32) / np.float32(half))

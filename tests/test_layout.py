@@ -15,7 +15,7 @@ PACKAGES = ("cogvideox_flax", "conversion", "benchmarks")
 FLOORS = (
     {"errors", "version"},
     {"config", "tensorfile", "tokenizer"},
-    {"sharding", "sizes", "schedulers", "video"},
+    {"preview", "sharding", "sizes", "schedulers", "video"},
     {"layers", "rope", "attention"},
     {"models"},
     {"checkpoint"},

@@ -60,7 +60,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float32[Array, "B S D"],
-        emb: Float[Array, "B E"],
+        emb: Float32[Array, "B E"],
         is_text: Bool[Array, "S 1"],
         rotary: rope.Rotary | None,
     ) -> Float32[Array, "B S D"]:
@@ -77,13 +77,15 @@ class AdaLNOut(nnx.Module):
         self.linear = Linear(config.time_width, 2 * config.width, zero=True, rngs=rngs)
         self.norm = LayerNorm(config.width, eps=config.norm_eps)
 
-    def __call__(self, x: Float32[Array, "B S D"], emb: Float[Array, "B E"]) -> Float[Array, "B S D"]:
-        shift, scale = jnp.split(self.linear(jax.nn.silu(emb)).astype(jnp.float32)[:, None], 2, -1)
-        return (self.norm.float32(x) * (1 + scale) + shift).astype(emb.dtype)
+    def __call__(self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"]) -> Float32[Array, "B S D"]:
+        shift, scale = jnp.split(self.linear.float32(jax.nn.silu(emb))[:, None], 2, -1)
+        return self.norm.float32(x) * (1 + scale) + shift
 
 
 class Transformer(nnx.Module):
     """Predicts v from noisy latents, text and time.
+
+    The blocks compute in the weights' dtype; what happens once per call (embeddings, time, output) is float32.
 
     Any latent size whose height and width are multiples of `patch_size` and whose frames are a multiple of
     `patch_size_t` can be served, except that learned positions (5b-I2V) fix height and width.
@@ -110,7 +112,7 @@ class Transformer(nnx.Module):
         context: Float[Array, "B L E"],
         timestep: Int[Array, "*B"] | int,
         ofs: Float[Array, "*B"] | float | None = None,
-    ) -> Float[Array, "B T H W out"]:
+    ) -> Float32[Array, "B T H W out"]:
         """One evaluation.
 
         Args:
@@ -120,24 +122,23 @@ class Transformer(nnx.Module):
             ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
 
         Returns:
-            The v prediction, in the parameters' dtype.
+            The v prediction, float32.
 
         Raises:
             InputError: a shape that the release cannot take; ofs missing or not wanted.
         """
         config = self.config
         self._check(latents, context, ofs)
-        dtype = self.patch_embed.kernel.dtype
         batch, text_length = context.shape[:2]
-        patches = patchify(latents.astype(dtype), config)
+        patches = patchify(latents.astype(jnp.float32), config)
         _, frames, rows, columns, _ = patches.shape
         grid = (frames, rows, columns)
 
-        emb = self.time_embedding(sinusoid(_per_sample(timestep, batch), config.width).astype(dtype))
+        emb = self.time_embedding(sinusoid(_per_sample(timestep, batch), config.width))
         if self.ofs_embedding is not None and config.ofs_width is not None:
-            emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width).astype(dtype))
+            emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width))
 
-        text = self.text_proj.float32(context.astype(dtype))
+        text = self.text_proj.float32(context.astype(jnp.float32))
         video = self.patch_embed.float32(patches.reshape(batch, -1, patches.shape[-1]))
         x = self._add_positions(jnp.concatenate([text, video], 1), text_length, grid)
         rotary = rope.rotary(grid, config.head_dim, _rotary_base(config)) if config.rotary else None
@@ -146,7 +147,7 @@ class Transformer(nnx.Module):
         x, _ = jax.lax.scan(lambda x, block: (block(x, emb, is_text, rotary), None), x, self.blocks)
 
         x = self.norm_out(self.norm_final(x[:, text_length:]), emb)
-        return unpatchify(self.proj_out(x).reshape(batch, *grid, -1), config)
+        return unpatchify(self.proj_out.float32(x).reshape(batch, *grid, -1), config)
 
     def _add_positions(
         self, x: Float32[Array, "B S D"], text_length: int, grid: tuple[int, int, int]
