@@ -1,0 +1,123 @@
+"""The released config files against the table of releases, and the sizes that each release takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+
+import pytest
+from reference import SHARED
+
+from cogvideox_flax.config import (
+    RELEASES,
+    SchedulerConfig,
+    TextEncoderConfig,
+    TokenizerConfig,
+    TransformerConfig,
+    VAEConfig,
+    find_release,
+    get_release,
+)
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.sizes import resolve_size
+
+CONFIGS = SHARED / "spec" / "configs"
+KINDS = {
+    "transformer/config.json": ("transformer", TransformerConfig),
+    "vae/config.json": ("vae", VAEConfig),
+    "text_encoder/config.json": ("text_encoder", TextEncoderConfig),
+    "tokenizer/tokenizer_config.json": ("tokenizer", TokenizerConfig),
+    "scheduler/scheduler_config.json": ("scheduler", SchedulerConfig),
+}
+
+
+@pytest.mark.skipif(not CONFIGS.is_dir(), reason=f"no released config files in {CONFIGS}")
+@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
+@pytest.mark.parametrize("file", KINDS)
+def test_released_files_read_as_the_table_says(release, file):
+    component, kind = KINDS[file]
+    raw = json.loads((CONFIGS / release.hub_id.split("/")[1] / file).read_text())
+    assert kind.from_hf(raw) == getattr(release, component)
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
+def test_configs_survive_their_own_file(release):
+    for component, kind in KINDS.values():
+        config = getattr(release, component)
+        assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
+def test_release_is_found_whatever_its_nominal_size(release):
+    moved = dataclasses.replace(release.transformer, sample_height=300, sample_width=300)
+    assert find_release(moved) is release
+    assert find_release(dataclasses.replace(release.transformer, layers=7)) is None
+
+
+def test_our_own_files_are_read_strictly():
+    raw = SchedulerConfig().to_dict()
+    with pytest.raises(CheckpointError, match=r"unknown keys \['surprise'\]"):
+        SchedulerConfig.from_dict(raw | {"surprise": 1})
+    with pytest.raises(CheckpointError, match="beta_start"):
+        SchedulerConfig.from_dict(raw | {"beta_start": "small"})
+    with pytest.raises(InputError, match=r"cogvideox1\.5-5b-i2v"):
+        get_release("cogvideox-7b")
+
+
+def size(name, **kwargs):
+    release = RELEASES[name]
+    return resolve_size(release.transformer, release.vae, release, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "height", "width", "latents", "extra"),
+    [
+        ("cogvideox-2b", 49, 480, 720, 13, 0),
+        ("cogvideox-5b", 49, 480, 720, 13, 0),
+        ("cogvideox1.5-5b", 81, 768, 1360, 22, 1),
+    ],
+)
+def test_defaults_are_the_official_ones(name, frames, height, width, latents, extra, caplog):
+    got = size(name)
+    assert (got.num_frames, got.height, got.width) == (frames, height, width)
+    assert (got.latent_frames, got.extra_latents) == (latents, extra)
+    assert (got.latent_height, got.latent_width) == (height // 8, width // 8)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("frames", range(1, 60))
+def test_frame_rule(frames):
+    if frames % 8 == 1:
+        assert size("cogvideox-5b", num_frames=frames).latent_frames % 2 == 1
+    else:
+        with pytest.raises(InputError) as error:
+            size("cogvideox-5b", num_frames=frames)
+        below = (frames - 1) // 8 * 8 + 1
+        assert f"Nearest: {below} and {below + 8}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "warns"),
+    [
+        ("cogvideox-5b", {"height": 720, "width": 480}, "was trained at 480x720, not 720x480"),
+        ("cogvideox-5b", {"num_frames": 57}, "up to 49, not 57"),
+        ("cogvideox1.5-5b", {"height": 1360, "width": 768}, None),
+        ("cogvideox1.5-5b", {"num_frames": 161}, None),
+        ("cogvideox1.5-5b", {"num_frames": 73}, "16 n . 1 frames up to 161, not 73"),
+        ("cogvideox1.5-5b", {"height": 480, "width": 720}, "shorter side 768"),
+    ],
+)
+def test_untrained_sizes_warn(name, kwargs, warns, caplog):
+    with caplog.at_level(logging.WARNING):
+        size(name, **kwargs)
+    assert bool(warns) == bool(caplog.records)
+    if warns:
+        assert re.search(warns, caplog.text)
+
+
+def test_learned_positions_take_one_size_only():
+    assert size("cogvideox-5b-i2v").height == 480
+    with pytest.raises(InputError, match="learned its positions at 480x720 only"):
+        size("cogvideox-5b-i2v", height=720, width=480)
