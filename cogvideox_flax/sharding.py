@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -105,8 +105,6 @@ def _spec(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int, 
 def constrain(x: Array, *axes: str | None) -> Array:
     """Say which logical axes an activation's axes are, when a mesh is in use (`jax.set_mesh`).
 
-    A leading axis of size 1 (one prompt without guidance) stays whole.
-
     Raises:
         InputError: an axis does not divide over the mesh, with the numbers.
     """
@@ -126,24 +124,18 @@ def over_heads(
 ) -> Float[Array, "B Q N K"]:
     """Run attention f on each device's share: batch over dp, queries over sp, heads over tp; keys are whole on sp.
 
-    An axis that does not divide stays whole on every device of its mesh axis, except heads, which must divide.
+    Queries that do not divide over sp are padded with rows that are dropped again; a query row affects no other.
+
+    Raises:
+        InputError: batch or heads do not divide over their mesh axes, with the numbers.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return f(q, k, v, kv_len)
-    batch = RULES["batch"] if q.shape[0] % mesh.shape[RULES["batch"]] == 0 else None
-    tokens = RULES["tokens"] if q.shape[1] % mesh.shape[RULES["tokens"]] == 0 else None
-    _spec(mesh, (None, None, "heads", None), q.shape, "attention heads")
-    heads = RULES["heads"]
-    lengths = np.full(q.shape[0], k.shape[1], np.int32) if kv_len is None else kv_len
-    return jax.shard_map(
-        f,
-        in_specs=(
-            PartitionSpec(batch, tokens, heads),
-            PartitionSpec(batch, None, heads),
-            PartitionSpec(batch, None, heads),
-            PartitionSpec(batch),
-        ),
-        out_specs=PartitionSpec(batch, tokens, heads),
-        check_vma=False,
-    )(q, k, v, lengths)
+    queries = q.shape[1]
+    q = jnp.pad(q, ((0, 0), (0, -queries % mesh.shape[RULES["tokens"]]), (0, 0), (0, 0)))
+    rows = _spec(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
+    columns = _spec(mesh, ("batch", None, "heads"), k.shape, "attention")
+    lengths = jnp.full(k.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
+    share = jax.shard_map(f, in_specs=(rows, columns, columns, PartitionSpec(rows[0])), out_specs=rows, check_vma=False)
+    return share(q, k, v, lengths)[:, :queries]

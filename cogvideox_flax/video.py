@@ -65,14 +65,32 @@ def check_output_path(path: str | Path) -> None:
         raise InputError(f"{path} names one picture; known are {FORMATS}")
     if suffix == ".mp4":
         _ffmpeg()
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file or directory, there or not yet, that could not be made or written where it is.
+
+    Raises:
+        InputError: the nearest directory above that exists cannot be written, or is none.
+    """
+    parent = existing_parent(path)
     try:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as e:
         raise InputError(f"cannot write {path}: {parent}: {e.strerror}; choose another place") from e
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory above `path` that is there already."""
+    return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+
+
+def item_paths(path: str | Path, count: int) -> list[Path]:
+    """Where `count` videos go: `path` itself for one, else numbered: video-0.mp4, video-1.mp4, ..."""
+    path = Path(path)
+    return [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
 
 
 def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str, Any] | None = None) -> None:
