@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def check_output_path(path: str | Path) -> None:
     """
     path = Path(path)
     suffix = path.suffix.lower()
+    check_writable(path)
     if path.is_dir():
         if suffix and suffix in _WRITERS:
             raise InputError(f"{path} is a directory; give the name of a file to write")
@@ -65,17 +66,18 @@ def check_output_path(path: str | Path) -> None:
         raise InputError(f"{path} names one picture; known are {FORMATS}")
     if suffix == ".mp4":
         _ffmpeg()
-    check_writable(path)
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file or directory, there or not yet, that could not be made or written where it is.
+    """Refuse a name, of a file or directory that is there or not yet, under which nothing could be written.
 
     Raises:
-        InputError: the nearest directory above that exists cannot be written, or is none.
+        InputError: the name is impossible, or the nearest directory above that exists cannot be written.
     """
     parent = existing_parent(path)
     try:
+        with suppress(FileNotFoundError):
+            path.lstat()
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as e:

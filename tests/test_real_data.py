@@ -91,7 +91,7 @@ def test_only_the_right_reading_fits_and_the_preview_shows_the_clip(tmp_path):
     sheet = np.asarray(Image.open(tmp_path / "latent_preview.png"), np.float32)
     assert sheet.shape == (2 * 240 + 2, 13 * 362 - 2, 3)
     clip, preview = sheet[:240], sheet[242:]
-    assert np.corrcoef(clip.ravel(), preview.ravel())[0, 1] > 0.85  # measured: 0.92
+    assert np.corrcoef(clip.ravel(), preview.ravel())[0, 1] > 0.9  # measured: 0.949; with the width flipped 0.596
 
 
 class TinyVAE:
