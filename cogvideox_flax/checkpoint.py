@@ -80,15 +80,17 @@ class Manifest:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
         configs = {name: kind.from_dict(raw[name]) for name, kind in CONFIG_TYPES.items() if name in raw}
-        return cls(**configs, weights=raw["weights"])  # type: ignore[arg-type]
+        weights = {name: {**record, "sha256": str(record["sha256"])} for name, record in raw["weights"].items()}
+        return cls(**configs, weights=weights)  # type: ignore[arg-type]
 
 
 def is_native(where: Path) -> bool:
     """Whether the directory holds a native checkpoint (its config.json has our format version)."""
     try:
-        return "format_version" in json.loads((where / CONFIG_FILE).read_text())
-    except (OSError, ValueError):
+        raw = json.loads((where / CONFIG_FILE).read_text())
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(raw, dict) and "format_version" in raw
 
 
 def read_manifest(native_dir: str | Path) -> Manifest:
@@ -105,7 +107,7 @@ def read_manifest(native_dir: str | Path) -> Manifest:
             f"{native_dir} is not a native checkpoint: no readable {CONFIG_FILE} ({e.strerror}). "
             "Convert a Hugging Face checkpoint with `python -m conversion SRC DST`."
         ) from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

@@ -9,15 +9,29 @@ import argparse
 import dataclasses
 import json
 import logging
-import shutil
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.config import COMPONENTS, Release
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
+
+if TYPE_CHECKING:  # a command imports what it needs, so that wrong options and --help answer at once
+    from jax.sharding import Mesh
+
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.pipeline import CogVideoXPipeline
+    from cogvideox_flax.stages import Settings
+
+EMBEDDED = "embedded"
+"""The name under which a run remembers that it used the embedded checkpoint."""
+
+DTYPE = "bfloat16"
+SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed")
+"""Options that are called the same on the command line and in the settings."""
 
 DYNAMIC_CFG: dict[str, Any] = {"off": False, "timestep": True, "index": "index"}
 
@@ -26,14 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("cogvideox_flax").setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
+    for name in ("cogvideox_flax", "conversion"):
+        logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     try:
         args.run(args)
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; finished stages are kept, the same command goes on from them", file=sys.stderr)
+        print("\nstopped; the same command goes on from what was finished", file=sys.stderr)
         return 130
     return 0
 
@@ -45,13 +60,13 @@ def _parser() -> argparse.ArgumentParser:
 
     prompt = argparse.ArgumentParser(add_help=False)
     prompt.add_argument("prompt", nargs="*", help="one or more prompts")
-    prompt.add_argument("--prompt-file", type=Path, help="a text file with one prompt per line")
+    prompt.add_argument("--prompt-file", type=_path, help="a text file with one prompt per line")
     prompt.add_argument("--negative-prompt", default="", help="what to steer away from")
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
-    model.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16")
+    model.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help=f"default: {DTYPE}")
     model.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
     model.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -67,12 +82,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=DYNAMIC_CFG,
         help="guidance that changes over the steps: as released (timestep) or rising (index); default: the release's",
     )
-    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--seed", type=int, help="0 to 4294967295; default: 0")
     sampling.add_argument("--compiled-loop", action="store_true", help="run all steps as one compiled program")
 
     decoding = argparse.ArgumentParser(add_help=False)
     decoding.add_argument("--tiling", action="store_true", help="decode in tiles: less memory, slightly different")
-    decoding.add_argument("--fps", type=int, help="default: the release's")
+    decoding.add_argument("--fps", type=_positive, help="default: the release's")
 
     def command(name: str, run: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help, parents=list(parents))
@@ -81,49 +96,57 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("generate", generate, "prompt to video", prompt, model, sampling, decoding)
     sub.add_argument(
-        "--out", type=Path, default=Path("video.mp4"), help=".mp4, .gif, .png (a sequence) or .npz (latents)"
+        "--out",
+        type=_path,
+        default=Path("video.mp4"),
+        help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several prompts number their files",
     )
-    sub.add_argument("--dir", type=Path, help="where the stages' files go; default: beside OUT, removed at the end")
+    sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
     sub = command("encode", encode, "stage 1: prompts to embeddings", prompt, model)
-    sub.add_argument("--dir", type=Path, required=True, help="where the stages' files go")
-    sub = command("denoise", denoise, "stage 2: embeddings to latents", model, sampling)
-    sub.add_argument("--dir", type=Path, required=True, help="with stage 1's files")
+    sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
+    sub = command("denoise", denoise, "stage 2: embeddings to latents; default: the settings in DIR", model, sampling)
+    sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
     sub = command("decode", decode, "stage 3: latents to a video", model, decoding)
-    sub.add_argument("--dir", type=Path, required=True, help="with stage 2's files")
-    sub.add_argument("--out", type=Path, help="default: output_video.mp4 in DIR")
+    sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
+    sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
     sub = command("info", info, "what a checkpoint is and holds")
-    sub.add_argument("where", help="native or Hugging Face layout directory, or hub id")
+    sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more; got {text!r}")
+    return int(text)
+
+
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax import stages
-    from cogvideox_flax.video import check_output_path
 
     prompts = _prompts(args)
-    latents_only = args.out.suffix == ".npz"
-    if not latents_only:
-        check_output_path(args.out)
-    wanted = _settings(args, prompts)
+    latents_only = args.out.suffix.lower() == ".npz"
+    _check_output(args.out, len(prompts), latents_only)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
-    stages.prepare(folder)
-    pipe = _pipeline(args, wanted.dtype)
-    settings = dataclasses.replace(wanted, weights=stages.identity(pipe.manifest))
-    stages.prepare(folder, nbytes=stages.space_needed(settings, pipe.manifest))
+    stages.check_folder(folder)
+    run = _check(args, folder, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
+    pipe, settings = _open(args, run)
     quiet = {"progress": not args.quiet}
-    stages.encode(pipe, settings, folder, **quiet)
-    pipe.release("text_encoder")
-    stages.denoise(pipe, settings, folder, compiled_loop=args.compiled_loop, **quiet)
-    pipe.release("transformer")
-    if latents_only:
-        paths = [stages.save_latents(pipe, settings, folder, args.out)]
-    else:
-        paths = stages.decode(pipe, settings, folder, tiling=args.tiling, **quiet).save(args.out)
-    if args.dir is None:
-        shutil.rmtree(folder)
+    with stages.workplace(folder, temporary=args.dir is None):
+        stages.encode(pipe, settings, folder, **quiet)
+        pipe.release("text_encoder")
+        stages.denoise(pipe, settings, folder, compiled_loop=args.compiled_loop, **quiet)
+        pipe.release("transformer")
+        if latents_only:
+            paths = [stages.save_latents(pipe, folder, args.out)]
+        else:
+            paths = stages.decode(pipe, folder, tiling=args.tiling, **quiet).save(args.out)
     print("\n".join(map(str, paths)))
 
 
@@ -132,39 +155,44 @@ def encode(args: argparse.Namespace) -> None:
     from cogvideox_flax import stages
 
     prompts = _prompts(args)
-    wanted = _settings(args, prompts)
-    stages.prepare(args.dir)
-    pipe = _pipeline(args, wanted.dtype)
-    settings = dataclasses.replace(wanted, weights=stages.identity(pipe.manifest))
-    stages.encode(pipe, settings, args.dir, progress=not args.quiet)
+    stages.check_folder(args.dir)
+    run = _check(args, args.dir, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
+    pipe, settings = _open(args, run)
+    with stages.workplace(args.dir):
+        stages.encode(pipe, settings, args.dir, progress=not args.quiet)
     print(args.dir / stages.EMBEDDINGS_FILE)
 
 
 def denoise(args: argparse.Namespace) -> None:
-    """Stage 2 alone, with stage 1's model and settings unless told otherwise."""
+    """Stage 2 alone, with the directory's model and settings unless told otherwise."""
     from cogvideox_flax import stages
 
     before = _take_over(args)
-    wanted = _settings(args, before.prompt, before.negative_prompt)
-    pipe = _pipeline(args, wanted.dtype)
-    settings = dataclasses.replace(wanted, weights=stages.identity(pipe.manifest))
-    stages.prepare(args.dir, nbytes=stages.space_needed(settings, pipe.manifest))
-    stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
+    run = _check(args, args.dir, **before)
+    assert run.manifest.transformer
+    stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, run.manifest.transformer)
+    pipe, settings = _open(args, run)
+    with stages.workplace(args.dir):
+        stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
     print(args.dir / stages.LATENTS_FILE)
 
 
 def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone."""
     from cogvideox_flax import stages
-    from cogvideox_flax.video import check_output_path
+    from cogvideox_flax.pipeline import check_model
 
-    settings = _take_over(args)
+    before = _take_over(args)
     out = args.out or args.dir / stages.VIDEO_FILE
-    check_output_path(out)
-    stages.read_latents(args.dir)
-    pipe = _pipeline(args, settings.dtype)
-    settings = dataclasses.replace(settings, fps=args.fps or settings.fps)
-    video = stages.decode(pipe, settings, args.dir, tiling=args.tiling, progress=not args.quiet)
+    _check_output(out, len(before["prompt"]), latents_only=False)
+    stages.check_folder(out.absolute().parent)
+    dtype = args.dtype or before.get("dtype", DTYPE)
+    manifest, mesh = _peek(args)
+    check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    assert manifest.vae
+    stages.read_latents(args.dir, before, manifest.vae)
+    pipe = _load(args, dtype, mesh)
+    video = stages.decode(pipe, args.dir, fps=args.fps, tiling=args.tiling, progress=not args.quiet)
     print("\n".join(map(str, video.save(out))))
 
 
@@ -180,16 +208,14 @@ def info(args: argparse.Namespace) -> None:
         if (config := getattr(manifest, component)) is not None:
             count = sum(leaf.size for leaf in parameters(abstract(component, config)).values())
             rows[component] = {"parameters": count, **manifest.weights.get(component, {})}
-    result = manifest.to_json() | {"where": str(args.where), "components": rows}
+    where = EMBEDDED if args.where is None else args.where
+    result = manifest.to_json() | {"where": where, "components": rows}
     if args.json:
         print(json.dumps(result, indent=2))
         return
-    print(f"{args.where}: {release.name if release else 'no released architecture'}")
+    print(f"{where}: {release.name if release else 'no released architecture'}")
     for name, row in rows.items():
-        source = row.get("source", {})
-        origin = source.get("hub_id", source.get("path", "not converted yet"))
-        revision = f" at {source['revision'][:12]}" if "revision" in source else ""
-        print(f"  {name:13} {row['parameters']:>14,} parameters  {row.get('dtype', '-'):9} from {origin}{revision}")
+        print(f"  {name:13} {row['parameters']:>14,} parameters  {_origin(row)}")
     if release is not None:
         print(
             f"  default       {release.num_frames} frames of {release.height}x{release.width} at {release.fps} fps, "
@@ -198,57 +224,111 @@ def info(args: argparse.Namespace) -> None:
         )
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
-    from cogvideox_flax.pipeline import check_prompts
+def _origin(row: dict[str, Any]) -> str:
+    if "sha256" not in row:
+        return "not converted yet"
+    source = row.get("source", {})
+    revision = f" at {source['revision'][:12]}" if "revision" in source else ""
+    return f"{row.get('dtype', ''):9} from {source.get('hub_id', source.get('path', 'an unknown place'))}{revision}"
 
+
+def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     if args.prompt_file is not None:
         try:
-            lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
+            lines = args.prompt_file.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"cannot read prompts from {args.prompt_file}: {e}") from e
+            raise InputError(f"cannot read prompts from {args.prompt_file}: {e}; expected UTF-8 text") from e
+        if not any(line.strip() for line in lines):
+            raise InputError(f"{args.prompt_file} holds no prompt; expected one per line")
         prompts += [line for line in lines if line.strip()]
-    return check_prompts(prompts)[0]
+    if not prompts:
+        raise InputError('no prompt was given; write one in quotes ("" is one too) or name a --prompt-file')
+    return prompts
 
 
-def _settings(args: argparse.Namespace, prompts: list[str], negatives: list[str] | None = None) -> Any:
-    """The run's settings, checked against the model's configs before anything is converted or loaded."""
-    from cogvideox_flax import hub
-    from cogvideox_flax.stages import Settings
+def _check_output(out: Path, count: int, latents_only: bool) -> None:
+    """Refuse names that could not be written at the end of the run."""
+    from cogvideox_flax.video import check_output_path, check_writable, item_paths
 
-    dynamic = getattr(args, "dynamic_cfg", None)
-    return Settings.for_model(
-        hub.peek(args.model, args.revision),
-        prompt=prompts,
-        negative_prompt=negatives if negatives is not None else [args.negative_prompt] * len(prompts),
-        model_id=str(args.model or "embedded"),
-        dtype=args.dtype or "bfloat16",
-        num_frames=getattr(args, "num_frames", None),
-        height=getattr(args, "height", None),
-        width=getattr(args, "width", None),
-        fps=getattr(args, "fps", None),
-        num_inference_steps=getattr(args, "num_inference_steps", None),
-        guidance_scale=getattr(args, "guidance_scale", None),
-        use_dynamic_cfg=DYNAMIC_CFG[dynamic] if dynamic else None,
-        scheduler=getattr(args, "scheduler", None),
-        seed=getattr(args, "seed", 0),
+    if not latents_only:
+        for path in item_paths(out, count):
+            check_output_path(path)
+        return
+    check_writable(out)
+    if out.is_dir():
+        raise InputError(f"{out} is a directory; give the name of a file to write")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A run that its configs allow; nothing is converted or loaded yet."""
+
+    settings: Settings
+    manifest: Manifest
+    mesh: Mesh | None
+
+
+def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
+    """Check a run as far as is possible before anything is converted or loaded."""
+    from cogvideox_flax import stages
+
+    manifest, mesh = _peek(args)
+    given = {
+        "dtype": args.dtype,
+        "frames": getattr(args, "num_frames", None),
+        "fps": getattr(args, "fps", None),
+        "use_dynamic_cfg": DYNAMIC_CFG.get(getattr(args, "dynamic_cfg", None) or ""),
+    }
+    given |= {name: getattr(args, name, None) for name in SAME_NAMES}
+    model = EMBEDDED if args.model is None else args.model
+    path = os.path.expanduser(model)
+    resolved = stages.Settings.for_model(
+        manifest,
+        mesh,
+        **{"dtype": DTYPE} | settings | {name: value for name, value in given.items() if value is not None},
+        model_id=os.path.abspath(path) if args.model is not None and os.path.exists(path) else model,
+        revision=args.revision,
     )
+    stages.check_folder(folder, stages.space_needed(resolved, manifest))
+    return _Run(resolved, manifest, mesh)
 
 
-def _take_over(args: argparse.Namespace) -> Any:
-    """The settings of the stage before; its model and dtype become this command's, unless named anew."""
-    from cogvideox_flax.stages import Settings
-
-    before = Settings.read(args.dir)
-    if args.model is None and before.model_id != "embedded":
-        args.model = before.model_id
-    args.dtype = args.dtype or before.dtype
-    return before
-
-
-def _pipeline(args: argparse.Namespace, dtype: str) -> Any:
-    from cogvideox_flax.pipeline import CogVideoXPipeline
+def _peek(args: argparse.Namespace) -> tuple[Manifest, Mesh | None]:
+    from cogvideox_flax import hub
+    from cogvideox_flax.pipeline import check_tiling
     from cogvideox_flax.sharding import make_mesh, parse_mesh
 
-    mesh = make_mesh(*parse_mesh(args.mesh)) if args.mesh else None
-    return CogVideoXPipeline.from_pretrained(args.model, dtype, mesh, revision=args.revision)
+    mesh = make_mesh(*parse_mesh(args.mesh)) if args.mesh is not None else None
+    manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
+    if getattr(args, "tiling", False) and manifest.vae is not None:
+        check_tiling(manifest.vae)
+    return manifest, mesh
+
+
+def _open(args: argparse.Namespace, run: _Run) -> tuple[CogVideoXPipeline, Settings]:
+    from cogvideox_flax.stages import identity
+
+    pipe = _load(args, run.settings.dtype, run.mesh)
+    return pipe, dataclasses.replace(run.settings, weights=identity(pipe.manifest))
+
+
+def _load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
+    """Open a model that was checked, converting it if that was not done yet."""
+    from cogvideox_flax import hub
+    from cogvideox_flax.pipeline import CogVideoXPipeline
+
+    return CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+
+
+def _take_over(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the stage before left; its model becomes this command's, unless another is named."""
+    from cogvideox_flax.stages import read_settings
+
+    before = read_settings(args.dir)
+    model, revision = before.pop("model_id"), before.pop("revision", None)
+    before.pop("weights", None)
+    if args.model is None:
+        args.model = None if model == EMBEDDED else model
+        args.revision = args.revision or revision
+    return before

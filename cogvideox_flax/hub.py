@@ -6,17 +6,28 @@ import hashlib
 import json
 import logging
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
 
-from cogvideox_flax.checkpoint import Manifest, is_native, read_manifest
+from cogvideox_flax.checkpoint import (
+    FORMAT_VERSION,
+    SPIECE_FILE,
+    WEIGHTS_FILE,
+    Manifest,
+    is_native,
+    read_manifest,
+)
 from cogvideox_flax.config import COMPONENTS
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.tokenizer import Tokenizer
 from conversion.convert import convert, read_configs
-from conversion.download import Download, download
+from conversion.download import Download, download, files_read
 from conversion.progress import progress_bar
-from conversion.source import is_hf_layout
 
 log = logging.getLogger(__name__)
 
@@ -27,82 +38,146 @@ EMBEDDED = Path(__file__).resolve().parents[1] / "weights" / "embedded"
 def cache_dir() -> Path:
     """Where converted checkpoints are kept: $COGVIDEOX_HOME, or cogvideox-flax in $XDG_CACHE_HOME or ~/.cache."""
     if home := os.environ.get("COGVIDEOX_HOME"):
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cogvideox-flax"
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogvideox-flax"
 
 
-def resolve(where: str | Path | None, revision: str | None = None) -> Path:
+def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
     """The native checkpoint that `where` stands for.
 
     A native directory is returned as it is. A directory in the Hugging Face layout, or a hub id ("owner/name"),
-    is converted once into the cache, with progress on stderr, keeping the dtype of its weights.
+    is converted once into the cache, with progress on stderr, keeping the dtype of its weights. A hub id's converted
+    checkpoint belongs to a commit and serves without the files that it was made from.
 
     Args:
         where: directory or hub id; None for the embedded checkpoint.
         revision: for a hub id: branch, tag or commit.
+        progress: progress bars on stderr.
 
     Raises:
         InputError: nothing there, not a checkpoint, or it cannot be downloaded or converted.
     """
-    if where is None:
-        if not is_native(EMBEDDED):
-            raise InputError(
-                f"no model was named, and there is no embedded checkpoint in {EMBEDDED}. Name one with --model: a "
-                "converted directory, one in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
-            )
-        return EMBEDDED
-    path = Path(where)
-    if not path.exists():
-        return _convert_once(_download(where, revision, COMPONENTS))
-    if is_native(path):
+    path = _local(where, revision)
+    if path is not None and is_native(path):
         return path
-    if not path.is_dir() or not is_hf_layout(path):
-        raise _not_a_model(path)
-    return _convert_once(Download(path, {}))
+    source = _configs(str(where), revision, progress) if path is None else Download(path, {})
+    target = cache_dir() / f"{_key(source)}-v{FORMAT_VERSION}"
+    with _locked(target):
+        if not _is_whole(target):
+            if path is None:
+                source = download(str(where), source.origin["revision"], progress=progress)
+            _check_tokenizer(source.folder)
+            if is_native(target):
+                shutil.rmtree(target)
+            log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
+            with progress_bar(progress) as report:
+                convert(source.folder, target, components=COMPONENTS, origin=source.origin, progress=report)
+    return target
 
 
-def peek(where: str | Path | None, revision: str | None = None) -> Manifest:
+def peek(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Manifest:
     """What a model is, from its config files alone: nothing is converted, and of a hub id only configs are downloaded.
 
     Arguments and errors as for `resolve`; `weights` is empty for a model that is not converted.
     """
-    path = resolve(None) if where is None else Path(where)
+    path = _local(where, revision)
+    if path is None:
+        path = _configs(str(where), revision, progress).folder
     if is_native(path):
         return read_manifest(path)
-    if not path.exists():
-        path = _download(where, revision, ()).folder
-    elif not path.is_dir() or not is_hf_layout(path):
-        raise _not_a_model(path)
-    return read_configs(path, [c for c in COMPONENTS if (path / c / "config.json").is_file()])
+    return read_configs(path, _configured(path))
 
 
-def _download(where: str | Path | None, revision: str | None, components: tuple[str, ...]) -> Download:
-    if str(where).count("/") != 1 or str(where).startswith((".", "/", "~")):
-        raise InputError(f"{where} does not exist")
-    return download(str(where), revision, components)
+def _configs(hub_id: str, revision: str | None, progress: bool) -> Download:
+    source = download(hub_id, revision, (), progress=progress)
+    if not _configured(source.folder):
+        raise _not_a_model(hub_id)
+    return source
 
 
-def _not_a_model(path: Path) -> InputError:
+def _configured(folder: Path) -> list[str]:
+    return [c for c in COMPONENTS if (folder / c / "config.json").is_file()]
+
+
+def _is_model(folder: Path) -> bool:
+    return is_native(folder) or bool(_configured(folder))
+
+
+def _local(where: str | Path | None, revision: str | None) -> Path | None:
+    """The model directory that `where` names, native or in the Hugging Face layout; None: it may be a hub id."""
+    if where is None:
+        path = EMBEDDED
+        if not is_native(path):
+            raise InputError(
+                f"no model was named, and there is no embedded checkpoint in {path}. Name one with --model: a "
+                "converted directory, one in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
+            )
+    else:
+        path = Path(where).expanduser()
+        if not os.path.exists(path):  # unlike Path.exists, also for a name that is too long to exist
+            return None
+    if revision is not None:
+        raise InputError(f"a revision belongs to a hub id; {path} is a directory on this machine")
+    try:
+        if _is_model(path):
+            return path
+        above = next((parent for parent in path.resolve().parents[:2] if _is_model(parent)), None)
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}") from e
+    raise _not_a_model(path, f". Did you mean {above}?" if above else "")
+
+
+def _not_a_model(where: object, hint: str = "") -> InputError:
     return InputError(
-        f"{path} is not a model: expected a native checkpoint (config.json with format_version) or a Hugging Face "
-        "layout (text_encoder/, transformer/, vae/ with safetensors)"
+        f"{where} is not a model: expected a native checkpoint (config.json with format_version) or a Hugging Face "
+        f"layout (text_encoder/, transformer/, vae/, each with config.json and safetensors){hint}"
     )
 
 
-def _convert_once(source: Download) -> Path:
-    """Convert into the cache, unless the very same files were converted before."""
-    files = sorted(p for p in source.folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    state = [(str(p.relative_to(source.folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    key = hashlib.sha256(json.dumps([str(source.folder.resolve()), state]).encode()).hexdigest()[:16]
-    name = source.origin.get("hub_id", source.folder.resolve().name).replace("/", "--")
-    target = cache_dir() / f"{name}-{key}"
+def _key(source: Download) -> str:
+    """Names the converted form: of a hub id by the commit, of a directory by the files that conversion reads."""
+    if source.origin:
+        return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
+    folder = source.folder.resolve()
+    files = sorted({p for pattern in files_read() for p in folder.glob(pattern)})
+    state = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return f"{folder.name}-{hashlib.sha256(json.dumps([str(folder), state]).encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[None]:
+    """Let one process at a time make `target`."""
+    lock = FileLock(f"{target}.lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
-            if not is_native(target):
-                log.info("converting %s once into %s", source.folder, target)
-                with progress_bar() as progress:
-                    convert(source.folder, target, origin=source.origin, progress=progress)
+        lock.acquire()
     except OSError as e:
-        raise InputError(f"cannot write to the cache {target.parent}: {e}; set COGVIDEOX_HOME to another place") from e
-    return target
+        raise InputError(
+            f"cannot write to the cache {target.parent}: {e.strerror}; set COGVIDEOX_HOME to another directory"
+        ) from e
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _is_whole(native_dir: Path) -> bool:
+    """Whether a converted checkpoint is in the cache, with weight files as long as their headers say."""
+    if not is_native(native_dir):
+        return False
+    try:
+        for component in COMPONENTS:
+            TensorFile(native_dir / component / WEIGHTS_FILE).close()
+    except CheckpointError as e:
+        log.warning("the converted checkpoint is damaged and will be made again: %s", e)
+        return False
+    return True
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not (folder / SPIECE_FILE).is_file():
+        raise InputError(
+            f"{folder / SPIECE_FILE} is missing, without which prompts cannot be read (transformers 5 saves another "
+            "file in its place). All releases share it: copy it from any released checkpoint"
+        )
+    Tokenizer(folder / SPIECE_FILE)

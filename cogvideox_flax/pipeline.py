@@ -32,7 +32,7 @@ from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scal
 from cogvideox_flax.sizes import Size, check_text_to_video, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
-from cogvideox_flax.video import save_video, to_uint8
+from cogvideox_flax.video import item_paths, save_video, to_uint8
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,7 @@ class Video:
         """
         if self.frames.dtype != np.uint8:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames.dtype}")
-        path = Path(path)
-        count = len(self.frames)
-        paths = [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+        paths = item_paths(path, len(self.frames))
         for i, (name, frames) in enumerate(zip(paths, np.asarray(self.frames), strict=True)):
             metadata = self.metadata | {
                 key: self.metadata[key][i]
@@ -117,7 +115,7 @@ def check_prompts(
     """Prompts and negative prompts as lists of equal length.
 
     Raises:
-        InputError: no prompt, something that is not a string, or counts that do not agree.
+        InputError: no prompt, something that is not a string or not Unicode, or counts that do not agree.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
@@ -126,9 +124,65 @@ def check_prompts(
     for text in (*prompts, *negatives):
         if not isinstance(text, str):
             raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"the prompt {text!r} is not valid Unicode at character {e.start}; retype it") from e
     if len(negatives) != len(prompts):
         raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
     return prompts, negatives
+
+
+def check_sampling(guidance_scale: float, use_dynamic_cfg: bool | str, seed: int) -> None:
+    """Refuse sampling options that could only give noise, or another run's noise.
+
+    Raises:
+        InputError: all faults in one message.
+    """
+    faults = []
+    if isinstance(guidance_scale, bool | str) or not np.isfinite(guidance_scale):
+        faults.append(f"guidance_scale is {guidance_scale!r}; expected a number (about 6 is usual, 1 is no guidance)")
+    if use_dynamic_cfg not in (False, True, "index"):
+        faults.append(f"use_dynamic_cfg is {use_dynamic_cfg!r}; expected False, True or 'index'")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        faults.append(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
+    if faults:
+        raise InputError("\n".join(faults))
+
+
+def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
+    """Refuse a model that its configs alone rule out, before any of its weights are converted or loaded.
+
+    Raises:
+        InputError: not a complete text-to-video model, a dtype that it does not survive, or a mesh that its weights do
+            not divide over.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if missing := [name for name in CONFIG_TYPES if getattr(manifest, name) is None]:
+        raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
+    assert manifest.text_encoder and manifest.transformer and manifest.vae
+    manifest.transformer.check_dtype(dtype)
+    check_text_to_video(manifest.transformer, manifest.vae, where)
+    if manifest.text_encoder.width != manifest.transformer.text_width:
+        raise InputError(
+            f"{where} holds parts that do not belong together: the text encoder gives {manifest.text_encoder.width} "
+            f"channels, the transformer takes {manifest.transformer.text_width}"
+        )
+    if mesh is not None:
+        for component in COMPONENTS:
+            module = checkpoint.abstract(component, getattr(manifest, component))
+            for name, leaf in checkpoint.parameters(module).items():
+                sharding.parameter_sharding(mesh, component, name, leaf.shape)
+
+
+def check_tiling(config: VAEConfig) -> None:
+    """Refuse the official tiling for a VAE whose official tiles do not add up.
+
+    Raises:
+        InputError: that is so; no released VAE is like that.
+    """
+    Tiling.official(config).check(config.spatial_compression)
 
 
 class CogVideoXPipeline:
@@ -146,15 +200,12 @@ class CogVideoXPipeline:
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
+        check_model(self.manifest, native_dir, dtype, mesh)
         for component in COMPONENTS:
             checkpoint.check_weights(native_dir, component)
         configs = {name: getattr(self.manifest, name) for name in CONFIG_TYPES}
-        if missing := [name for name, config in configs.items() if config is None]:
-            raise InputError(f"{native_dir} has no {' and no '.join(missing)} config; convert the whole checkpoint")
         self.transformer_config: TransformerConfig = configs["transformer"]
         self.vae_config: VAEConfig = configs["vae"]
-        self.transformer_config.check_dtype(dtype)
-        check_text_to_video(self.transformer_config, self.vae_config, native_dir)
         self.released_as: Release | None = self.manifest.release
         self.scheduler: Scheduler = make_scheduler(configs["scheduler"])
         self.tokenizer = Tokenizer(
@@ -167,7 +218,13 @@ class CogVideoXPipeline:
 
     @classmethod
     def from_pretrained(
-        cls, where: str | Path | None, dtype: str = "bfloat16", mesh: Mesh | None = None, *, revision: str | None = None
+        cls,
+        where: str | Path | None,
+        dtype: str = "bfloat16",
+        mesh: Mesh | None = None,
+        *,
+        revision: str | None = None,
+        progress: bool = True,
     ) -> Self:
         """Open a checkpoint.
 
@@ -177,13 +234,14 @@ class CogVideoXPipeline:
             dtype: "bfloat16", "float32" or "float16" (2b only); the dtype of weights and activations.
             mesh: from `sharding.make_mesh`; None for one device.
             revision: for a hub id: branch, tag or commit.
+            progress: progress bars of downloads and conversions on stderr.
 
         Raises:
-            InputError: not a complete text-to-video checkpoint, damaged, or a dtype that it does not survive.
+            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive, or a mesh
+                that it does not divide over. What the configs rule out is refused before anything is converted.
         """
-        if dtype not in DTYPES:
-            raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-        return cls(hub.resolve(where, revision), dtype, mesh)
+        check_model(hub.peek(where, revision, progress=progress), where or hub.EMBEDDED, dtype, mesh)
+        return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
 
     @property
     def text_encoder(self) -> TextEncoder:
@@ -280,6 +338,10 @@ class CogVideoXPipeline:
         size = self.size(num_frames, height, width)
         sampler = self.get_scheduler(scheduler)
         sampler.plan(num_inference_steps)
+        check_sampling(guidance_scale, use_dynamic_cfg, seed)
+        sharding.check_batch(self.mesh, len(prompts) * (2 if guidance_scale > 1 else 1))
+        if tiling:
+            check_tiling(self.vae_config)
         self._check_arrays(size, len(prompts), num_inference_steps, sampler, latents, noise)
         _check_loop(compiled_loop, callback)
 
@@ -317,7 +379,9 @@ class CogVideoXPipeline:
         }
         return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 
-    def metadata(self, prompts: list[str], negatives: list[str], seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+    def metadata(
+        self, prompts: list[str], negatives: list[str], seed: int | None, settings: dict[str, Any]
+    ) -> dict[str, Any]:
         """What is stored with a video."""
         return {
             "prompt": prompts if len(prompts) > 1 else prompts[0],
@@ -370,12 +434,22 @@ class CogVideoXPipeline:
     def encode_prompts(
         self, prompts: Sequence[str], negatives: Sequence[str] | None = None, *, progress: bool = True
     ) -> tuple[Float[Array, "B L E"], Float[Array, "B L E"] | None]:
-        """Embeddings of the prompts, and of the negative prompts where guidance will need them."""
+        """Embeddings of the prompts, and of the negative prompts where guidance will need them.
+
+        Raises:
+            InputError: the text encoder gives NaN or infinity.
+        """
         program = self._program("text encoder", "encode", lambda: lambda encoder, ids: encoder(ids))
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             with self._on_mesh():
-                return program(self.text_encoder, self._put(self.tokenizer(list(texts))), announce=progress)
+                embeddings = program(self.text_encoder, self._put(self.tokenizer(list(texts))), announce=progress)
+            if not jnp.isfinite(embeddings).all():
+                raise InputError(
+                    f"the text encoder gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the "
+                    "same, download the checkpoint again and convert it again."
+                )
+            return embeddings
 
         return encode(prompts), encode(negatives) if negatives is not None else None
 
@@ -445,8 +519,12 @@ class CogVideoXPipeline:
             with self._on_mesh():
                 carry, finite = program(*fixed, *self._put((jnp.int32(i), carry)), announce=False)
             if not bool(finite):
-                raise NonFiniteError(i, int(plan.timesteps[i]), len(plan))
+                raise self._non_finite(i, plan)
             yield carry[0]
+
+    def _non_finite(self, step: int, plan: Plan) -> NonFiniteError:
+        hint = "float32 holds what a sound checkpoint computes: download it again and convert it again."
+        return NonFiniteError(step, int(plan.timesteps[step]), len(plan), hint if self.dtype == "float32" else "")
 
     def _denoise_at_once(
         self, sampler: Scheduler, fixed: tuple, carry: tuple, plan: Plan, progress: bool
@@ -468,7 +546,7 @@ class CogVideoXPipeline:
             (x, _), finite = program(*fixed, self._put(carry), announce=progress)
         if not finite.all():
             bad = int(jnp.argmin(finite))
-            raise NonFiniteError(bad, int(plan.timesteps[bad]), len(plan))
+            raise self._non_finite(bad, plan)
         return x
 
     def decode_latents(

@@ -102,6 +102,16 @@ def _spec(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int, 
     return PartitionSpec(*names)
 
 
+def check_batch(mesh: Mesh | None, batch: int) -> None:
+    """Refuse a batch (prompts, twice with guidance) that does not divide over the mesh.
+
+    Raises:
+        InputError: with the numbers.
+    """
+    if mesh is not None:
+        _spec(mesh, ("batch",), (batch,), "batch (prompts, twice with guidance)")
+
+
 def constrain(x: Array, *axes: str | None) -> Array:
     """Say which logical axes an activation's axes are, when a mesh is in use (`jax.set_mesh`).
 

@@ -1,32 +1,37 @@
 """A run in three resumable stages on disk: encode, denoise, decode.
 
-The files and their layouts are those of the torchax reference system for TPUs, so a run can move between the two:
-`generation_config.json`, `stage1_embeddings.safetensors` (`prompt_embeds`, `negative_prompt_embeds`, as float32),
-`stage2_latents.safetensors` (`latents` [B, C, T, H, W], scaled, extra frames dropped) and `output_video.mp4`.
-Each is written atomically and carries the settings it depends on, so that only matching work is taken over.
+The files, their layouts and their metadata are those of the torchax reference system for TPUs, so a run can move
+between the two: `generation_config.json`, `stage1_embeddings.safetensors` (`prompt_embeds`, `negative_prompt_embeds`,
+float32 [B, L, E]), `stage2_latents.safetensors` (`latents` [B, C, T, H, W], scaled, extra frames dropped) and
+`output_video.mp4`. Each is written atomically and says what it was made from, so that only matching work is taken over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
-import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from filelock import FileLock, Timeout
+from jax.sharding import Mesh
+from jaxtyping import Float32
 
+from cogvideox_flax import sharding, stagefiles
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.config import Release, SchedulerConfig
+from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.pipeline import CogVideoXPipeline, Video
+from cogvideox_flax.pipeline import CogVideoXPipeline, Video, check_model, check_prompts, check_sampling
 from cogvideox_flax.schedulers import make_scheduler
-from cogvideox_flax.sizes import Size, check_text_to_video, resolve_size
+from cogvideox_flax.sizes import resolve_size
+from cogvideox_flax.video import check_writable, existing_parent
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +39,33 @@ CONFIG_FILE = "generation_config.json"
 EMBEDDINGS_FILE = "stage1_embeddings.safetensors"
 LATENTS_FILE = "stage2_latents.safetensors"
 VIDEO_FILE = "output_video.mp4"
+LOCK_FILE = ".lock"
 MARGIN = 64 * 2**20  # bytes to leave free on the disk
 
-# what each stage's result depends on
-_ENCODE_FIELDS = ("prompt", "negative_prompt", "weights", "dtype")
+# what of the settings each stage's result depends on, beside the weights of its component and the stage before
+_ENCODE_FIELDS = ("prompt", "negative_prompt", "dtype")
 _DENOISE_FIELDS = (
-    *_ENCODE_FIELDS,
-    "frames",
-    "height",
-    "width",
-    "num_inference_steps",
-    "guidance_scale",
-    "use_dynamic_cfg",
-    "scheduler",
-    "seed",
+    *("frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler", "seed"),
+    "dtype",
 )
+_TYPES: dict[str, tuple[type, ...]] = {
+    "prompt": (list,),
+    "negative_prompt": (list,),
+    "model_id": (str,),
+    "revision": (str, type(None)),
+    "weights": (dict,),
+    "dtype": (str,),
+    "frames": (int,),
+    "height": (int,),
+    "width": (int,),
+    "fps": (int,),
+    "num_inference_steps": (int,),
+    "guidance_scale": (int, float),
+    "use_dynamic_cfg": (bool, str),
+    "scheduler": (str,),
+    "seed": (int,),
+}
+"""The fields of `Settings` as they come out of a JSON file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +75,8 @@ class Settings:
     prompt: list[str]
     negative_prompt: list[str]
     model_id: str
-    weights: str  # identifies the checkpoint's contents
+    revision: str | None
+    weights: dict[str, str]  # component -> what identifies its contents
     dtype: str
     frames: int
     height: int
@@ -74,12 +92,14 @@ class Settings:
     def for_model(
         cls,
         manifest: Manifest,
+        mesh: Mesh | None = None,
         *,
         prompt: list[str],
         negative_prompt: list[str],
         model_id: str,
-        dtype: str = "bfloat16",
-        num_frames: int | None = None,
+        revision: str | None = None,
+        dtype: str,
+        frames: int | None = None,
         height: int | None = None,
         width: int | None = None,
         fps: int | None = None,
@@ -89,102 +109,96 @@ class Settings:
         scheduler: str | None = None,
         seed: int = 0,
     ) -> Self:
-        """Fill what is None with the settings that the release's authors recommend, and check the size.
+        """Fill what is None with the settings that the release's authors recommend, and check everything.
 
         Raises:
-            InputError: a size or dtype that the model cannot take.
+            InputError: an option that cannot be served, by this model or on this mesh.
         """
-        transformer, vae = manifest.transformer, manifest.vae
-        if transformer is None or vae is None:
-            raise InputError(f"{model_id} lacks a transformer or a VAE; a run needs both")
-        transformer.check_dtype(dtype)
-        check_text_to_video(transformer, vae, model_id)
-        release: Release | None = manifest.release
-        size = resolve_size(transformer, vae, release, num_frames=num_frames, height=height, width=width)
-        own = manifest.scheduler or SchedulerConfig()
+        prompt, negative_prompt = check_prompts(prompt, negative_prompt)
+        check_model(manifest, model_id, dtype, mesh)
+        assert manifest.transformer and manifest.vae and manifest.scheduler
+        release, own = manifest.release, manifest.scheduler
+        size = resolve_size(manifest.transformer, manifest.vae, release, num_frames=frames, height=height, width=width)
 
         def default(value: Any, name: str, otherwise: Any) -> Any:
             if value is not None:
                 return value
             return getattr(release, name) if release is not None else otherwise
 
-        steps = default(num_inference_steps, "num_inference_steps", 50)
-        make_scheduler(own).plan(steps)
-        return cls(
+        settings = cls(
             prompt=prompt,
             negative_prompt=negative_prompt,
             model_id=model_id,
+            revision=revision,
             weights=identity(manifest),
             dtype=dtype,
             frames=size.num_frames,
             height=size.height,
             width=size.width,
-            fps=default(fps, "fps", 16 if transformer.patch_size_t else 8),
-            num_inference_steps=steps,
-            guidance_scale=default(guidance_scale, "guidance_scale", 6.0),
+            fps=default(fps, "fps", 16 if manifest.transformer.patch_size_t else 8),
+            num_inference_steps=default(num_inference_steps, "num_inference_steps", 50),
+            guidance_scale=float(default(guidance_scale, "guidance_scale", 6.0)),
             use_dynamic_cfg=default(use_dynamic_cfg, "use_dynamic_cfg", False),
             scheduler=default(scheduler, "sampler", own.kind),
             seed=seed,
         )
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """From `generation_config.json`.
-
-        Raises:
-            InputError: missing, damaged or incomplete.
-        """
-        path = folder / CONFIG_FILE
-        try:
-            raw = json.loads(path.read_text())
-            names = {f.name for f in dataclasses.fields(cls)}
-            for key in ("prompt", "negative_prompt"):
-                raw[key] = [raw[key]] if isinstance(raw[key], str) else raw[key]
-            return cls(**{k: v for k, v in raw.items() if k in names})
-        except OSError as e:
-            raise InputError(f"{path} cannot be read ({e.strerror}); run `cogvideox encode` first") from e
-        except (ValueError, TypeError, KeyError) as e:
-            raise InputError(f"{path} is not a complete run's settings ({e}); run `cogvideox encode` again") from e
+        check_sampling(settings.guidance_scale, settings.use_dynamic_cfg, seed)
+        make_scheduler(dataclasses.replace(own, kind=settings.scheduler)).plan(settings.num_inference_steps)
+        sharding.check_batch(mesh, len(prompt) * (2 if settings.guidance_scale > 1 else 1))
+        return settings
 
     def write(self, folder: Path) -> None:
-        raw = dataclasses.asdict(self)
-        for key in ("prompt", "negative_prompt"):  # one prompt is written as the reference does
-            raw[key] = raw[key][0] if len(raw[key]) == 1 else raw[key]
-        temporary = folder / (CONFIG_FILE + ".tmp")
-        temporary.write_text(json.dumps(raw, indent=2, ensure_ascii=False))
-        os.replace(temporary, folder / CONFIG_FILE)
+        """Write `generation_config.json`; one prompt is written as the reference does."""
+        prompts = {name: stagefiles.one_or_all(getattr(self, name)) for name in ("prompt", "negative_prompt")}
+        raw = dataclasses.asdict(self) | prompts
+        with stagefiles.complete(folder / CONFIG_FILE) as partial:
+            partial.write_text(json.dumps(raw, indent=2, ensure_ascii=False), encoding="utf-8")
 
-    def size(self, pipe: CogVideoXPipeline) -> Size:
-        return pipe.size(self.frames, self.height, self.width)
-
-    def used(self) -> dict[str, Any]:
-        """What is stored with the video beside prompt and seed."""
-        names = set(_DENOISE_FIELDS) - {"prompt", "negative_prompt", "weights", "seed"}
-        return {name: getattr(self, name) for name in sorted(names)}
-
-    def key(self, names: tuple[str, ...]) -> str:
-        return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
+    def key(self, names: tuple[str, ...], **more: Any) -> str:
+        return json.dumps({name: getattr(self, name) for name in names} | more, ensure_ascii=False)
 
 
-def identity(manifest: Manifest) -> str:
-    """Tells checkpoints with different weights apart."""
-    return ",".join(f"{name}:{record['sha256'][:16]}" for name, record in sorted(manifest.weights.items()))
-
-
-def prepare(folder: Path, *, nbytes: int = 0) -> None:
-    """Create a stage directory and make sure that results will fit.
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What `generation_config.json` says: prompts and model at least. The reference system writes fewer fields than we.
 
     Raises:
-        InputError: it cannot be written, or the disk is too full.
+        InputError: missing, damaged or incomplete.
     """
+    path = folder / CONFIG_FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-        free = shutil.disk_usage(folder).free
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
+        raise InputError(f"{path} cannot be read ({e.strerror}); run `cogvideox encode` first") from e
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path} is not JSON ({e}); run `cogvideox encode` again") from e
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} must hold a JSON object; run `cogvideox encode` again")
+    settings = {name: raw[name] for name in _TYPES if name in raw}
+    for name in ("prompt", "negative_prompt"):
+        settings[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
+    settings.setdefault("model_id", None)
+    wrong = [name for name, value in settings.items() if not isinstance(value, _TYPES[name])]
+    if "fps" not in wrong and settings.get("fps", 1) < 1:
+        wrong.append("fps")
+    if wrong:
+        raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
+    check_prompts(settings["prompt"], settings["negative_prompt"])
+    return settings
+
+
+def identity(manifest: Manifest) -> dict[str, str]:
+    """Tells components with different weights apart."""
+    return {name: record["sha256"][:16] for name, record in sorted(manifest.weights.items())}
+
+
+def check_folder(folder: Path, nbytes: int = 0) -> None:
+    """Refuse a stage directory, there or not yet, that results could not be written to.
+
+    Raises:
+        InputError: it cannot be made or written, or the disk is too full.
+    """
+    check_writable(folder / CONFIG_FILE)
+    free = shutil.disk_usage(existing_parent(folder / CONFIG_FILE)).free
     if free < nbytes + MARGIN:
         raise InputError(
             f"{folder} has {free / 2**20:.0f} MiB free; this run needs about {(nbytes + MARGIN) / 2**20:.0f} MiB. "
@@ -199,46 +213,106 @@ def space_needed(settings: Settings, manifest: Manifest) -> int:
     return len(settings.prompt) * (2 * text * 4 + pixels)
 
 
+@contextmanager
+def workplace(folder: Path, *, temporary: bool = False) -> Iterator[None]:
+    """Make the stage directory and keep other runs out of it while this one works there.
+
+    temporary: our files are removed when all went well, and when nothing was finished.
+
+    Raises:
+        InputError: another run works there, or the directory cannot be written.
+    """
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as e:
+        raise InputError(f"another run is at work in {folder}; wait for it or choose another --dir or --out") from e
+    except OSError as e:
+        raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
+    finished = [folder / EMBEDDINGS_FILE, folder / LATENTS_FILE]
+    try:
+        yield
+    except BaseException:
+        if kept := [path.name for path in finished if path.exists()]:
+            log.warning("%s in %s: kept, the same command goes on from there", " and ".join(kept), folder)
+        elif temporary:
+            _remove(folder, lock)
+        raise
+    else:
+        if temporary:
+            _remove(folder, lock)
+    finally:
+        lock.release()
+
+
+def _remove(folder: Path, lock: FileLock) -> None:
+    names = (CONFIG_FILE, EMBEDDINGS_FILE, LATENTS_FILE)
+    for name in (*names, *map(stagefiles.partial_name, names), LOCK_FILE):
+        (folder / name).unlink(missing_ok=True)
+    lock.release()
+    with suppress(OSError):  # not ours alone
+        folder.rmdir()
+
+
 def encode(pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progress: bool = True) -> None:
     """Stage 1: prompts to embeddings. Skipped where the file is there and made from the same settings."""
     settings.write(folder)
-    path, key = folder / EMBEDDINGS_FILE, settings.key(_ENCODE_FIELDS)
-    if _made_from(path, key):
-        log.info("taking over %s", path)
+    path = folder / EMBEDDINGS_FILE
+    key = settings.key(_ENCODE_FIELDS, weights=settings.weights["text_encoder"])
+    if stagefiles.is_made_from(path, key):
         return
     context, negative = pipe.encode_prompts(settings.prompt, settings.negative_prompt, progress=progress)
-    if negative is None:
-        raise AssertionError("negative prompts were given, so their embeddings are there")
-    names = {"prompt_embeds": context, "negative_prompt_embeds": negative}
-    _save(
+    assert negative is not None
+    tensors = {"prompt_embeds": np.asarray(context), "negative_prompt_embeds": np.asarray(negative)}
+    stagefiles.save(
         path,
-        {name: np.asarray(value, np.float32) for name, value in names.items()},
+        tensors,
         {
             "settings": key,
-            "dtype_info": json.dumps({name: str(value.dtype) for name, value in names.items()}),
-            "prompt": json.dumps(settings.prompt, ensure_ascii=False),
-            "negative_prompt": json.dumps(settings.negative_prompt, ensure_ascii=False),
+            "prompt": settings.prompt,
+            "negative_prompt": settings.negative_prompt,
             "model_id": settings.model_id,
         },
     )
 
 
+def read_embeddings(
+    folder: Path, prompt: list[str], negative_prompt: list[str], config: TransformerConfig
+) -> dict[str, Float32[np.ndarray, "B L E"]]:
+    """Stage 1's `prompt_embeds` and `negative_prompt_embeds`.
+
+    Raises:
+        InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this transformer.
+    """
+    path = folder / EMBEDDINGS_FILE
+    again = "run `cogvideox encode` again"
+    tensors, metadata = stagefiles.load(path, ("prompt_embeds", "negative_prompt_embeds"), "cogvideox encode")
+    shape = (len(prompt), config.text_length, config.text_width)
+    for name, value in tensors.items():
+        if value.shape != shape:
+            raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shape)}; {again}")
+    stagefiles.check_made_for(path, metadata, {"prompt": prompt, "negative_prompt": negative_prompt}, again)
+    return tensors
+
+
 def denoise(
     pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progress: bool = True, compiled_loop: bool = False
 ) -> None:
-    """Stage 2: embeddings to latents. Skipped where the file is there and made from the same settings.
+    """Stage 2: embeddings to latents. Skipped where the file is there and made from the same.
 
     Raises:
-        InputError: stage 1's file is missing or damaged.
+        InputError: stage 1's file is missing, damaged or not this run's.
         NonFiniteError: NaN or infinity in the latents; stage 1's file stays.
     """
     settings.write(folder)
-    path, key = folder / LATENTS_FILE, settings.key(_DENOISE_FIELDS)
-    if _made_from(path, key):
-        log.info("taking over %s", path)
+    embeddings = read_embeddings(folder, settings.prompt, settings.negative_prompt, pipe.transformer_config)
+    path = folder / LATENTS_FILE
+    made_of = hashlib.sha256(b"".join(embeddings[name].tobytes() for name in sorted(embeddings))).hexdigest()
+    key = settings.key(_DENOISE_FIELDS, weights=settings.weights["transformer"], embeddings=made_of)
+    if stagefiles.is_made_from(path, key):
         return
-    embeddings, _ = _load(folder / EMBEDDINGS_FILE, ("prompt_embeds", "negative_prompt_embeds"), "cogvideox encode")
-    size = settings.size(pipe)
+    size = pipe.size(settings.frames, settings.height, settings.width)
     latents, _ = pipe.denoise(
         embeddings["prompt_embeds"],
         embeddings["negative_prompt_embeds"] if settings.guidance_scale > 1 else None,
@@ -252,78 +326,66 @@ def denoise(
         compiled_loop=compiled_loop,
     )
     kept = np.asarray(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3)
-    _save(
-        path,
-        {"latents": np.ascontiguousarray(kept)},
-        {
-            "settings": key,
-            "num_frames": str(settings.frames),
-            "num_inference_steps": str(settings.num_inference_steps),
-            "guidance_scale": str(settings.guidance_scale),
-            "seed": str(settings.seed),
-            "height": str(settings.height),
-            "width": str(settings.width),
-        },
+    stagefiles.save(
+        path, {"latents": np.ascontiguousarray(kept)}, {"settings": key, **_of_latents(dataclasses.asdict(settings))}
     )
 
 
-def read_latents(folder: Path) -> np.ndarray:
-    """Stage 2's latents as the library has them, float32 [B, T, h, w, C].
+def read_latents(folder: Path, settings: dict[str, Any], config: VAEConfig) -> Float32[np.ndarray, "B T h w C"]:
+    """Stage 2's latents as the library has them.
+
+    Args:
+        settings: from `read_settings`.
 
     Raises:
-        InputError: the file is missing, damaged or holds NaN or infinity.
+        InputError: the file is missing, damaged, holds NaN, or was made with other settings or for another VAE.
     """
-    tensors, _ = _load(folder / LATENTS_FILE, ("latents",), "cogvideox denoise")
-    latents = tensors["latents"].astype(np.float32)
-    if latents.ndim != 5:
-        raise InputError(f"{folder / LATENTS_FILE}: latents must be [B, C, T, H, W]; got {latents.shape}")
-    if not np.isfinite(latents).all():
-        raise InputError(f"{folder / LATENTS_FILE} holds NaN or infinity; run `cogvideox denoise` again")
+    path = folder / LATENTS_FILE
+    again = "run `cogvideox denoise` again"
+    tensors, metadata = stagefiles.load(path, ("latents",), "cogvideox denoise")
+    latents = tensors["latents"]
+    if latents.ndim != 5 or latents.shape[1] != config.latent_channels or 0 in latents.shape:
+        expected = f"[B, {config.latent_channels}, T, H, W]"
+        raise InputError(f"{path}: latents are {list(latents.shape)}, expected {expected}; {again}")
+    stagefiles.check_made_for(path, metadata, _of_latents(settings), again)
+    if len(latents) != len(settings["prompt"]):
+        raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
     return latents.transpose(0, 2, 3, 4, 1)
 
 
 def decode(
-    pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, tiling: bool = False, progress: bool = True
+    pipe: CogVideoXPipeline, folder: Path, *, fps: int | None = None, tiling: bool = False, progress: bool = True
 ) -> Video:
-    """Stage 3: latents to a video, which the caller saves."""
-    frames = pipe.decode_latents(read_latents(folder), tiling=tiling, progress=progress)
-    metadata = pipe.metadata(settings.prompt, settings.negative_prompt, settings.seed, settings.used())
-    return Video(np.asarray(frames), settings.fps, metadata)
+    """Stage 3: latents to a video, which the caller saves.
+
+    Args:
+        fps: default: the run's.
+
+    Raises:
+        InputError: stage 2's file is missing, damaged or not of this run.
+    """
+    settings = read_settings(folder)
+    frames = pipe.decode_latents(read_latents(folder, settings, pipe.vae_config), tiling=tiling, progress=progress)
+    return Video(np.asarray(frames), fps or settings.get("fps", pipe.fps), _describe(pipe, settings))
 
 
-def save_latents(pipe: CogVideoXPipeline, settings: Settings, folder: Path, path: Path) -> Path:
+def save_latents(pipe: CogVideoXPipeline, folder: Path, path: Path) -> Path:
     """Stage 2's latents as an npz: `latents` float32 [B, T, h, w, C], and `metadata`, a JSON string."""
-    metadata = pipe.metadata(settings.prompt, settings.negative_prompt, settings.seed, settings.used())
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            np.savez(file, latents=read_latents(folder), metadata=json.dumps(metadata, ensure_ascii=False))
-        os.replace(temporary, path)
-    except OSError as e:
-        raise InputError(f"cannot write {path}: {e.strerror}; the latents are kept in {folder}") from e
+    settings = read_settings(folder)
+    latents = read_latents(folder, settings, pipe.vae_config)
+    metadata = json.dumps(_describe(pipe, settings), ensure_ascii=False)
+    with stagefiles.complete(path) as partial, partial.open("wb") as file:
+        np.savez(file, latents=latents, metadata=metadata)
     return path
 
 
-def _save(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary, metadata)
-    os.replace(temporary, path)
+def _describe(pipe: CogVideoXPipeline, settings: dict[str, Any]) -> dict[str, Any]:
+    used = _of_latents(settings)
+    prompts, negatives = used.pop("prompt"), used.pop("negative_prompt")
+    return pipe.metadata(prompts, negatives, used.pop("seed", None), used)
 
 
-def _made_from(path: Path, key: str) -> bool:
-    """Whether a stage file is there, whole, and made from these settings."""
-    try:
-        with safe_open(path, "numpy") as file:
-            return (file.metadata() or {}).get("settings") == key
-    except (OSError, SafetensorError):
-        return False
-
-
-def _load(path: Path, names: tuple[str, ...], maker: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    try:
-        with safe_open(path, "numpy") as file:
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
-    except FileNotFoundError as e:
-        raise InputError(f"{path} is missing; run `{maker}` first") from e
-    except (OSError, SafetensorError) as e:
-        raise InputError(f"{path} cannot be read ({e}); run `{maker}` again") from e
+def _of_latents(settings: dict[str, Any]) -> dict[str, Any]:
+    """What latents were made with: the reference system's metadata, and ours where we know it."""
+    names = {name: name for name in ("prompt", "negative_prompt", *_DENOISE_FIELDS)} | {"frames": "num_frames"}
+    return {names[name]: settings[name] for name in names if name in settings}

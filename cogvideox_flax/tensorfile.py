@@ -75,6 +75,9 @@ class TensorFile:
         except CheckpointError:
             self.close()
             raise
+        except OSError as e:
+            self.close()
+            raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
 
     def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
         size = os.fstat(self._fd).st_size
@@ -92,12 +95,12 @@ class TensorFile:
             raise corrupt(f"its header claims {length} bytes in a file of {size}")
         try:
             header = json.loads(os.pread(self._fd, length, 8))
-            metadata = header.pop("__metadata__", {})
+            metadata = dict(header.pop("__metadata__", {}))
             infos = []
             for name, entry in header.items():
                 lo, hi = map(int, entry["data_offsets"])
                 infos.append((lo, hi, name, tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]]))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise corrupt(f"its header does not parse ({type(e).__name__}: {e})") from e
         start, end = 8 + length, 0
         tensors = {}

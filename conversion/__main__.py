@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -27,17 +28,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="hub revision: branch, tag or commit")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    src, dst = Path(args.src).expanduser(), Path(args.dst).expanduser()
     try:
-        if Path(args.src).exists():
+        if os.path.exists(src):
             if args.revision:
-                raise InputError(f"--revision is for hub ids; {args.src} is on this machine")
-            source = Download(Path(args.src), {})
+                raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")
+            source = Download(src, {})
         else:
             source = download(args.src, args.revision, tuple(args.component or COMPONENTS))
         with progress_bar() as progress:
             convert(
                 source.folder,
-                args.dst,
+                dst,
                 components=args.component,
                 dtype=args.dtype,
                 release=args.release,
@@ -50,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; components that were complete are kept for the next attempt", file=sys.stderr)
         return 130
-    print(args.dst)
+    print(dst)
     return 0
 
 

@@ -101,12 +101,17 @@ def convert(
     if configs.transformer is not None:
         configs.transformer.check_dtype(dtype)
     work = dst / WORK_DIR
-    # every component is matched before the first is written
+    # every component is matched, and its room on the disk is there, before the first is written
     plans: dict[str, Plan] = {}
+    need = 0
     for component in wanted:
         with Source(src / component) as source:
             shapes = {name: source.info(name).shape for name in source.where}
             plans[component] = plan(component, getattr(configs, component), shapes)
+            if not (work / component).is_dir():
+                targets = _targets(source, plans[component], FLOATS[dtype] if dtype else None)
+                need += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
+    _check_space(dst, need)
     if (work / CONFIG_FILE).exists():  # an earlier attempt was killed while moving its results into place
         _finish(dst)
     make_writable(dst, work)
@@ -144,12 +149,10 @@ def read_configs(src: Path, wanted: Iterable[str], release: Release | None = Non
         path = src / component / "config.json"
         if not path.is_file():
             raise ConversionError(
-                f"{path} is missing; it says what the weights are. Download it too, or name the model with --release."
+                f"{path} is missing; it says what the weights are. Download it too, "
+                "or name the model: python -m conversion SRC DST --release NAME."
             )
-        try:
-            return kind.from_hf(read_json(path))
-        except (TypeError, AttributeError) as e:
-            raise ConversionError(f"{path} holds a value of the wrong type: {e}") from e
+        return _parse(path, kind.from_hf)
 
     transformer = load("transformer", TransformerConfig)
     scheduler_file = src / "scheduler" / "scheduler_config.json"
@@ -157,19 +160,30 @@ def read_configs(src: Path, wanted: Iterable[str], release: Release | None = Non
     known = release or (find_release(transformer) if transformer else None)
     scheduler = None
     if release is None and scheduler_file.is_file():
-        scheduler = SchedulerConfig.from_hf(read_json(scheduler_file))
+        scheduler = _parse(scheduler_file, SchedulerConfig.from_hf)
     elif known is not None and transformer is not None:
         scheduler = known.scheduler
+    text_length = transformer.text_length if transformer else None
+    tokenizer = TokenizerConfig.from_hf({}, text_length)
+    if tokenizer_file.is_file():
+        tokenizer = _parse(tokenizer_file, lambda raw: TokenizerConfig.from_hf(raw, text_length))
     return Manifest(
         text_encoder=load("text_encoder", TextEncoderConfig),
         transformer=transformer,
         vae=load("vae", VAEConfig),
         scheduler=scheduler,
-        tokenizer=TokenizerConfig.from_hf(
-            read_json(tokenizer_file) if tokenizer_file.is_file() else {},
-            transformer.text_length if transformer else None,
-        ),
+        tokenizer=tokenizer,
     )
+
+
+def _parse(path: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
+    raw = read_json(path)
+    try:
+        return make(raw)
+    except InputError as e:
+        raise ConversionError(f"{path}: {e}") from e
+    except (TypeError, AttributeError, ValueError) as e:
+        raise ConversionError(f"{path} holds a value of the wrong type: {e}") from e
 
 
 def make_writable(dst: Path, work: Path) -> None:
@@ -222,7 +236,6 @@ def _convert_one(
         with ThreadPoolExecutor(1) as pool:  # hashing the source runs beside the conversion
             hashes = pool.map(lambda f: (f.path.name, sha256(f.path)), source.files)
             targets = _targets(source, todo, FLOATS[dtype] if dtype else None)
-            _check_space(work, component, targets)
             path = partial / WEIGHTS_FILE
             sums = _write(source, todo, targets, path, component, progress)
             _verify(path, sums)
@@ -260,12 +273,13 @@ def _main_dtype(targets: Targets) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _check_space(work: Path, component: str, targets: Targets) -> None:
-    need = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in targets.values())
-    free = shutil.disk_usage(work).free
+def _check_space(dst: Path, need: int) -> None:
+    disk = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(disk).free
     if need > free:
         raise InputError(
-            f"{component} needs {need / 2**30:.2f} GiB on disk at {work.parent}, which has {free / 2**30:.2f} GiB free"
+            f"{dst} needs {need / 2**30:.2f} GiB on disk, which has {free / 2**30:.2f} GiB free; "
+            "free some space or choose another place"
         )
 
 

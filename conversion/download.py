@@ -2,58 +2,115 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
+from huggingface_hub.utils import tqdm as hub_tqdm
 
-from cogvideox_flax.config import RELEASES
+from cogvideox_flax.config import COMPONENTS, RELEASES
 from cogvideox_flax.errors import InputError
-from conversion.source import COMPONENTS
 
-SMALL_FILES = ("model_index.json", "*/config.json", "*/*.index.json", "scheduler/*.json", "tokenizer/*")
+CONFIGS = (
+    "model_index.json",
+    "*/config.json",
+    "scheduler/scheduler_config.json",
+    "tokenizer/tokenizer_config.json",
+)
 
 
 class Download(NamedTuple):
+    """A checkpoint's files on this machine. origin: hub_id and revision, a commit; empty for a local directory."""
+
     folder: Path
     origin: dict[str, str]
 
 
-def download(hub_id: str, revision: str | None = None, components: tuple[str, ...] = COMPONENTS) -> Download:
+class _NoBar(hub_tqdm):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs | {"disable": True})
+
+
+def files_read(components: tuple[str, ...] = COMPONENTS) -> list[str]:
+    """Patterns of the files that conversion reads; without components, of the configs alone."""
+    weights = [f"{c}/{name}" for c in components for name in ("*.safetensors", "*.safetensors.index.json")]
+    return [*CONFIGS, *weights, *(("tokenizer/spiece.model",) if components else ())]
+
+
+def download(
+    hub_id: str,
+    revision: str | None = None,
+    components: tuple[str, ...] = COMPONENTS,
+    *,
+    progress: bool = True,
+) -> Download:
     """Download a checkpoint's configs, tokenizer and safetensors of some components, or find them in the hub's cache.
 
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub; interrupted downloads resume.
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub. Files that were complete when a
+    download was interrupted are kept.
 
     Args:
         hub_id: "owner/name".
         revision: branch, tag or commit; None for the default branch.
+        components: whose weights; none for the configs alone.
+        progress: progress bars on stderr.
 
     Raises:
         InputError: no such model or revision, no access, no network and nothing cached.
     """
-    patterns = [*SMALL_FILES, *(f"{c}/*.safetensors" for c in components)]
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", hub_id):
+        raise InputError(
+            f"{hub_id} does not exist; expected a directory, or a hub id (owner/name) such as zai-org/CogVideoX-2b"
+        )
     try:
-        folder = Path(huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    except hub_errors.HFValidationError as e:
-        raise InputError(f"{hub_id!r} is neither a directory nor a hub id (owner/name): {e}") from e
-    except hub_errors.GatedRepoError as e:
-        raise InputError(
-            f"{hub_id} asks for its terms to be accepted: do so on its page, then set HF_TOKEN or run `hf auth login`"
-        ) from e
-    except hub_errors.RevisionNotFoundError as e:
-        raise InputError(f"{hub_id} has no revision {revision!r}") from e
-    except hub_errors.RepositoryNotFoundError as e:
-        raise InputError(
-            f"the hub has no model {hub_id!r} that this token may read. Released models are "
-            + ", ".join(r.hub_id for r in RELEASES.values())
-        ) from e
-    except (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled) as e:
-        raise InputError(
-            f"{hub_id} is not in the local cache and the hub cannot be reached (offline mode, or no network). "
-            "Download it on a machine with access and pass the directory, or unset HF_HUB_OFFLINE."
-        ) from e
-    except (hub_errors.HfHubHTTPError, OSError) as e:
-        raise InputError(f"downloading {hub_id} failed: {e}. Run the same command again; it resumes.") from e
+        folder = huggingface_hub.snapshot_download(
+            hub_id,
+            revision=revision,
+            allow_patterns=files_read(components),
+            tqdm_class=None if progress else _NoBar,
+        )
+    except Exception as e:  # the hub's client lets errors of its HTTP library and of its caches through
+        raise InputError(_explain(e, hub_id, revision)) from e
     # snapshots are named by their commit
-    return Download(folder, {"hub_id": hub_id, "revision": folder.name})
+    return Download(Path(folder), {"hub_id": hub_id, "revision": Path(folder).name})
+
+
+def _explain(error: Exception, hub_id: str, revision: str | None) -> str:
+    """What went wrong, and what to do next. The more special errors come first."""
+    is_local = "if you meant a directory, it does not exist here"
+    match error:
+        case hub_errors.GatedRepoError():
+            return (
+                f"{hub_id} asks for its terms to be accepted: do so on its page, "
+                "then set HF_TOKEN or run `hf auth login`"
+            )
+        case hub_errors.RevisionNotFoundError():
+            return f"{hub_id} has no revision {revision!r}; expected a branch, a tag or a commit"
+        case hub_errors.RepositoryNotFoundError():
+            released = ", ".join(r.hub_id for r in RELEASES.values())
+            return (
+                f"the hub has no model {hub_id!r}, or none that this token may read (set HF_TOKEN or run "
+                f"`hf auth login`); {is_local}. Released models are {released}"
+            )
+        case hub_errors.HFValidationError():
+            return f"{hub_id!r} is not a hub id (owner/name): {error}; {is_local}"
+        case hub_errors.LocalEntryNotFoundError(__cause__=hub_errors.HfHubHTTPError() as refusal):
+            return _explain(refusal, hub_id, revision)
+        case hub_errors.LocalEntryNotFoundError() | hub_errors.OfflineModeIsEnabled():
+            return (
+                f"{hub_id} is not complete in the hub's cache, and the hub cannot be reached (offline mode, or no "
+                "network). Unset HF_HUB_OFFLINE, or download it on a machine with access and pass the directory; "
+                f"{is_local}"
+            )
+        case hub_errors.HfHubHTTPError() if error.response.status_code in (401, 403):
+            return (
+                f"the hub refuses {hub_id} with this token ({error.response.status_code}): accept the model's terms on "
+                "its page, and check HF_TOKEN or run `hf auth login`"
+            )
+    reason = str(error).strip().splitlines() or [""]
+    return (
+        f"downloading {hub_id} failed ({type(error).__name__}: {reason[0]}). "
+        "Run the same command again; files that were complete are kept"
+    )

@@ -51,7 +51,8 @@ def plan(component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
     if faults:
         more = [f"  ... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
         fits = [name for name in _fitting(component, tensors) if getattr(RELEASES[name], component) != config]
-        hint = [f"  these tensors fit {' and '.join(fits)}: wrong config.json? try --release {fits[0]}"] if fits else []
+        way_out = f"wrong config.json? Try python -m conversion with --release {fits[0]}" if fits else ""
+        hint = [f"  these tensors fit {' and '.join(fits)}: {way_out}"] if fits else []
         raise ConversionError(
             "\n".join([f"{component} does not match its config ({len(faults)} faults)", *faults[:SHOWN], *more, *hint])
         )

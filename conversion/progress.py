@@ -11,13 +11,14 @@ from conversion.convert import Progress
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar(visible: bool = True) -> Iterator[Progress]:
     """Yields a callback for `convert(progress=...)`; one bar per component."""
     bars: dict[str, tqdm] = {}
 
     def update(component: str, done: int, total: int) -> None:
         if component not in bars:
-            bars[component] = tqdm(total=total, desc=f"converting {component}", unit="B", unit_scale=True)
+            name = f"converting {component}"
+            bars[component] = tqdm(total=total, desc=name, unit="B", unit_scale=True, disable=not visible)
         bars[component].update(done - bars[component].n)
 
     try:

@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text())
     except OSError as e:
         raise ConversionError(f"cannot read {path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConversionError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(raw, dict):
         raise ConversionError(f"{path} must hold a JSON object, not {type(raw).__name__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from cogvideox_flax.config import VAEConfig
@@ -39,7 +41,7 @@ def _up_blocks(config: VAEConfig) -> Table:
 
 def _changes(widths: tuple[int, ...]) -> list[bool]:
     """Per block, whether its first ResNet changes the number of channels."""
-    return [False] + [a != b for a, b in zip(widths, widths[1:], strict=False)]
+    return [False] + [a != b for a, b in itertools.pairwise(widths)]
 
 
 def _resnets(source: str, target: str, n: int, changes: bool, *, modulated: bool) -> Table:

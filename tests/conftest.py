@@ -2,6 +2,9 @@
 
 import os
 
+import pytest
+
+pytest.register_assert_rewrite("commands")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # libtpu, where it is installed, is only ever a compiler here: keep it quiet and unlocked

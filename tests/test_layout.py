@@ -19,7 +19,7 @@ FLOORS = (
     {"layers", "rope", "attention"},
     {"models"},
     {"checkpoint"},
-    {"hub"},
+    {"hub", "stagefiles"},
     {"pipeline"},
     {"stages"},
     {"cli"},

@@ -158,7 +158,7 @@ def test_cut_text_is_reported(small, caplog):
 
 
 def test_sentinels_that_the_model_has_no_rows_for_are_text(small):
-    ids = Tokenizer(small / "spiece.model", extra_ids=0)(["<extra_id_0>"])
+    ids = Tokenizer(small / "spiece.model", vocab_size=1)(["<extra_id_0>"])
     assert ids.max() < len(sentencepiece.SentencePieceProcessor(model_file=str(small / "spiece.model")))
 
 

@@ -71,7 +71,8 @@ def test_float32(release, tmp_path):
     for name, (height, width) in SIZES.items():
         if reference.config.use_learned_positional_embeddings and name != "sample":
             continue
-        for frames in (4, 2) if reference.config.patch_size_t else (3, 1):
+        counts = (4, 2) if reference.config.patch_size_t else (3, 1)
+        for frames in counts if name == "sample" else counts[:1]:
             args = inputs(reference, frames, height, width)
             error = relative_error(run_ours(model, *args), run_reference(reference, *args))
             assert error < FLOAT32_BAR, f"{name}, {frames} latent frames"

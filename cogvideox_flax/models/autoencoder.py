@@ -20,7 +20,7 @@ from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import Linear, stack
 from cogvideox_flax.models.causal_conv import CausalConv3d, SpatialConv
-from cogvideox_flax.models.group_norm import GroupNorm, SpatialNorm
+from cogvideox_flax.models.group_norm import GroupNormSiLU, SpatialNormSiLU
 from cogvideox_flax.models.resample import double_frames, halve_frames, repeat_space
 from cogvideox_flax.models.tiling import Plan, Tiling, tiled
 
@@ -46,7 +46,7 @@ def chunk_sizes(n: int, size: int) -> list[int]:
 
 
 class ResNetBlock(nnx.Module):
-    """norm, silu, conv, twice, plus the input. With `latent_channels`, the latent modulates the norms."""
+    """norm, silu, conv, twice, plus the input. With `latent_channels`, the latent z modulates the norms."""
 
     def __init__(
         self, in_channels: int, out_channels: int, config: VAEConfig, latent_channels: int | None, *, rngs: nnx.Rngs
@@ -61,10 +61,10 @@ class ResNetBlock(nnx.Module):
         self, x: Float[Array, "B T H W I"], cache: Cache, *z: Float[Array, "B t h w L"]
     ) -> tuple[Float[Array, "B T H W O"], Cache]:
         cache1, cache2 = (None, None) if cache is None else cache
-        h, cache1 = self.conv1(_silu(self.norm1(x, *z), x.dtype), cache1)
+        h, cache1 = self.conv1(self.norm1(x, *z), cache1)
         if self.shortcut is not None:
             x = self.shortcut(x)
-        h, cache2 = self.conv2(_silu(self.norm2(h, *z), x.dtype), cache2, residual=x)
+        h, cache2 = self.conv2(self.norm2(h, *z), cache2, residual=x)
         return h, (cache1, cache2)
 
 
@@ -170,19 +170,21 @@ class Encoder(nnx.Module):
             for i, width in enumerate(widths)
         )
         self.mid = stack(2, partial(ResNetBlock, widths[-1], widths[-1], config, None), rngs)
-        self.norm_out = GroupNorm(widths[-1], groups=config.norm_groups, eps=FIXED_EPS)
+        self.norm_out = GroupNormSiLU(widths[-1], groups=config.norm_groups, eps=FIXED_EPS)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B F H W 3"], cache: Cache) -> tuple[Float[Array, "B T h w 2L"], Cache]:
         """cache: what the previous chunk returned; None for the first chunk of a clip."""
         conv_in, blocks, mid, conv_out = cache or (None, [None] * len(self.blocks), None, None)
         x, conv_in = self.conv_in(x, conv_in)
+        # Float32 between the blocks. The decoder's norms save more roundings than the encoder's and do without.
+        x = x.astype(jnp.float32)
         new_blocks = []
         for block, block_cache in zip(self.blocks, blocks, strict=True):
             x, block_cache = block(x, block_cache)
             new_blocks.append(block_cache)
         x, mid = _scan(self.mid, x, mid)
-        x, conv_out = self.conv_out(_silu(self.norm_out(x), x.dtype), conv_out)
+        x, conv_out = self.conv_out(self.norm_out(x), conv_out)
         return x, (conv_in, new_blocks, mid, conv_out)
 
 
@@ -218,7 +220,7 @@ class Decoder(nnx.Module):
         for block, block_cache in zip(self.blocks, blocks, strict=True):
             x, block_cache = block(x, block_cache, z)
             new_blocks.append(block_cache)
-        x, conv_out = self.conv_out(_silu(self.norm_out(x, z), x.dtype), conv_out)
+        x, conv_out = self.conv_out(self.norm_out(x, z), conv_out)
         return x, (conv_in, mid, new_blocks, conv_out)
 
 
@@ -279,7 +281,7 @@ class Autoencoder(nnx.Module):
 def _check(x: Array, name: str, channels: int, factor: int) -> None:
     if x.ndim != 5 or x.shape[-1] != channels:
         raise InputError(
-            f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels] with {channels} channels"
+            f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels], {channels} channels"
         )
     if 0 in x.shape:
         raise InputError(f"the {name} is empty: shape {x.shape}")
@@ -324,11 +326,7 @@ def _scan(resnets: ResNetBlock, x: Array, cache: Cache, *z: Array) -> tuple[Arra
     return jax.lax.scan(lambda x, layer: layer[0](x, layer[1], *z), x, (resnets, cache))
 
 
-def _norm(channels: int, config: VAEConfig, latent_channels: int | None, rngs: nnx.Rngs) -> GroupNorm | SpatialNorm:
+def _norm(channels: int, config: VAEConfig, latent_channels: int | None, rngs: nnx.Rngs) -> Callable[..., Array]:
     if latent_channels is None:
-        return GroupNorm(channels, groups=config.norm_groups, eps=config.norm_eps)
-    return SpatialNorm(channels, latent_channels, groups=config.norm_groups, eps=FIXED_EPS, rngs=rngs)
-
-
-def _silu(x: Array, dtype: jnp.dtype) -> Array:
-    return jax.nn.silu(x).astype(dtype)
+        return GroupNormSiLU(channels, groups=config.norm_groups, eps=config.norm_eps)
+    return SpatialNormSiLU(channels, latent_channels, groups=config.norm_groups, eps=FIXED_EPS, rngs=rngs)

@@ -1,4 +1,8 @@
-"""Norms of the video autoencoder: group norm, and group norm modulated by the latent that is being decoded."""
+"""Norms of the video autoencoder, each with the SiLU that always follows it.
+
+They are memory-bound, so what counts is how often a clip is read and written. The barriers below keep the compiler
+from materialising what it should compute on the way: a float32 copy of a bfloat16 clip, a latent resized to full size.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax.layers import Linear
-from cogvideox_flax.models.resample import repeat_frames, repeat_space
+from cogvideox_flax.models.resample import repeat_frames
 
 
 class GroupNorm(nnx.Module):
@@ -23,10 +27,10 @@ class GroupNorm(nnx.Module):
     def affine(
         self, x: Float[Array, "B T H W C"]
     ) -> tuple[Float[Array, "B T H W C"], Float[Array, "B 1 1 1 C"], Float[Array, "B 1 1 1 C"]]:
-        """x, a and b (float32) such that the norm is x * a + b.
+        """(x, a, b) such that the norm is x * a + b; a and b are float32.
 
-        The passes over x (mean, squared deviation, application) are kept apart by barriers: otherwise the compiler
-        shares one float32 copy of a bfloat16 clip between them.
+        Statistics are float32 and take two passes: the mean, then the mean of the squared deviation. Each pass over x,
+        and the caller's, stands behind a barrier and so converts x for itself.
         """
         mean = self._group_mean(x.astype(jnp.float32))
         x, mean = jax.lax.optimization_barrier((x, mean))
@@ -36,24 +40,25 @@ class GroupNorm(nnx.Module):
         return jax.lax.optimization_barrier((x, a, b))
 
     def _group_mean(self, x: Array) -> Array:
-        """Mean per group, repeated for each of its channels: [B, 1, 1, 1, C]. Channels stay minor in the big sum."""
+        """Mean per group, given to each of its channels: [B, 1, 1, 1, C]. The big sum keeps the channels minor."""
         per_channel = x.mean((1, 2, 3), keepdims=True)
         per_group = per_channel.reshape(*per_channel.shape[:-1], self.groups, -1).mean(-1, keepdims=True)
-        return jnp.broadcast_to(per_group, (*per_group.shape[:-1], x.shape[-1] // self.groups)).reshape(
-            per_channel.shape
-        )
+        return jnp.repeat(per_group, x.shape[-1] // self.groups, -1).reshape(per_channel.shape)
+
+
+class GroupNormSiLU(GroupNorm):
+    """silu(norm(x)), rounded once."""
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
-        """The norm in float32, unrounded: meant to fuse into what follows, which rounds."""
         x, a, b = self.affine(x)
-        return x.astype(jnp.float32) * a + b
+        return jax.nn.silu(x.astype(jnp.float32) * a + b).astype(x.dtype)
 
 
-class SpatialNorm(nnx.Module):
-    """Group norm whose result is scaled by y(z) and shifted by b(z), z the latent at its own, lower resolution.
+class SpatialNormSiLU(nnx.Module):
+    """silu(norm(x) * y(z) + b(z)), rounded once, where z is the latent resized to x, nearest.
 
-    Source: MoVQ (arXiv 2209.09002); diffusers `CogVideoXSpatialNorm3D`, which resizes z first. The two maps act on
-    each pixel alone, so they commute with a nearest resize and run on the small latent here.
+    Source: MoVQ (arXiv 2209.09002); diffusers `CogVideoXSpatialNorm3D`. The maps y and b act on each pixel alone, so
+    they commute with the resize and run on the latent at its own size.
     """
 
     def __init__(self, channels: int, latent_channels: int, *, groups: int, eps: float, rngs: nnx.Rngs):
@@ -62,13 +67,15 @@ class SpatialNorm(nnx.Module):
         self.b = Linear(latent_channels, channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T H W C"], z: Float[Array, "B t h w L"]) -> Float[Array, "B T H W C"]:
-        """z: float32. Returns float32, unrounded, as `GroupNorm` does."""
+        """z: float32; H and W are whole multiples of h and w."""
         x, a, b = self.norm.affine(x)
         y = self.y(z)
         scale, shift = a * y, b * y + self.b(z)
-        return x.astype(jnp.float32) * _resize(scale, x.shape) + _resize(shift, x.shape)
 
-
-def _resize(z: Array, shape: tuple[int, ...]) -> Array:
-    _, frames, height, width, _ = shape
-    return repeat_space(repeat_frames(z, frames), height, width)
+        # The resize in space is a broadcast over the pixels of each latent pixel, with x cut up accordingly.
+        frames, height, width = x.shape[1:4]
+        h, w = z.shape[2:4]
+        scale, shift = (repeat_frames(part, frames)[:, :, :, None, :, None] for part in (scale, shift))
+        cut = x.reshape(x.shape[0], frames, h, height // h, w, width // w, x.shape[-1])
+        cut, scale, shift = jax.lax.optimization_barrier((cut, scale, shift))
+        return jax.nn.silu(cut.astype(jnp.float32) * scale + shift).astype(x.dtype).reshape(x.shape)

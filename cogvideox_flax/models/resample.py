@@ -30,7 +30,7 @@ def double_frames(x: Float[Array, "B t H W C"]) -> Float[Array, "B T H W C"]:
 
 
 def halve_frames(x: Float[Array, "B T H W C"]) -> Float[Array, "B t H W C"]:
-    """Mean of neighbouring frames. An odd T leaves the first frame alone: 1 -> 1, odd T -> (T + 1) / 2, even T -> T / 2."""
+    """Mean of neighbouring frames; if T is odd, the first frame stands alone. T -> ceil(T / 2)."""
     first, rest = x[:, : x.shape[1] % 2], x[:, x.shape[1] % 2 :]
     pairs = rest.reshape(x.shape[0], -1, 2, *x.shape[2:])
     return jnp.concatenate([first, pairs.mean(2, dtype=jnp.float32).astype(x.dtype)], 1)

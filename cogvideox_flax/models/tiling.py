@@ -56,47 +56,47 @@ class Tiling:
             elif size < factor or size % factor:
                 faults.append(f"  {name}: got {size} pixels, expected a positive multiple of {factor}")
             elif not _adds_up(size, overlap, factor):
-                latent = size // factor
                 good = [s for s in range(factor, 2 * size + 16 * factor, factor) if _adds_up(s, overlap, factor)]
                 nearest = min(good, key=lambda s: abs(s - size), default=None)
-                advice = f"; the nearest {name} that does is {nearest}" if nearest else "; try another overlap"
+                advice = f"the nearest {name} that does is {nearest}" if nearest else "try another overlap"
                 faults.append(
-                    f"  {name}: tiles of {size} pixels ({latent} in the latent) with overlap {overlap:.4g} advance by "
-                    f"{int(latent * (1 - overlap))} latent pixels but fill {size - int(size * overlap)} pixels, expected "
-                    f"{factor} per latent pixel; the overlap must be a whole number of latent pixels{advice}"
+                    f"  {name}: got {size} pixels with overlap {overlap:.4g}, so tiles overlap by {size * overlap:.4g} "
+                    f"pixels; expected a multiple of {factor}: {advice}"
                 )
         if faults:
-            raise InputError("this tiling would give a video of the wrong size:\n" + "\n".join(faults))
-
-    def decode_plan(self, factor: int) -> Plan:
-        """How a latent is cut and its decoded tiles are joined."""
-        return Plan(self._axis(HEIGHT, factor, decode=True), self._axis(WIDTH, factor, decode=True))
+            raise InputError("tiles would not add up to the picture:\n" + "\n".join(faults))
 
     def encode_plan(self, factor: int) -> Plan:
         """How a video is cut and its encoded tiles are joined."""
-        return Plan(self._axis(HEIGHT, factor, decode=False), self._axis(WIDTH, factor, decode=False))
+        return Plan(
+            _side(self.height, self.height // factor, self.overlap_height),
+            _side(self.width, self.width // factor, self.overlap_width),
+        )
 
-    def _axis(self, axis: int, factor: int, *, decode: bool) -> Side:
-        size, overlap = (self.height, self.overlap_height) if axis == HEIGHT else (self.width, self.overlap_width)
-        tile, out = (size // factor, size) if decode else (size, size // factor)
-        return Side(
-            tile=tile, stride=int(tile * (1 - overlap)), blend=int(out * overlap), keep=out - int(out * overlap)
+    def decode_plan(self, factor: int) -> Plan:
+        """How a latent is cut and its decoded tiles are joined."""
+        return Plan(
+            _side(self.height // factor, self.height, self.overlap_height),
+            _side(self.width // factor, self.width, self.overlap_width),
         )
 
 
-def _adds_up(size: int, overlap: float, factor: int) -> bool:
-    latent = size // factor
-    decodes = 0 < int(latent * (1 - overlap)) * factor == size - int(size * overlap)
-    return decodes and int(size * (1 - overlap)) == factor * (latent - int(latent * overlap))
-
-
 class Side(NamedTuple):
-    """One axis of a plan. tile, stride: of the input; blend, keep: of the output, per tile."""
+    """One axis of a plan. tile: size of the input, stride: to the next one; blend, keep: of the output, per tile."""
 
     tile: int
     stride: int
     blend: int
     keep: int
+
+
+def _side(tile: int, out: int, overlap: float) -> Side:
+    return Side(tile, stride=int(tile * (1 - overlap)), blend=int(out * overlap), keep=out - int(out * overlap))
+
+
+def _adds_up(size: int, overlap: float, factor: int) -> bool:
+    encode, decode = _side(size, size // factor, overlap), _side(size // factor, size, overlap)
+    return 0 < encode.stride == factor * encode.keep and factor * decode.stride == decode.keep
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,115 @@
+"""The files between stages: safetensors that say in their metadata what they were made of, written atomically."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.tensorfile import TensorFile
+
+log = logging.getLogger(__name__)
+
+
+def one_or_all(prompts: list[str]) -> str | list[str]:
+    """A single prompt is written as the reference system does, as a string."""
+    return prompts[0] if len(prompts) == 1 else prompts
+
+
+def _as_text(value: Any) -> str:
+    """A metadata value: strings and numbers as they are, several prompts as JSON."""
+    value = one_or_all(value) if isinstance(value, list) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else str(value)
+
+
+def check_made_for(path: Path, metadata: dict[str, str], settings: dict[str, Any], again: str) -> None:
+    """Compare what a file says it was made with and the run's settings, where both say something.
+
+    Raises:
+        InputError: they differ; with the differences, and `again`, what to do.
+    """
+    differ = [name for name, value in settings.items() if metadata.get(name, _as_text(value)) != _as_text(value)]
+    if differ:
+        found = ", ".join(f"{name} {metadata[name]!r} is now {_as_text(settings[name])!r}" for name in differ)
+        raise InputError(f"{path} was made with other settings than this run's ({found}); {again}")
+
+
+def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: dict[str, Any]) -> None:
+    """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
+    kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})
+    texts = {name: _as_text(value) for name, value in metadata.items()}
+    with complete(path) as partial:
+        save_file(
+            {name: value.astype(np.float32) for name, value in tensors.items()}, partial, {"dtype_info": kinds, **texts}
+        )
+
+
+def partial_name(name: str) -> str:
+    """What a file is called while it is being written."""
+    return f"{name}.tmp"
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; it becomes `path` if nothing goes wrong, and vanishes otherwise.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    partial = path.with_name(partial_name(path.name))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as e:
+        raise InputError(f"writing {path} failed ({e}); free some space or choose another place") from e
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+
+
+def is_made_from(path: Path, key: str) -> bool:
+    """Whether a stage file is there, whole, and made from these settings."""
+    if not path.exists():
+        return False
+    try:
+        with TensorFile(path) as file:
+            same = file.metadata.get("settings") == key
+    except CheckpointError as e:
+        log.warning("making %s again: %s", path.name, e)
+        return False
+    log.info("taking over %s" if same else "making %s again: it is of other settings", path)
+    return same
+
+
+def load(
+    path: Path, names: tuple[str, ...], maker: str
+) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
+    """Tensors and metadata of a stage file; `maker` is the command that makes it.
+
+    Raises:
+        InputError: the file is missing, damaged, or holds NaN or infinity.
+    """
+    if not path.exists():
+        raise InputError(f"{path} is missing; run `{maker}` first")
+    try:
+        with TensorFile(path) as file:
+            if missing := [name for name in names if name not in file.tensors]:
+                raise InputError(f"{path} holds no {' and no '.join(missing)}; run `{maker}` again")
+            tensors = {name: file.read(name).astype(np.float32) for name in names}
+            metadata = file.metadata
+    except CheckpointError as e:
+        raise InputError(f"{e} Or run `{maker}` again.") from e
+    if bad := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
+        raise InputError(f"{path} holds NaN or infinity in {' and '.join(bad)}; run `{maker}` again")
+    return tensors, metadata

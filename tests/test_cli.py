@@ -1,0 +1,218 @@
+"""The shell commands as people use them: results and messages."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+from commands import PROMPT, ROOT, generate, python
+from safetensors.numpy import load_file
+
+from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.video import read_metadata, read_video
+
+pytest_plugins = ["commands"]
+
+
+# --- results ---
+
+
+def test_generate_from_the_released_layout_converts_once(paths, layout, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("COGVIDEOX_HOME", str(tmp_path / "home"))
+    caplog.set_level(logging.INFO, "cogvideox_flax")
+    out = tmp_path / "a new dir" / "vidéo.mp4"
+    assert paths(*generate(layout, out)) == [out]
+    assert "converting" in caplog.text
+    caplog.clear()
+    # other names of the same directory: with a slash at the end, relative, and through ~
+    monkeypatch.chdir(layout.parent)
+    monkeypatch.setenv("HOME", str(layout.parent))
+    for model in (f"{layout}/", layout.name, f"~/{layout.name}"):
+        paths("encode", PROMPT, "--model", model, "--dir", tmp_path / "run", "--dtype", "float32")
+    assert "converting" not in caplog.text
+    assert len(list((tmp_path / "home").glob("*/config.json"))) == 1
+    assert sorted(p.name for p in out.parent.iterdir()) == ["vidéo.mp4"]
+    frames, fps = read_video(out)
+    assert frames.shape == (9, 64, 96, 3)
+    assert fps == 8
+    assert frames.std() > 10
+
+
+def test_a_changed_source_is_converted_again_and_other_files_do_not_count(paths, layout, tmp_path, home):
+    source = shutil.copytree(layout, tmp_path / "source")
+    count = len(list(home.glob("*/config.json")))
+
+    def converted():
+        paths("encode", PROMPT, "--model", source, "--dir", tmp_path / "run", "--dtype", "float32")
+        return len(list(home.glob("*/config.json"))) - count
+
+    assert converted() == 1
+    (source / "README.md").write_text("notes")
+    (source / "transformer" / "notes.txt").write_text("notes")
+    assert converted() == 1
+    os.utime(source / "vae" / "diffusion_pytorch_model.safetensors")
+    assert converted() == 2
+
+
+def test_a_damaged_converted_copy_is_made_again(paths, layout, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("COGVIDEOX_HOME", str(tmp_path / "home"))
+    first = paths(*generate(layout, tmp_path / "a.npz"))[0]
+    (weights,) = (tmp_path / "home").glob("*/vae/model.safetensors")
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-100])
+    second = paths(*generate(layout, tmp_path / "b.npz"))[0]
+    assert "is damaged and will be made again" in caplog.text
+    assert weights.read_bytes() == data
+    assert (np.load(first)["latents"] == np.load(second)["latents"]).all()
+
+
+def test_mp4_holds_what_made_it(paths, native, tmp_path):
+    more = ["--negative-prompt", "blue", "--seed", 7, "--scheduler", "dpm", "--guidance-scale", 3, "--fps", 24]
+    (out,) = paths(*generate(native, tmp_path / "v.mp4", *more))
+    assert read_video(out)[1] == 24
+    metadata = read_metadata(out)
+    assert (metadata["prompt"], metadata["negative_prompt"], metadata["seed"]) == (PROMPT, "blue", 7)
+    assert metadata["settings"] == {
+        "num_frames": 9,
+        "height": 64,
+        "width": 96,
+        "num_inference_steps": 2,
+        "guidance_scale": 3.0,
+        "use_dynamic_cfg": False,
+        "scheduler": "dpm",
+        "dtype": "float32",
+    }
+
+
+def test_every_format_holds_the_same_frames(paths, native, tmp_path):
+    (gif,) = paths(*generate(native, tmp_path / "v.gif"))
+    (pattern,) = paths(*generate(native, tmp_path / "frames" / "f%03d.png"))
+    (folder,) = paths(*generate(native, tmp_path / "pngs"))
+    frames, fps = read_video(folder)
+    assert frames.shape == (9, 64, 96, 3)
+    assert fps == 8
+    assert sorted(p.name for p in pattern.parent.iterdir()) == [f"f{i:03d}.png" for i in range(9)]
+    assert (read_video(pattern)[0] == frames).all()
+    assert read_video(gif)[0].shape == frames.shape
+    assert read_metadata(gif) == read_metadata(folder) == read_metadata(pattern)
+
+
+def test_npz_holds_latents_that_decode_to_the_video(paths, native, tmp_path):
+    (npz,) = paths(*generate(native, tmp_path / "new" / "x.npz"))
+    data = np.load(npz)
+    assert data["latents"].shape == (1, 3, 8, 12, 16)
+    assert data["latents"].dtype == np.float32
+    assert json.loads(str(data["metadata"]))["prompt"] == PROMPT
+    pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
+    (folder,) = paths(*generate(native, tmp_path / "pngs"))
+    assert (read_video(folder)[0] == np.asarray(pipe.decode_latents(data["latents"], progress=False))[0]).all()
+
+
+def test_several_prompts_and_a_prompt_file(paths, native, tmp_path, cheap_decoder):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\ufeffa blue square\n\n   \nein größer Kreis\n", encoding="utf-8")
+    videos = paths(*generate(native, tmp_path / "v.mp4", "--prompt-file", file))
+    assert [p.name for p in videos] == ["v-0.mp4", "v-1.mp4", "v-2.mp4"]
+    assert [read_metadata(p)["prompt"] for p in videos] == [PROMPT, "a blue square", "ein größer Kreis"]
+    frames = [read_video(p)[0] for p in videos]
+    assert all(f.shape == (9, 64, 96, 3) for f in frames)
+    assert (frames[0] != frames[1]).any()
+
+
+def test_options_matter_and_the_empty_prompt_is_one(paths, native, tmp_path):
+    def latents(*more, prompt=PROMPT):
+        return np.load(paths(*generate(native, tmp_path / "x.npz", *more, prompts=[prompt]))[0])["latents"]
+
+    base = latents()
+    assert (latents() == base).all()
+    for change in (["--seed", 1], ["--steps", 3], ["--guidance-scale", 2], ["--dynamic-cfg", "index"]):
+        assert (latents(*change) != base).any(), change
+    for change in (["--negative-prompt", "red"], ["--scheduler", "dpm"]):
+        assert (latents(*change) != base).any(), change
+    assert (latents(prompt="") != base).any()
+    np.testing.assert_allclose(latents("--compiled-loop"), base, atol=1e-5 * base.std())
+
+
+def test_mesh(paths, native, tmp_path):
+    alone = np.load(paths(*generate(native, tmp_path / "a.npz"))[0])["latents"]
+    spread = np.load(paths(*generate(native, tmp_path / "b.npz", "--mesh", "2,1,1"))[0])["latents"]
+    np.testing.assert_allclose(spread, alone, atol=1e-4 * alone.std())
+
+
+# --- messages ---
+
+
+def test_processes_and_exit_codes(native, layout, tmp_path):
+    done = python("-m", "cogvideox_flax", *generate(native, "x.npz"), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "x.npz\n")
+    assert "denoising: 100%" in done.stderr
+    done = python("-m", "cogvideox_flax", "info", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    crash = (
+        "import sys, cogvideox_flax.hub as h; h.peek = 1; import cogvideox_flax.cli as c; sys.exit(c.main(['info']))"
+    )
+    done = python("-c", crash)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    done = python("-m", "conversion", layout, "native", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "native\n")
+    assert "converting vae: 100%" in done.stderr
+
+
+def test_quiet_also_while_converting(layout, tmp_path):
+    env = {"COGVIDEOX_HOME": str(tmp_path / "home")}
+    encode = ["encode", PROMPT, "--model", layout, "--dir", "run", "--dtype", "float32", "--quiet"]
+    done = python("-m", "cogvideox_flax", *encode, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (0, "run/stage1_embeddings.safetensors\n")
+    assert done.stderr == ""
+    assert list((tmp_path / "home").glob("*/config.json"))
+
+
+def test_help_and_version_answer_at_once(run):
+    for argv in (["--help"], ["generate", "--help"], ["--version"]):
+        code, out, _ = run(*argv)
+        assert code == 0
+        assert out
+    heavy = "import sys; from cogvideox_flax.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    assert python("-c", heavy + "assert 'jax' not in sys.modules").returncode == 0
+
+
+def test_info(run, native, layout):
+    code, out, _ = run("info", native)
+    assert code == 0
+    assert f"from {layout}" in out
+    assert "float32" in out
+    code, out, _ = run("info", layout)
+    assert code == 0
+    assert "not converted yet" in out
+
+
+def test_info_json(run, native, layout, layout_5b):
+    code, out, _ = run("info", native, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["where"] == str(native)
+    assert set(facts["components"]) == {"text_encoder", "transformer", "vae"}
+    assert facts["components"]["vae"]["source"]["path"] == str(layout)
+    count = sum(value.size for value in load_file(native / "vae" / "model.safetensors").values())
+    assert facts["components"]["vae"]["parameters"] == count
+    code, out, _ = run("info", layout_5b, "--json")
+    facts = json.loads(out)
+    assert facts["transformer"]["rotary"] is True
+    assert facts["weights"] == {}
+
+
+def test_info_of_a_released_model(run, tmp_path):
+    folder = ROOT.parent / "shared" / "spec" / "configs" / "CogVideoX1.5-5B"
+    if not folder.is_dir():
+        pytest.skip(f"no released configs in {folder}")
+    code, out, _ = run("info", folder)
+    assert code == 0
+    assert "cogvideox1.5-5b" in out
+    assert "81 frames of 768x1360 at 16 fps" in out

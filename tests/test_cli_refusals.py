@@ -1,0 +1,527 @@
+"""What the shell commands cannot serve: one clear message, exit code 2, nothing heavy begun, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import PROMPT, QUICK, generate
+from filelock import FileLock
+from reference import make_transformer, save_layout
+from safetensors.numpy import load_file, save_file
+
+import conversion.__main__
+from cogvideox_flax import stagefiles, stages
+
+pytest_plugins = ["commands"]
+
+
+def option(*argv, message):
+    return pytest.param(argv, message, id=" ".join(argv)[:60])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        option("--num-frames", "10", message="num_frames is 10; it must be 8 n + 1. Nearest: 9 and 17"),
+        option("--num-frames", "0", message="Smallest: 1 and 9"),
+        option("--height", "60", message="height is 60; it must be a multiple of 16. Nearest: 48 and 64"),
+        option("--width", "1000", message="Nearest: 992 and 1008"),
+        option("--steps", "0", message="num_inference_steps is 0; expected 1 to 1000"),
+        option("--steps", "1001", message="expected 1 to 1000"),
+        option("--guidance-scale", "nan", message="guidance_scale is nan; expected a number"),
+        option("--guidance-scale", "inf", message="guidance_scale is inf; expected a number"),
+        option("--seed", "-1", message="seed is -1; expected a whole number from 0 to 4294967295"),
+        option("--seed", "4294967296", message="seed is 4294967296; expected"),
+        option("--seed", "9" * 30, message="seed is 999"),
+        option("--fps", "0", message="--fps: expected a whole number of 1 or more; got '0'"),
+        option("--fps", "-8", message="got '-8'"),
+        option("--fps", "7.5", message="got '7.5'"),
+        option("--mesh", "2,1", message="mesh must be DP,SP,TP such as 2,1,4; got '2,1'"),
+        option("--mesh", "", message="mesh must be DP,SP,TP"),
+        option("--mesh", "a,b,c", message="mesh must be DP,SP,TP"),
+        option("--mesh", "0,1,1", message="mesh dp=0"),
+        option("--mesh", "3,3,1", message="needs 9 devices; there are 8"),
+        option("--mesh", "4,1,1", message="2 does not divide over mesh axis dp of size 4"),
+        option("--mesh", "1,1,8", message="does not divide over mesh axis tp of size 8"),
+        option("--mesh", "2,1,1", "--guidance-scale", "1", message="1 does not divide over mesh axis dp of size 2"),
+        option("--dtype", "float8", message="invalid choice: 'float8'"),
+        option("--scheduler", "euler", message="invalid choice: 'euler'"),
+        option("--revision", "main", message="a revision belongs to a hub id"),
+        option("--tiling", message="tiles would not add up to the picture"),
+        option("--prompt-file", "nowhere.txt", message="cannot read prompts from nowhere.txt"),
+        option("--out", "video.avi", message="known are .mp4, .gif"),
+        option("--out", "frame.png", message="frame.png names one picture"),
+        option("--out", "x" * 300 + ".mp4", message="File name too long"),
+        option("--dir", "x" * 300, message="File name too long"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_converted(refused, layout, tmp_path, monkeypatch, argv, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(*generate(layout, "v.mp4"), *argv)
+
+
+def test_all_faults_of_a_size_at_once(refused, layout, tmp_path):
+    message = refused(*generate(layout, tmp_path / "v.mp4", "--num-frames", 4, "--height", 50, "--width", 70))
+    assert all(name in message for name in ("num_frames is 4", "height is 50", "width is 70"))
+
+
+def test_float16_of_a_bfloat16_model(refused, layout_5b, tmp_path):
+    assert "float16 gives NaN" in refused(*generate(layout_5b, tmp_path / "v.mp4", "--dtype", "float16"))
+
+
+def test_sizes_that_learned_positions_cannot_take(refused, tmp_path):
+    model = make_transformer("cogvideox-5b", use_learned_positional_embeddings=True)
+    layout = save_layout(tmp_path / "hf", "cogvideox-5b", transformer=model)
+    message = refused(*generate(layout, tmp_path / "v.mp4", "--height", 80))
+    assert "learned its positions at 64x96 only" in message
+
+
+def test_an_image_to_video_model(refused, tmp_path):
+    layout = save_layout(tmp_path / "hf", "cogvideox-5b-i2v")
+    assert "image-to-video" in refused(*generate(layout, tmp_path / "v.mp4"))
+
+
+def test_prompts_that_are_none(refused, layout, tmp_path):
+    file = tmp_path / "prompts.txt"
+    argv = ["generate", "--model", layout, "--out", tmp_path / "v.mp4", *QUICK]
+    assert "no prompt was given" in refused(*argv)
+    for data, message in ((b"", "holds no prompt"), (b" \n\n", "holds no prompt"), (b"\xff\xfe\x00", "UTF-8")):
+        file.write_bytes(data)
+        assert message in refused(*argv, "--prompt-file", file)
+    assert "cannot read prompts" in refused(*argv, "--prompt-file", tmp_path)
+    message = refused(*generate(layout, tmp_path / "v.mp4", prompts=["a\udcffb"]))
+    assert "not valid Unicode at character 1" in message
+
+
+def test_places_that_cannot_be_written(refused, layout, staged, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    (tmp_path / "taken.mp4").mkdir()
+    for argv in (["--out", file / "v.mp4"], ["--out", file / "v.npz"], ["--out", tmp_path / "v.mp4", "--dir", file]):
+        assert "Not a directory" in refused(*generate(layout, "v.mp4", *argv))
+    assert "Not a directory" in refused("encode", PROMPT, "--model", layout, "--dir", file)
+    for name in ("taken.mp4", "taken.npz"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        assert "is a directory" in refused(*generate(layout, tmp_path / name))
+    assert "holds other files" in refused(*generate(layout, tmp_path))
+    # with two prompts it is the numbered names that count
+    (tmp_path / "two-1.mp4").mkdir()
+    assert "two-1.mp4 is a directory" in refused(*generate(layout, tmp_path / "two.mp4", prompts="ab"))
+    assert "Not a directory" in refused("decode", "--dir", staged, "--out", file / "v.mp4")
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_directories(refused, layout, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    assert "Permission denied" in refused(*generate(layout, folder / "v.mp4"))
+
+
+def test_a_cache_that_cannot_be_written(run, layout, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COGVIDEOX_HOME", str(tmp_path / "file" / "home"))
+    code, _, err = run(*generate(layout, tmp_path / "v.mp4"))
+    assert code == 2
+    assert "set COGVIDEOX_HOME to another directory" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk(refused, layout, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+    assert "has 1 MiB free; this run needs about 64 MiB" in refused(*generate(layout, tmp_path / "v.mp4"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=70 * 2**20))
+    long = ["--num-frames", 161, "--height", 512, "--width", 512]
+    assert "has 70 MiB free; this run needs about 185 MiB" in refused(*generate(layout, tmp_path / "v.mp4", *long))
+
+
+def test_a_disk_too_small_for_the_conversion(refused, layout, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(stages, "check_folder", lambda *_: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=6 * 2**20))
+    # each component would fit, all three do not
+    message = refused(*generate(layout, tmp_path / "v.mp4"), converts=True)
+    assert "needs 0.01 GiB on disk, which has 0.01 GiB free" in message
+    assert not list((tmp_path / "refused home").glob("*/.conversion"))
+
+
+def test_what_is_not_a_model(refused, layout, native, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    for command in (["info"], [*generate("", tmp_path / "v.mp4"), "--model"]):
+        assert "empty is not a model: expected a native checkpoint" in refused(*command, tmp_path / "empty")
+        assert "spiece.model is not a model" in refused(*command, layout / "tokenizer" / "spiece.model")
+        assert f"Did you mean {layout}?" in refused(*command, layout / "transformer")
+        assert f"Did you mean {native}?" in refused(*command, native / "vae" / "model.safetensors")
+        assert "does not exist; expected a directory, or a hub id" in refused(*command, tmp_path / "nowhere")
+        assert "does not exist" in refused(*command, "nowhere")
+        assert "does not exist" in refused(*command, "./a/b")
+        assert "does not exist" in refused(*command, "A panda, dressed in a small, red jacket. " * 20)
+        assert "does not exist" in refused(*command, "~/nowhere")
+
+
+def test_configs_that_are_no_configs(refused, layout, native, tmp_path):
+    for text in ("7", "null", "[]", '"format_version"', "[" * 100_000, "{"):
+        folder = shutil.copytree(native, tmp_path / "native")
+        (folder / "config.json").write_text(text)
+        assert "is not a model" in refused("info", folder)
+        shutil.rmtree(folder)
+    for name, text in (
+        ("transformer/config.json", "[" * 100_000),
+        ("transformer/config.json", '{"num_layers": "two"}'),
+        ("vae/config.json", '{"block_out_channels": 3}'),
+        ("scheduler/scheduler_config.json", '{"beta_start": []}'),
+        ("scheduler/scheduler_config.json", "[]"),
+    ):
+        folder = shutil.copytree(layout, tmp_path / "hf")
+        (folder / name).write_text(text)
+        assert f"{folder / name}" in refused(*generate(folder, tmp_path / "v.mp4"))
+        shutil.rmtree(folder)
+
+
+def weights(folder: Path, component: str = "transformer") -> Path:
+    return next((folder / component).glob("*.safetensors"))
+
+
+def lose_a_tensor(folder):
+    tensors = load_file(weights(folder))
+    del tensors["transformer_blocks.1.attn1.norm_q.weight"]
+    save_file(tensors, weights(folder))
+
+
+def rename_a_tensor(folder):
+    tensors = load_file(weights(folder))
+    tensors["transformer_blocks.0.ff.net.9.bias"] = tensors.pop("transformer_blocks.0.ff.net.2.bias")
+    save_file(tensors, weights(folder))
+
+
+def truncate(folder):
+    weights(folder).write_bytes(weights(folder).read_bytes()[:-1000])
+
+
+def spoil_the_header(folder):
+    weights(folder).write_bytes(b"\x20" + b"\x00" * 7 + b"\xff" * 64)
+
+
+def point_outside(folder):
+    index = {"weight_map": {"proj_out.bias": "../vae/diffusion_pytorch_model.safetensors"}}
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickle_only(folder):
+    weights(folder).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
+
+
+def rename_a_pickle(folder):
+    weights(folder).write_bytes(b"PK\x03\x04" + b"pickle" * 50)
+
+
+def swap_the_config(folder):
+    make_transformer("cogvideox1.5-5b").save_config(folder / "transformer")
+
+
+def mix_parts(folder):
+    make_transformer("cogvideox-2b", text_embed_dim=48).save_pretrained(folder / "transformer")
+
+
+def lose_a_component(folder):
+    shutil.rmtree(folder / "vae")
+
+
+def lose_weights(folder):
+    weights(folder, "vae").unlink()
+
+
+def lose_the_tokenizer(folder):
+    (folder / "tokenizer" / "spiece.model").rename(folder / "tokenizer" / "tokenizer.json")
+
+
+def truncate_the_tokenizer(folder):
+    file = folder / "tokenizer" / "spiece.model"
+    file.write_bytes(file.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lose_a_tensor, "missing  blocks.attn.norm_q.scale layer 1"),
+        (rename_a_tensor, "unused   transformer_blocks.0.ff.net.9.bias"),
+        (truncate, "is cut short"),
+        (spoil_the_header, "not a valid safetensors file"),
+        (point_outside, "names files outside its directory"),
+        (pickle_only, "safe_serialization=True"),
+        (rename_a_pickle, "never read; use the safetensors files"),
+        (swap_the_config, "does not match its config"),
+        (mix_parts, "the text encoder gives 40 channels, the transformer takes 48"),
+        (lose_a_component, "has no vae config"),
+        (lose_weights, "holds no safetensors weights"),
+        (lose_the_tokenizer, "copy it from any released checkpoint"),
+        (truncate_the_tokenizer, "is not a whole SentencePiece model"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, message):
+    folder = shutil.copytree(layout, tmp_path / "spoilt")
+    spoil(folder)
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conversion.convert._convert_one", lambda *_: written.append(1))
+        assert message in refused(*generate(folder, tmp_path / "v.mp4"), converts=True)
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lose_a_tensor, "missing  blocks.attn.norm_q.scale layer 1"),
+        (truncate, "is cut short"),
+        (point_outside, "names files outside its directory"),
+        (pickle_only, "safe_serialization=True"),
+        (swap_the_config, "does not match its config"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_conversion_refuses_them_too(refused, layout, tmp_path, spoil, message):
+    folder = shutil.copytree(layout, tmp_path / "spoilt")
+    spoil(folder)
+    assert message in refused(folder, tmp_path / "dst", command=conversion.__main__.main)
+
+
+def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
+    convert_ = conversion.__main__.main
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert "belongs to a hub id" in refused(layout, tmp_path / "dst", "--revision", "main", command=convert_)
+    assert "does not exist; expected a directory" in refused(tmp_path / "no", tmp_path / "dst", command=convert_)
+    assert "is a file" in refused(layout, tmp_path / "file", command=convert_)
+    assert "cannot write" in refused(layout, tmp_path / "file" / "dst", command=convert_)
+    assert "not empty" in refused(layout, layout, command=convert_)
+    assert "required: dst" in refused(layout, command=convert_)
+    code, out, _ = run(layout, "~/dst", "--component", "vae", command=convert_)
+    assert (code, out) == (0, f"{tmp_path / 'dst'}\n")
+    assert "native checkpoint already" in refused(tmp_path / "dst", tmp_path / "again", command=convert_)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conversion.convert._write", interrupt)
+    code, out, err = run(layout, tmp_path / "killed", command=convert_)
+    assert (code, out) == (130, "")
+    assert "kept for the next attempt" in err
+
+
+@pytest.fixture
+def damaged(native, tmp_path):
+    return shutil.copytree(native, tmp_path / "damaged")
+
+
+def change_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_native_checkpoints_of_another_format(refused, damaged, tmp_path):
+    change_config(damaged, format_version=99)
+    for command in (["info", damaged], generate(damaged, tmp_path / "v.mp4")):
+        assert "has format_version 99, this version reads 1. Convert the checkpoint again" in refused(*command)
+
+
+def test_native_checkpoints_with_a_part_missing(refused, damaged, native, tmp_path):
+    config = json.loads((native / "config.json").read_text())
+    del config["weights"]["text_encoder"]
+    (damaged / "config.json").write_text(json.dumps(config))
+    assert "has no text_encoder (it holds transformer, vae)" in refused(*generate(damaged, tmp_path / "v.mp4"))
+    del config["vae"]
+    (damaged / "config.json").write_text(json.dumps(config))
+    assert "has no vae config" in refused(*generate(damaged, tmp_path / "v.mp4"))
+    change_config(damaged, **json.loads((native / "config.json").read_text()))
+    shutil.rmtree(damaged / "vae")
+    assert "No such file" in refused(*generate(damaged, tmp_path / "v.mp4"))
+
+
+def test_tampered_native_checkpoints(refused, damaged, native, tmp_path):
+    file = damaged / "transformer" / "model.safetensors"
+    data = file.read_bytes()
+    for spoilt in (data[:-1], data[:100], b"", b"\xff" * 100):
+        file.write_bytes(spoilt)
+        assert str(file) in refused(*generate(damaged, tmp_path / "v.mp4"))
+    shutil.copy(native / "vae" / "model.safetensors", file)
+    assert "does not match its config.json" in refused(*generate(damaged, tmp_path / "v.mp4"))
+    file.unlink()
+    file.mkdir()
+    assert "Is a directory" in refused(*generate(damaged, tmp_path / "v.mp4"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": 7},
+        {"weights": {"vae": {}}},
+        {"vae": {}},
+        {"vae": None},
+        {"transformer": {"layers": -1}},
+        {"scheduler": {"kind": 3}},
+    ],
+    ids=str,
+)
+def test_native_configs_that_lie(refused, damaged, tmp_path, changes):
+    change_config(damaged, **changes)
+    refused(*generate(damaged, tmp_path / "v.mp4"))
+
+
+def test_nan_in_the_weights(run, tmp_path, request):
+    model = make_transformer("cogvideox-2b")
+    with torch.no_grad():
+        model.proj_out.bias[3] = torch.nan
+    layout = save_layout(tmp_path / "nan", "cogvideox-2b", transformer=model)
+    work = request.getfixturevalue("work")
+    for expected in (["encode_prompts", "denoise"], ["denoise"]):
+        work.clear()
+        code, out, err = run(*generate(layout, tmp_path / "v.mp4"))
+        assert (code, out) == (2, "")
+        assert "NaN or infinity after step 1 of 2 (timestep 999)" in err
+        assert "--dtype" not in err  # it was float32 already
+        assert work == expected
+        assert [p.name for p in (tmp_path / "v.mp4.stages").glob("stage*")] == ["stage1_embeddings.safetensors"]
+    code, _, err = run(*generate(layout, tmp_path / "v.mp4", "--dtype", "bfloat16"))
+    assert code == 2
+    assert "Try --dtype float32" in err
+
+
+def test_nan_in_the_text_encoder(run, layout, tmp_path):
+    folder = shutil.copytree(layout, tmp_path / "nan")
+    tensors = load_file(weights(folder, "text_encoder"))
+    tensors["encoder.final_layer_norm.weight"][3] = np.nan
+    save_file(tensors, weights(folder, "text_encoder"))
+    code, _, err = run(*generate(folder, tmp_path / "v.mp4"))
+    assert code == 2
+    assert "the text encoder gives NaN" in err
+    assert not (tmp_path / "v.mp4.stages").exists()
+
+
+# --- damaged stage files ---
+
+
+def test_stages_that_are_not_there(refused, copied, tmp_path):
+    (copied / stages.LATENTS_FILE).unlink()
+    assert "stage2_latents.safetensors is missing; run `cogvideox denoise` first" in refused("decode", "--dir", copied)
+    (copied / stages.EMBEDDINGS_FILE).unlink()
+    message = refused("denoise", "--dir", copied)
+    assert "stage1_embeddings.safetensors is missing; run `cogvideox encode` first" in message
+    (copied / stages.CONFIG_FILE).unlink()
+    for command in ("denoise", "decode"):
+        assert "run `cogvideox encode` first" in refused(command, "--dir", copied)
+        assert "run `cogvideox encode` first" in refused(command, "--dir", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("\xff", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ("{}", "no usable"),
+        ('{"prompt": 5, "negative_prompt": "", "model_id": "x"}', "no usable prompt"),
+        ('{"prompt": [5], "negative_prompt": [""], "model_id": "x"}', "must be strings"),
+        ('{"prompt": [], "negative_prompt": [], "model_id": "x"}', "empty"),
+        ('{"prompt": ["a", "b"], "negative_prompt": "", "model_id": "x"}', "2 prompts but 1 negative"),
+        ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "seed": "7"}', "no usable seed"),
+        ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "fps": 0}', "no usable fps"),
+    ],
+)
+def test_damaged_settings(refused, copied, text, message):
+    (copied / stages.CONFIG_FILE).write_bytes(text.encode("latin-1"))
+    for command in ("denoise", "decode"):
+        assert message in refused(command, "--dir", copied)
+
+
+@pytest.mark.parametrize("spoil", ["cut", "header", "pickle", "directory", "names", "shape", "nan"])
+@pytest.mark.parametrize(
+    ("file", "command", "maker"),
+    [(stages.EMBEDDINGS_FILE, "denoise", "encode"), (stages.LATENTS_FILE, "decode", "denoise")],
+)
+def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
+    path = copied / file
+    data = path.read_bytes()
+    tensors = load_file(path)
+    if spoil == "cut":
+        path.write_bytes(data[:-10])
+    elif spoil == "header":
+        path.write_bytes(b"\xff" * 100)
+    elif spoil == "pickle":
+        path.write_bytes(b"PK" + bytes(100))
+    elif spoil == "directory":
+        path.unlink()
+        path.mkdir()
+    elif spoil == "names":
+        save_file({f"{name}s": value for name, value in tensors.items()}, path)
+    elif spoil == "shape":
+        save_file({name: value[:, 1:] for name, value in tensors.items()}, path)
+    else:
+        for value in tensors.values():
+            value.flat[7] = np.nan
+        save_file(tensors, path)
+    message = refused(command, "--dir", copied)
+    assert str(path) in message
+    assert f"run `cogvideox {maker}` again" in message
+
+
+def test_a_damaged_stage_is_made_again_by_generate(paths, native, copied, work, caplog):
+    (copied / stages.EMBEDDINGS_FILE).write_bytes((copied / stages.EMBEDDINGS_FILE).read_bytes()[:-10])
+    paths(*generate(native, copied / "x.npz", "--dir", copied))
+    assert work == ["encode_prompts"]  # its latents were made from the very same embeddings
+    assert "making stage1_embeddings.safetensors again" in caplog.text
+
+
+def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
+    config = copied / stages.CONFIG_FILE
+    before = config.read_text()
+    config.write_text(json.dumps(json.loads(before) | {"prompt": "something else"}))
+    assert "'something else'" in refused("denoise", "--dir", copied)
+    assert "'something else'" in refused("decode", "--dir", copied)
+    config.write_text(json.dumps(json.loads(before) | {"seed": 5}))
+    message = refused("decode", "--dir", copied)
+    assert "made with other settings than this run's (seed '0' is now '5'); run `cogvideox denoise` again" in message
+    # a new stage 1 in an old directory: the old latents are not passed off as its own
+    assert run("encode", "another prompt", "--model", native, "--dtype", "float32", "--dir", copied)[0] == 0
+    assert "run `cogvideox denoise` again" in refused("decode", "--dir", copied)
+
+
+def test_two_runs_do_not_share_a_directory(refused, native, copied):
+    with FileLock(copied / stages.LOCK_FILE):
+        assert "another run is at work" in refused(*generate(native, copied / "x.npz", "--dir", copied))
+
+
+def test_the_model_of_a_run_is_gone(refused, copied, tmp_path):
+    config = copied / stages.CONFIG_FILE
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_id": str(tmp_path / "gone")}))
+    for command in ("denoise", "decode"):
+        assert "gone does not exist" in refused(command, "--dir", copied)
+
+
+def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stagefiles, "save_file", full)
+        code, _, err = run(*generate(native, tmp_path / "x.npz"))
+        assert code == 2
+        assert "No space left on device" in err
+        assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", full)
+        code, _, err = run(*generate(native, tmp_path / "x.npz"))
+    assert code == 2
+    assert "No space left on device" in err
+    kept = {p.name for p in (tmp_path / "x.npz.stages").iterdir()} - {".lock"}
+    assert kept == {stages.CONFIG_FILE, stages.EMBEDDINGS_FILE, stages.LATENTS_FILE}
+    assert not (tmp_path / "x.npz").exists()
