@@ -138,6 +138,9 @@ def main() -> None:
 
     src, dst = args.work / f"{args.release}-hf", args.work / f"{args.release}-native"
     rows: dict[str, dict[str, Any]] = {}
+    result = {"release": args.release, "machine": machine(), "command": " ".join(sys.argv[1:]), "components": rows}
+    out = args.out or RESULTS / f"full_size-{args.release}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     for component in args.component:
         shutil.rmtree(src / component, ignore_errors=True)
         stored = "bfloat16" if component == "transformer" and args.release != "cogvideox-2b" else STORED[component]
@@ -156,15 +159,14 @@ def main() -> None:
                 shutil.rmtree(src / component)
         limit = 2 + row["convert"]["largest_tensor_gib"]
         row["conversion_within_limit"] = row["convert"]["peak_host_gib"] <= limit
+        out.write_text(json.dumps(result, indent=2))
     if not args.keep:
-        shutil.rmtree(args.work)
-
-    result = {"release": args.release, "machine": machine(), "command": " ".join(sys.argv[1:]), "components": rows}
-    out = args.out or RESULTS / f"full_size-{args.release}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2))
+        shutil.rmtree(src, ignore_errors=True)
+        shutil.rmtree(dst)
     print(table(rows))
     print(f"written to {out}", file=sys.stderr)
+    if beyond := [name for name, row in rows.items() if not row["conversion_within_limit"]]:
+        raise SystemExit(f"the conversion of {', '.join(beyond)} took more than 2 GiB plus the largest tensor")
 
 
 def machine() -> dict[str, Any]:

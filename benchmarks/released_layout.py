@@ -1,6 +1,6 @@
 """Checkpoints with random weights in the Hugging Face layout: small ones to try things, full ones to measure.
 
-    python -m benchmarks.released_layout DIR --release cogvideox-2b           # small: 64x96 pixels, 9 frames, 4 MB
+    python -m benchmarks.released_layout DIR --release cogvideox-2b           # small: 64x96 pixels, 9 frames, 8 MB
     python -m benchmarks.released_layout DIR --release cogvideox-2b --full    # the released shapes, 14 GB
 
 Names, shapes and configs come from the reference classes, so nothing here repeats them. Needs the `test` extra.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,12 +150,21 @@ def make_spiece(path: Path) -> Path:
     return path
 
 
-def save_layout(folder: Path, release: str, *, transformer: Any = None) -> Path:
-    """A whole small checkpoint; `transformer` may be given, the rest is random."""
-    (transformer or randomise(build("transformer", release, small=True))).save_pretrained(folder / "transformer")
-    for component in ("vae", "text_encoder"):
-        randomise(build(component, release, small=True)).save_pretrained(folder / component)
-    _save_rest(folder, release)
+def save_layout(
+    folder: Path,
+    release: str,
+    *,
+    transformer: Any = None,
+    vae: Any = None,
+    text_length: int = 10,
+    spiece: Path | None = None,
+) -> Path:
+    """A whole small checkpoint; transformer and vae may be given, the rest is random."""
+    transformer = transformer or randomise(build("transformer", release, small=True, max_text_seq_length=text_length))
+    transformer.save_pretrained(folder / "transformer")
+    (vae or randomise(build("vae", release, small=True))).save_pretrained(folder / "vae")
+    randomise(build("text_encoder", release, small=True)).save_pretrained(folder / "text_encoder")
+    _save_rest(folder, release, spiece)
     return folder
 
 
@@ -189,10 +199,11 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _save_rest(folder: Path, release: str) -> None:
+def _save_rest(folder: Path, release: str, spiece: Path | None) -> None:
     make_scheduler("ddim", RELEASES[release].scheduler.snr_shift_scale).save_pretrained(folder / "scheduler")
     (folder / "tokenizer").mkdir()
-    make_spiece(folder / "tokenizer" / "spiece.model")
+    target = folder / "tokenizer" / "spiece.model"
+    shutil.copyfile(spiece, target) if spiece is not None else make_spiece(target)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
 
 
@@ -214,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", type=Path, help="a directory that does not exist yet")
     parser.add_argument("--release", choices=ARCHITECTURES, default="cogvideox-2b")
+    parser.add_argument("--spiece", type=Path, help="T5's own spiece.model; default: a tiny one, trained on the spot")
     parser.add_argument("--full", action="store_true", help="the released shapes, in half precision")
     args = parser.parse_args()
     args.dir.mkdir(parents=True)
@@ -221,9 +233,9 @@ def main() -> None:
         half = RELEASES[args.release].dtype
         for component, dtype in (("transformer", half), ("vae", "float32"), ("text_encoder", half)):
             write_component(args.dir, component, args.release, dtype)
-        _save_rest(args.dir, args.release)
+        _save_rest(args.dir, args.release, args.spiece)
     else:
-        save_layout(args.dir, args.release)
+        save_layout(args.dir, args.release, text_length=RELEASES[args.release].tokenizer.max_length, spiece=args.spiece)
     print(args.dir)
 
 

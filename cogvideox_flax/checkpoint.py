@@ -202,6 +202,8 @@ def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh 
     with _open(native_dir, component, manifest) as file:
         module = abstract(component, getattr(manifest, component))
         _match(file, module)
+        if component == "transformer" and manifest.transformer is not None:
+            manifest.transformer.check_dtype(np.dtype(dtype or manifest.weights[component]["dtype"]).name)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
         arrays = []
         for path, leaf in leaves:

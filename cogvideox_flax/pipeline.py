@@ -170,6 +170,8 @@ def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: 
             f"channels, the transformer takes {manifest.transformer.text_width}"
         )
     if mesh is not None:
+        sharding.check_heads(mesh, manifest.text_encoder.heads, "text encoder")
+        sharding.check_heads(mesh, manifest.transformer.heads, "transformer")
         for component in COMPONENTS:
             module = checkpoint.abstract(component, getattr(manifest, component))
             for name, leaf in checkpoint.parameters(module).items():
@@ -188,8 +190,8 @@ def check_tiling(config: VAEConfig) -> None:
 class CogVideoXPipeline:
     """Text to video with CogVideoX-2b, 5b or 1.5-5B.
 
-    Components are loaded when they are first used and can be let go with `release`, so a run needs memory for the
-    largest of them only.
+    Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
+    of them at a time (the command line does so between its stages).
 
     Attributes:
         tokenizer: list of prompts -> int32 [B, L].
@@ -208,6 +210,7 @@ class CogVideoXPipeline:
         self.vae_config: VAEConfig = configs["vae"]
         self.released_as: Release | None = self.manifest.release
         self.scheduler: Scheduler = make_scheduler(configs["scheduler"])
+        self._schedulers = {configs["scheduler"].kind: self.scheduler}
         self.tokenizer = Tokenizer(
             native_dir / checkpoint.SPIECE_FILE,
             configs["tokenizer"].max_length,
@@ -400,7 +403,9 @@ class CogVideoXPipeline:
             return scheduler
         if scheduler not in SCHEDULERS:
             raise InputError(f"unknown scheduler {scheduler!r}; known are {', '.join(SCHEDULERS)}")
-        return make_scheduler(dataclasses.replace(self.scheduler.config, kind=scheduler))
+        if scheduler not in self._schedulers:
+            self._schedulers[scheduler] = make_scheduler(dataclasses.replace(self.scheduler.config, kind=scheduler))
+        return self._schedulers[scheduler]
 
     def _check_arrays(
         self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None
@@ -442,8 +447,9 @@ class CogVideoXPipeline:
         program = self._program("text encoder", "encode", lambda: lambda encoder, ids: encoder(ids))
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
+            ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once
             with self._on_mesh():
-                embeddings = program(self.text_encoder, self._put(self.tokenizer(list(texts))), announce=progress)
+                embeddings = program(self.text_encoder, self._put(ids), announce=progress)
             if not jnp.isfinite(embeddings).all():
                 raise InputError(
                     f"the text encoder gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the "
@@ -497,7 +503,7 @@ class CogVideoXPipeline:
         if compiled_loop:
             return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
 
-        program = self._program("denoising step", ("step", type(sampler)), lambda: _make_step(sampler))
+        program = self._program("denoising step", ("step", sampler), lambda: _make_step(sampler))
         with self._on_mesh():
             program.prepare(*fixed, *self._put((jnp.int32(0), carry)), announce=progress)
         done = 0
@@ -541,7 +547,7 @@ class CogVideoXPipeline:
 
             return loop
 
-        program = self._program("denoising loop", ("loop", type(sampler)), make)
+        program = self._program("denoising loop", ("loop", sampler), make)
         with self._on_mesh():
             (x, _), finite = program(*fixed, self._put(carry), announce=progress)
         if not finite.all():
@@ -557,17 +563,28 @@ class CogVideoXPipeline:
         tiling: bool = False,
         progress: bool = True,
     ) -> UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]:
-        """Scaled latents (extra frames already dropped) to frames: uint8, or float32 in [0, 1] for "float"."""
+        """Scaled latents (extra frames already dropped) to frames: uint8, or float32 in [0, 1] for "float".
+
+        Raises:
+            InputError: the decoder gives NaN or infinity.
+        """
         tiles = Tiling.official(self.vae_config) if tiling else None
         scale = self.vae_config.scaling_factor
 
-        def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> Array:
+        def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> tuple[Array, Array]:
             video = vae.decode(z / scale, tiling=tiles, slicing=len(z) > 1).astype(jnp.float32)
-            return to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+            frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+            return frames, jnp.isfinite(video).all()
 
         program = self._program("VAE decoder", ("decode", output_type, tiles), lambda: decode)
         with self._on_mesh():
-            return program(self.vae, self._put(jnp.asarray(latents, jnp.float32)), announce=progress)
+            frames, finite = program(self.vae, self._put(jnp.asarray(latents, jnp.float32)), announce=progress)
+        if not finite:
+            raise InputError(
+                f"the VAE gives NaN or infinity in {self.dtype}. Decode in --dtype float32; if that gives the same, "
+                "download the checkpoint again and convert it again."
+            )
+        return frames
 
 
 def _check_loop(compiled_loop: bool, callback: Callback | None) -> None:

@@ -112,6 +112,15 @@ def check_batch(mesh: Mesh | None, batch: int) -> None:
         _spec(mesh, ("batch",), (batch,), "batch (prompts, twice with guidance)")
 
 
+def check_heads(mesh: Mesh, heads: int, what: str) -> None:
+    """Refuse attention heads that do not divide over the mesh: a head is never cut.
+
+    Raises:
+        InputError: with the numbers.
+    """
+    _spec(mesh, ("heads",), (heads,), f"attention heads of the {what}")
+
+
 def constrain(x: Array, *axes: str | None) -> Array:
     """Say which logical axes an activation's axes are, when a mesh is in use (`jax.set_mesh`).
 

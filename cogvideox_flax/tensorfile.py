@@ -170,9 +170,12 @@ class TensorWriter:
             self._infos[name] = TensorInfo(shape, dtype, start + end)
             end += self._infos[name].nbytes
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write(struct.pack("<Q", len(text)) + text, 0)
-        if end:
+        try:
+            self._write(struct.pack("<Q", len(text)) + text, 0)
             os.posix_fallocate(self._fd, 0, start + end)
+        except OSError:
+            os.close(self._fd)
+            raise
 
     def write(self, name: str, value: np.ndarray, slot: int | None = None) -> None:
         """Fill one tensor, or one row of its leading axis. The caller has checked the shape."""

@@ -49,6 +49,8 @@ def check_output_path(path: str | Path) -> None:
     """
     path = Path(path)
     suffix = path.suffix.lower()
+    if path.name in ("", ".."):
+        raise InputError(f"{path} has no name of its own; give the name of a file or of a directory to write")
     check_writable(path)
     if path.is_dir():
         if suffix and suffix in _WRITERS:
@@ -273,6 +275,8 @@ def _write_pattern(path: Path, frames: Frames, fps: float, comment: str) -> None
     field = _NUMBER.findall(path.name)[0]
     for i, frame in enumerate(frames):
         _write_png(path.with_name(path.name.replace(field, field % i)), frame, fps, comment)
+    for later in _sequence(path)[len(frames) :]:  # of a longer sequence that stood here before
+        later.unlink()
 
 
 def _write_directory(path: Path, frames: Frames, fps: float, comment: str) -> None:

@@ -6,18 +6,22 @@ conversion leaves nothing that loads; components that were complete are taken ov
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from cogvideox_flax.checkpoint import (
     CONFIG_FILE,
@@ -97,6 +101,30 @@ def convert(
     if not wanted:
         raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
 
+    with _only_one(dst):
+        _convert(src, dst, wanted, dtype, release, origin, progress)
+
+
+@contextmanager
+def _only_one(dst: Path) -> Iterator[None]:
+    """Hold dst against other conversions into it."""
+    name = hashlib.sha256(str(dst.resolve()).encode()).hexdigest()[:16]
+    try:
+        with FileLock(Path(tempfile.gettempdir()) / f"cogvideox-conversion-{name}.lock", timeout=0):
+            yield
+    except Timeout as e:
+        raise InputError(f"another conversion is writing to {dst}; wait for it, or choose another destination") from e
+
+
+def _convert(
+    src: Path,
+    dst: Path,
+    wanted: list[str],
+    dtype: str | None,
+    release: str | None,
+    origin: dict[str, str] | None,
+    progress: Progress,
+) -> None:
     configs = read_configs(src, wanted, get_release(release) if release else None)
     if configs.transformer is not None:
         configs.transformer.check_dtype(dtype)
@@ -126,7 +154,8 @@ def convert(
     manifest = replace(
         before,
         **{c: getattr(configs, c) for c in wanted},
-        scheduler=configs.scheduler or before.scheduler,
+        # other components' directories may come from another release, with another noise schedule
+        scheduler=configs.scheduler if "transformer" in wanted or not before.scheduler else before.scheduler,
         tokenizer=configs.tokenizer if configs.transformer or not before.tokenizer else before.tokenizer,
         weights=before.weights | records,
     )
@@ -233,17 +262,24 @@ def _convert_one(
         partial = work / f"{component}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        with ThreadPoolExecutor(1) as pool:  # hashing the source runs beside the conversion
-            hashes = pool.map(lambda f: (f.path.name, sha256(f.path)), source.files)
-            targets = _targets(source, todo, FLOATS[dtype] if dtype else None)
-            path = partial / WEIGHTS_FILE
+        targets = _targets(source, todo, FLOATS[dtype] if dtype else None)
+        path = partial / WEIGHTS_FILE
+        pool = ThreadPoolExecutor(1)  # hashing the source runs beside the conversion
+        try:
+            hashes = {f.path.name: pool.submit(sha256, f.path) for f in source.files}
             sums = _write(source, todo, targets, path, component, progress)
             _verify(path, sums)
             record = {
                 "dtype": dtype or _main_dtype(targets),
                 "sha256": sha256(path),
-                "source": {"path": str(src.resolve()), **(origin or {}), "sha256": dict(hashes)},
+                "source": {
+                    "path": str(src.resolve()),
+                    **(origin or {}),
+                    "sha256": {name: found.result() for name, found in hashes.items()},
+                },
             }
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
     _write_json(partial / RECORD_FILE, {"key": key, "weights": record})
     partial.rename(done)
     return record
@@ -351,8 +387,12 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _finish(dst: Path) -> None:
-    """Move what `dst/.conversion` holds into place, config.json last. Safe to repeat after a kill."""
+    """Move what `dst/.conversion` holds into place; until that is done, dst has no config.json and does not load.
+
+    Safe to repeat after a kill.
+    """
     work = dst / WORK_DIR
+    (dst / CONFIG_FILE).unlink(missing_ok=True)
     for name in (*COMPONENTS, Path(SPIECE_FILE).parent.name):
         if (work / name).is_dir():
             shutil.rmtree(dst / name, ignore_errors=True)

@@ -60,6 +60,12 @@ def test_keys_past_the_length_are_not_attended(kv_len):
     np.testing.assert_allclose(attend(q, k.at[:, end:].set(1e4), v, kv_len=length), expected, atol=2e-6)
 
 
+def test_lengths_beyond_the_keys_are_clipped():
+    q, k, _ = random(3, 1100)
+    out = attend(q, k, jnp.ones_like(k), kv_len=jnp.array([1300, 0]))  # the kernel's own padding is never attended
+    np.testing.assert_allclose(out, 1, atol=1e-6)
+
+
 def test_bfloat16_rounds_only_inputs_and_probabilities():
     args = random(200, 2100, dtype=jnp.bfloat16)
     out = attend(*args)

@@ -101,15 +101,13 @@ def test_decoder_float32(pair, frames):
     assert relative_error(by_chunks(vae.decoder, z, DECODE_CHUNK), reference_decode(reference, z)) < FLOAT32_BAR
 
 
-def frame_counts():
-    """1 to 20, the whole range of first chunks; by default those next to where a rule changes."""
-    for frames in range(1, 21):
-        yield (
-            frames if frames in (1, 2, 3, 5, 8, 9, 12, 14, 16, 17, 20) else pytest.param(frames, marks=pytest.mark.slow)
-        )
+BY_DEFAULT = (1, 2, 3, 5, 8, 9, 12, 14, 16, 17, 20)
+"""Frame counts next to where a rule of chunks or halving changes; all first chunks there are with `-m slow`."""
 
 
-@pytest.mark.parametrize("frames", frame_counts())
+@pytest.mark.parametrize(
+    "frames", [n if n in BY_DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21)]
+)
 def test_encoder_float32(pair, frames):
     reference, vae = pair
     video = clip(frames, 16, 24)
@@ -237,7 +235,8 @@ def tile(reference, tiling):
 
 TILED = {
     "official overlap, cut at both edges": (Tiling(48, 40), 3, 11, 9),
-    "higher than a tile only, tiles of one width": (Tiling(32, 32, 0.5, 0.0), 5, 8, 4),
+    "higher than a tile only, overlap of a half": (Tiling(32, 32, 0.5, 0.0), 1, 8, 4),
+    "edge to edge, two chunks": (Tiling(32, 32, 0.0, 0.0), 5, 8, 4),
 }
 
 

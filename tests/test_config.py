@@ -10,6 +10,7 @@ import re
 import pytest
 from reference import SHARED
 
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import (
     RELEASES,
     SchedulerConfig,
@@ -21,6 +22,8 @@ from cogvideox_flax.config import (
     get_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.pipeline import check_model
+from cogvideox_flax.sharding import make_mesh
 from cogvideox_flax.sizes import resolve_size
 
 CONFIGS = SHARED / "spec" / "configs"
@@ -115,6 +118,14 @@ def test_untrained_sizes_warn(name, kwargs, warns, caplog):
     assert bool(warns) == bool(caplog.records)
     if warns:
         assert re.search(warns, caplog.text)
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_a_mesh_that_would_cut_a_head_is_refused(tp):
+    release = RELEASES["cogvideox-2b"]  # 30 heads of 64: the width divides by 8, the heads do not
+    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    with pytest.raises(InputError, match=f"30 does not divide over mesh axis tp of size {tp}"):
+        check_model(manifest, "2b", "bfloat16", make_mesh(1, 1, tp))
 
 
 def test_learned_positions_take_one_size_only():

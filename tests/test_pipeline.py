@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from diffusers.schedulers import scheduling_dpm_cogvideox
-from reference import make_scheduler, make_transformer, save_layout
+from reference import make_scheduler, make_transformer, make_vae, save_layout
 from transformers import T5EncoderModel
 
 import cogvideox_flax
@@ -40,7 +41,7 @@ def pipe(native):
     return cogvideox_flax.CogVideoXPipeline.from_pretrained(native, dtype="float32")
 
 
-def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, **options):
+def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=False, **options):
     text_encoder = T5EncoderModel.from_pretrained(layout / "text_encoder")
     pipe = CogVideoXPipeline(
         tokenizer=None,
@@ -51,6 +52,8 @@ def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, **options
     )
     if pipe.transformer.config.patch_size_t:  # lift the cap that the reference's nominal size puts on 1.5's positions
         pipe.transformer.register_to_config(sample_height=300, sample_width=300)
+    if tiling:
+        pipe.vae.enable_tiling()
     step = {"i": 0}
 
     def next_step(pipe, i, t, kwargs):
@@ -151,9 +154,26 @@ def test_dynamic_guidance_variants_differ(pipe):
     assert all(np.abs(runs[i] - runs[j]).max() > 1e-3 for i, j in ((0, 1), (1, 2), (0, 2)))
 
 
-def test_tiling_is_another_video(pipe):
-    # the small VAE's official tile is 32x48, which does not add up; the refusal says so
-    with pytest.raises(InputError, match="tile"):
+def test_tiled_against_diffusers(tmp_path, monkeypatch):
+    # the official tile is half the sample size: 48x40 here, 2 x 3 tiles
+    layout = save_layout(tmp_path / "hf", "cogvideox-2b", vae=make_vae(sample_height=96, sample_width=80))
+    pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype="float32")
+    size = {"num_frames": 9, "height": 64, "width": 96}
+    options = {"num_inference_steps": 2, "guidance_scale": 6.0}
+    latents = np.random.default_rng(0).normal(size=pipe.latent_shape(pipe.size(**size), 1)).astype(np.float32)
+    runs = [
+        pipe(PROMPTS[0], latents=latents, tiling=tiling, output_type="float", progress=False, **size, **options).frames
+        for tiling in (True, False)
+    ]
+    ids = pipe.tokenizer(PROMPTS[:1]), pipe.tokenizer([""])
+    scheduler = make_scheduler("ddim", 3.0)
+    theirs = run_reference(layout, ids, scheduler, latents, None, monkeypatch, tiling=True, **size, **options)
+    assert np.abs(runs[0] - theirs).max() < PIXEL_BAR
+    assert np.abs(runs[0] - runs[1]).max() > 10 * PIXEL_BAR
+
+
+def test_tiles_that_do_not_add_up_are_refused_first(pipe):
+    with pytest.raises(InputError, match="tile"):  # 32x48, half of this checkpoint's sample size
         generate(pipe, tiling=True)
 
 
@@ -180,6 +200,13 @@ def test_progress_says_when_it_compiles(native, capfd):
     assert "3/3" in lines
     generate(pipe, progress=True)
     assert "compiling" not in capfd.readouterr().err
+
+
+def test_nan_from_the_vae_is_not_a_black_video(pipe, monkeypatch):
+    broken = jax.tree.map(lambda x: x * jnp.nan, pipe.vae)
+    monkeypatch.setitem(pipe._loaded, "vae", broken)
+    with pytest.raises(InputError, match="VAE gives NaN"):
+        generate(pipe)
 
 
 def test_nan_names_the_step(layout, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cogvideox_flax import sharding
@@ -33,7 +34,8 @@ def attend(
 
     Args:
         q, k, v: any float dtype, the same for all three; no limit on lengths, which need not divide anything.
-        kv_len: how many keys are real, in all or per batch element (1 to S). Keys past it are never attended.
+        kv_len: how many keys are real, in all or per batch element (1 to S; an array is clipped to that range, since
+            its values may only be known on the device). Keys past it are never attended.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
         interpret: run a Pallas backend in interpret mode (on any device, slowly).
 
@@ -49,7 +51,7 @@ def attend(
         raise InputError(f"attend expects q [B, Q, N, K] and k, v [B, S, N, K]; got {q.shape}, {k.shape}, {v.shape}")
     if not q.dtype == k.dtype == v.dtype:
         raise InputError(f"attend expects one dtype; got q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if isinstance(kv_len, int):
+    if isinstance(kv_len, int | np.integer):
         if not 1 <= kv_len <= k.shape[1]:
             raise InputError(f"kv_len must be between 1 and the number of keys, {k.shape[1]}; got {kv_len}")
         k, v, kv_len = k[:, :kv_len], v[:, :kv_len], None
@@ -57,6 +59,7 @@ def attend(
         kv_len = jnp.asarray(kv_len, jnp.int32)
         if kv_len.shape != q.shape[:1]:
             raise InputError(f"kv_len must be an int or one int per batch element, {q.shape[:1]}; got {kv_len.shape}")
+        kv_len = jnp.clip(kv_len, 1, k.shape[1])
     return sharding.over_heads(BACKENDS[name], q, k, v, kv_len)
 
 

@@ -83,7 +83,8 @@ def conv3d(
 ) -> Float[Array, "B T H/s W/s O"]:
     """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed and returned in float32.
 
-    How it is put to the compiler depends on the backend; the numbers differ by rounding only.
+    How it is put to the compiler depends on the backend; the numbers differ by rounding only. It has a reverse-mode
+    derivative, no forward-mode one.
     """
     return jax.lax.platform_dependent(
         x,
