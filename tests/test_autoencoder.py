@@ -101,13 +101,7 @@ def test_decoder_float32(pair, frames):
     assert relative_error(by_chunks(vae.decoder, z, DECODE_CHUNK), reference_decode(reference, z)) < FLOAT32_BAR
 
 
-BY_DEFAULT = (1, 2, 3, 5, 8, 9, 12, 14, 16, 17, 20)
-"""Frame counts next to where a rule of chunks or halving changes; all first chunks there are with `-m slow`."""
-
-
-@pytest.mark.parametrize(
-    "frames", [n if n in BY_DEFAULT else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 21)]
-)
+@pytest.mark.parametrize("frames", range(1, 21))
 def test_encoder_float32(pair, frames):
     reference, vae = pair
     video = clip(frames, 16, 24)
