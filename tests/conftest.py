@@ -1,6 +1,7 @@
 """Tests run on the CPU, eight fake devices of it, whatever else the machine has."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -16,3 +17,6 @@ os.environ.update(
     TPU_LOG_DIR="disabled",
     HF_HUB_DISABLE_TELEMETRY="1",
 )
+
+_cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
+os.environ["COGVIDEOX_HOME"] = _cache.name
