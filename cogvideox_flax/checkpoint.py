@@ -13,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,9 +237,30 @@ def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding
     return jax.make_array_from_callback(shape, placement, lambda index: shard(index or ()))
 
 
-load_text_encoder = partial(_load, "text_encoder")
-load_transformer = partial(_load, "transformer")
-load_vae = partial(_load, "vae")
+def load_text_encoder(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> TextEncoder:
+    """The T5 encoder: ids int32 [B, L] -> [B, L, E]. Arguments and errors as for `load_transformer`."""
+    return _load("text_encoder", native_dir, dtype, mesh)
+
+
+def load_transformer(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Transformer:
+    """The 3D transformer: (latents [B, T, h, w, C], context [B, L, E], timestep, ofs) -> float32 [B, T, h, w, C].
+
+    Args:
+        native_dir: a native checkpoint that holds the component.
+        dtype: of weights and activations; None keeps what is stored.
+        mesh: from `sharding.make_mesh`; each device gets its share by the table there. None: the default device.
+
+    Raises:
+        CheckpointError: no such component, or files that do not match their config.
+        InputError: float16 for a release that does not survive it; a parameter that does not divide over the mesh.
+    """
+    return _load("transformer", native_dir, dtype, mesh)
+
+
+def load_vae(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Autoencoder:
+    """The video VAE, with `encode` and `decode`. Arguments and errors as for `load_transformer`."""
+    return _load("vae", native_dir, dtype, mesh)
+
 
 LOADERS: dict[str, Callable[..., Any]] = {
     "text_encoder": load_text_encoder,
