@@ -10,6 +10,7 @@ memory do not depend on their values.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -163,6 +164,8 @@ def main() -> None:
     if not args.keep:
         shutil.rmtree(src, ignore_errors=True)
         shutil.rmtree(dst)
+        with contextlib.suppress(OSError):  # other files of the user's are in it
+            args.work.rmdir()
     print(table(rows))
     print(f"written to {out}", file=sys.stderr)
     if beyond := [name for name, row in rows.items() if not row["conversion_within_limit"]]:
