@@ -79,6 +79,7 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
     import jax.numpy as jnp
 
     from cogvideox_flax.checkpoint import LOADERS
+    from cogvideox_flax.pipeline import compiler_options
 
     module = LOADERS[component](native, dtype=dtype)
     key = jax.random.key(0)
@@ -94,7 +95,7 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
         args = (jax.random.normal(key, (1, 3, 60, 90, 16)),)
     start = time.perf_counter()
     call = (lambda m, z: m.decode(z)) if component == "vae" else (lambda m, *args: m(*args))
-    compiled = jax.jit(call).lower(module, *args).compile()
+    compiled = jax.jit(call, compiler_options=compiler_options(dtype)).lower(module, *args).compile()
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
     start = time.perf_counter()

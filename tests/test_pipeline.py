@@ -14,7 +14,10 @@ from transformers import T5EncoderModel
 
 import cogvideox_flax
 from cogvideox_flax import sharding
+from cogvideox_flax.checkpoint import abstract
+from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.pipeline import compiler_options
 from cogvideox_flax.video import read_metadata, read_video
 from conversion.convert import convert
 
@@ -233,6 +236,15 @@ def test_half_precision_is_close(layout, dtype):
         for d in ("float32", dtype)
     )
     assert np.sqrt(np.square(exact - rounded).mean()) < (0.02 if dtype == "bfloat16" else 0.004)
+
+
+def test_half_precision_weights_are_not_all_widened_at_once():
+    config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), abstract("transformer", config))
+    latents, context = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 4, 4, 16), (1, 8, 64)))
+    call = jax.jit(lambda m, x, c: m(x, c, 999), compiler_options=compiler_options("bfloat16"))
+    memory = call.lower(shapes, latents, context).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.5 * memory.argument_size_in_bytes
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
