@@ -23,7 +23,8 @@ import transformers
 from diffusers.schedulers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from cogvideox_flax.config import RELEASES
-from cogvideox_flax.tensorfile import DTYPES, TensorWriter
+from cogvideox_flax.tensorfile import TensorWriter
+from conversion.convert import FLOATS
 
 SHARD_BYTES = 5_000_000_000  # as the released checkpoints are cut
 
@@ -181,7 +182,7 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
     else:
         module.save_config(folder)
 
-    kind = DTYPES[{"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]]
+    kind = FLOATS[dtype]
     shards = list(_shards(shapes, kind.itemsize))
     stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
     random = np.random.default_rng(seed)

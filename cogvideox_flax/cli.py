@@ -180,7 +180,7 @@ def denoise(args: argparse.Namespace) -> None:
 def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone."""
     from cogvideox_flax import stages
-    from cogvideox_flax.pipeline import check_model
+    from cogvideox_flax.checks import check_model
 
     before = _take_over(args)
     out = args.out or args.dir / stages.VIDEO_FILE
@@ -296,7 +296,7 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
 
 def _peek(args: argparse.Namespace) -> tuple[Manifest, Mesh | None]:
     from cogvideox_flax import hub
-    from cogvideox_flax.pipeline import check_tiling
+    from cogvideox_flax.checks import check_tiling
     from cogvideox_flax.sharding import make_mesh, parse_mesh
 
     mesh = make_mesh(*parse_mesh(args.mesh)) if args.mesh is not None else None

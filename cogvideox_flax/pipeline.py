@@ -23,13 +23,14 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, hub, sharding
+from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
-from cogvideox_flax.sizes import Size, check_text_to_video, resolve_size
+from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
 from cogvideox_flax.video import item_paths, save_video, to_uint8
@@ -43,7 +44,6 @@ OFS = 2.0
 """The motion scalar that the released pipeline gives to releases that take one."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
-DTYPES = ("bfloat16", "float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -118,84 +118,6 @@ def _say(message: str, announce: bool) -> None:
         tqdm.write(message, file=sys.stderr)
     else:
         log.info(message)
-
-
-def check_prompts(
-    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] = ""
-) -> tuple[list[str], list[str]]:
-    """Prompts and negative prompts as lists of equal length.
-
-    Raises:
-        InputError: no prompt, something that is not a string or not Unicode, or counts that do not agree.
-    """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
-    if not prompts:
-        raise InputError("the list of prompts is empty; give at least one prompt")
-    for text in (*prompts, *negatives):
-        if not isinstance(text, str):
-            raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise InputError(f"the prompt {text!r} is not valid Unicode at character {e.start}; retype it") from e
-    if len(negatives) != len(prompts):
-        raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
-    return prompts, negatives
-
-
-def check_sampling(guidance_scale: float, use_dynamic_cfg: bool | str, seed: int) -> None:
-    """Refuse sampling options that could only give noise, or another run's noise.
-
-    Raises:
-        InputError: all faults in one message.
-    """
-    faults = []
-    if isinstance(guidance_scale, bool | str) or not np.isfinite(guidance_scale):
-        faults.append(f"guidance_scale is {guidance_scale!r}; expected a number (about 6 is usual, 1 is no guidance)")
-    if use_dynamic_cfg not in (False, True, "index"):
-        faults.append(f"use_dynamic_cfg is {use_dynamic_cfg!r}; expected False, True or 'index'")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        faults.append(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
-    if faults:
-        raise InputError("\n".join(faults))
-
-
-def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
-    """Refuse a model that its configs alone rule out, before any of its weights are converted or loaded.
-
-    Raises:
-        InputError: not a complete text-to-video model, a dtype that it does not survive, or a mesh that its weights do
-            not divide over.
-    """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    if missing := [name for name in CONFIG_TYPES if getattr(manifest, name) is None]:
-        raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
-    assert manifest.text_encoder and manifest.transformer and manifest.vae
-    manifest.transformer.check_dtype(dtype)
-    check_text_to_video(manifest.transformer, manifest.vae, where)
-    if manifest.text_encoder.width != manifest.transformer.text_width:
-        raise InputError(
-            f"{where} holds parts that do not belong together: the text encoder gives {manifest.text_encoder.width} "
-            f"channels, the transformer takes {manifest.transformer.text_width}"
-        )
-    if mesh is not None:
-        sharding.check_heads(mesh, manifest.text_encoder.heads, "text encoder")
-        sharding.check_heads(mesh, manifest.transformer.heads, "transformer")
-        for component in COMPONENTS:
-            module = checkpoint.abstract(component, getattr(manifest, component))
-            for name, leaf in checkpoint.parameters(module).items():
-                sharding.parameter_sharding(mesh, component, name, leaf.shape)
-
-
-def check_tiling(config: VAEConfig) -> None:
-    """Refuse the official tiling for a VAE whose official tiles do not add up.
-
-    Raises:
-        InputError: that is so; no released VAE is like that.
-    """
-    Tiling.official(config).check(config.spatial_compression)
 
 
 class CogVideoXPipeline:

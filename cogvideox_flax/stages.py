@@ -26,9 +26,10 @@ from jaxtyping import Float32
 
 from cogvideox_flax import sharding, stagefiles
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.pipeline import CogVideoXPipeline, Video, check_model, check_prompts, check_sampling
+from cogvideox_flax.pipeline import CogVideoXPipeline, Video
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.sizes import resolve_size
 from cogvideox_flax.video import check_writable, existing_parent

@@ -11,6 +11,7 @@ import pytest
 from reference import SHARED
 
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.checks import check_model
 from cogvideox_flax.config import (
     RELEASES,
     SchedulerConfig,
@@ -22,7 +23,6 @@ from cogvideox_flax.config import (
     get_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.pipeline import check_model
 from cogvideox_flax.sharding import make_mesh
 from cogvideox_flax.sizes import resolve_size
 

@@ -19,7 +19,7 @@ FLOORS = (
     {"layers", "rope", "attention"},
     {"models"},
     {"checkpoint"},
-    {"hub", "stagefiles"},
+    {"hub", "stagefiles", "checks"},
     {"pipeline"},
     {"stages"},
     {"cli"},
