@@ -30,7 +30,7 @@ EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
 
 DTYPE = "bfloat16"
-SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed")
+SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed", "lora")
 """Options that are called the same on the command line and in the settings."""
 
 DYNAMIC_CFG: dict[str, Any] = {"off": False, "timestep": True, "index": "index"}
@@ -83,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
         help="guidance that changes over the steps: as released (timestep) or rising (index); default: the release's",
     )
     sampling.add_argument("--seed", type=int, help="0 to 4294967295; default: 0")
+    sampling.add_argument(
+        "--lora",
+        action="append",
+        type=_lora,
+        metavar="FILE[:SCALE]",
+        help="an adapter in diffusers' layout and its strength (1); several are added one after the other",
+    )
     sampling.add_argument("--compiled-loop", action="store_true", help="run all steps as one compiled program")
 
     decoding = argparse.ArgumentParser(add_help=False)
@@ -106,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
     sub = command("denoise", denoise, "stage 2: embeddings to latents; default: the settings in DIR", model, sampling)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
+    sub.add_argument(
+        "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
+    )
     sub = command("decode", decode, "stage 3: latents to a video", model, decoding)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
@@ -118,6 +128,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _path(text: str) -> Path:
     return Path(text).expanduser()
+
+
+def _lora(text: str) -> dict[str, Any]:
+    """'my.safetensors:0.8' -> file and scale; a colon that no number follows is part of the name."""
+    file, _, scale = text.rpartition(":")
+    try:
+        return {"file": file, "scale": float(scale)} if file else {"file": text, "scale": 1.0}
+    except ValueError:
+        return {"file": text, "scale": 1.0}
 
 
 def _positive(text: str) -> int:
@@ -310,6 +329,8 @@ def _open(args: argparse.Namespace, run: _Run) -> tuple[CogVideoXPipeline, Setti
     from cogvideox_flax.stages import identity
 
     pipe = _load(args, run.settings.dtype, run.mesh)
+    for record in run.settings.lora:
+        pipe.load_lora(record["file"], record["scale"])
     return pipe, dataclasses.replace(run.settings, weights=identity(pipe.manifest))
 
 

@@ -26,6 +26,7 @@ from cogvideox_flax import checkpoint, hub, sharding
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
@@ -130,6 +131,7 @@ class CogVideoXPipeline:
         tokenizer: list of prompts -> int32 [B, L].
         scheduler: the checkpoint's own sampler, DDIM or DPM.
         released_as: the release that the transformer's architecture belongs to, or None.
+        loras: the adapters that are part of the transformer's weights.
     """
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
@@ -149,6 +151,7 @@ class CogVideoXPipeline:
             configs["tokenizer"].max_length,
             vocab_size=configs["text_encoder"].vocab_size,
         )
+        self.loras: list[LoRARecord] = []
         self._loaded: dict[str, Any] = {}
         self._programs: dict[Any, _Program] = {}
 
@@ -195,9 +198,30 @@ class CogVideoXPipeline:
         if name not in self._loaded:
             start = time.perf_counter()
             module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
+            for record in self.loras if name == "transformer" else ():
+                module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
         return self._loaded[name]
+
+    def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
+        """Add an adapter to the transformer's weights; several may be added, one after the other.
+
+        Args:
+            path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
+            scale: its strength; 1 is as trained where the file says its alpha.
+
+        Raises:
+            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
+                not a finite number.
+        """
+        record = describe_lora(path, scale, self.transformer_config)
+        if "transformer" in self._loaded:
+            self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
+        self.loras.append(record)
+
+    def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
+        return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory; they load again when used."""
@@ -312,6 +336,7 @@ class CogVideoXPipeline:
             "scheduler": sampler.config.kind,
             "dtype": self.dtype,
             "steps_done": steps_done,
+            **({"lora": self.loras} if self.loras else {}),
         }
         return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 

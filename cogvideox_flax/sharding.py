@@ -25,13 +25,16 @@ Axes = tuple[str | None, ...]
 
 PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
     "transformer": (
-        (r"blocks\.attn\.[qkv]\.kernel", (None, None, "heads")),
-        (r"blocks\.attn\.[qkv]\.bias", (None, "heads")),
-        (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
-        (r"blocks\.mlp\.up\.kernel", (None, None, "hidden")),
-        (r"blocks\.mlp\.up\.bias", (None, "hidden")),
-        (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
-        (r"blocks\.(attn\.(out\.bias|norm_[qk]\..*)|mlp\.down\.bias|norm[12]\..*)", _REPLICATED),
+        # with a LoRA, a linear map is the adapter's `base`, and the adapter's own a and b are split as its sides are
+        (r"blocks\.attn\.[qkv]\.((base\.)?kernel|b)", (None, None, "heads")),
+        (r"blocks\.attn\.[qkv]\.(base\.)?bias", (None, "heads")),
+        (r"blocks\.attn\.out\.((base\.)?kernel|a)", (None, "heads", None)),
+        (r"blocks\.mlp\.up\.((base\.)?kernel|b)", (None, None, "hidden")),
+        (r"blocks\.mlp\.up\.(base\.)?bias", (None, "hidden")),
+        (r"blocks\.mlp\.down\.((base\.)?kernel|a)", (None, "hidden", None)),
+        (r"blocks\.(attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b))", _REPLICATED),
+        (r"blocks\.(attn\.out|mlp\.down)\.(base\.)?bias", _REPLICATED),
+        (r"blocks\.(attn\.norm_[qk]|norm[12])\..*", _REPLICATED),
         (r"(patch_embed|text_proj|time_embedding|ofs_embedding|norm_final|norm_out|proj_out)\..*", _REPLICATED),
         (r"pos_embedding", _REPLICATED),
     ),
@@ -119,6 +122,15 @@ def check_heads(mesh: Mesh, heads: int, what: str) -> None:
         InputError: with the numbers.
     """
     _spec(mesh, ("heads",), (heads,), f"attention heads of the {what}")
+
+
+def named(mesh: Mesh, axes: Axes, shape: tuple[int, ...], what: str) -> NamedSharding:
+    """Where an array of this shape lies whose axes have these logical names; `what` it is, for the error.
+
+    Raises:
+        InputError: an axis does not divide over the mesh, with the numbers.
+    """
+    return NamedSharding(mesh, _spec(mesh, axes, shape, what))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:

@@ -27,9 +27,9 @@ def one_or_all(prompts: list[str]) -> str | list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """A metadata value: strings and numbers as they are, several prompts as JSON."""
+    """A metadata value: strings and numbers as they are, several prompts and records as JSON."""
     value = one_or_all(value) if isinstance(value, list) else value
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
 
 
 def check_made_for(path: Path, metadata: dict[str, str], settings: dict[str, Any], again: str) -> None:

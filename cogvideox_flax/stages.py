@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora import LoRARecord, describe_lora
 from cogvideox_flax.pipeline import CogVideoXPipeline, Video
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.sizes import resolve_size
@@ -48,6 +49,7 @@ _ENCODE_FIELDS = ("prompt", "negative_prompt", "dtype")
 _DENOISE_FIELDS = (
     *("frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler", "seed"),
     "dtype",
+    "lora",
 )
 _TYPES: dict[str, tuple[type, ...]] = {
     "prompt": (list,),
@@ -65,6 +67,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "use_dynamic_cfg": (bool, str),
     "scheduler": (str,),
     "seed": (int,),
+    "lora": (list,),
 }
 """The fields of `Settings` as they come out of a JSON file."""
 
@@ -88,6 +91,7 @@ class Settings:
     use_dynamic_cfg: bool | Literal["index"]
     scheduler: str
     seed: int
+    lora: list[LoRARecord]
 
     @classmethod
     def for_model(
@@ -109,8 +113,12 @@ class Settings:
         use_dynamic_cfg: bool | Literal["index"] | None = None,
         scheduler: str | None = None,
         seed: int = 0,
+        lora: Sequence[Mapping[str, Any]] = (),
     ) -> Self:
         """Fill what is None with the settings that the release's authors recommend, and check everything.
+
+        Args:
+            lora: adapters as `LoRARecord`; what identifies the contents is looked up again.
 
         Raises:
             InputError: an option that cannot be served, by this model or on this mesh.
@@ -142,6 +150,7 @@ class Settings:
             use_dynamic_cfg=default(use_dynamic_cfg, "use_dynamic_cfg", False),
             scheduler=default(scheduler, "sampler", own.kind),
             seed=seed,
+            lora=[describe_lora(record["file"], record["scale"], manifest.transformer) for record in lora],
         )
         check_sampling(settings.guidance_scale, settings.use_dynamic_cfg, seed)
         make_scheduler(dataclasses.replace(own, kind=settings.scheduler)).plan(settings.num_inference_steps)
@@ -181,10 +190,20 @@ def read_settings(folder: Path) -> dict[str, Any]:
     wrong = [name for name, value in settings.items() if not isinstance(value, _TYPES[name])]
     if "fps" not in wrong and settings.get("fps", 1) < 1:
         wrong.append("fps")
+    if "lora" not in wrong and not all(map(_is_lora, settings.get("lora", []))):
+        wrong.append("lora")
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
     check_prompts(settings["prompt"], settings["negative_prompt"])
     return settings
+
+
+def _is_lora(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("file"), str)
+        and isinstance(record.get("scale"), int | float)
+    )
 
 
 def identity(manifest: Manifest) -> dict[str, str]:
@@ -383,6 +402,8 @@ def save_latents(pipe: CogVideoXPipeline, folder: Path, path: Path) -> Path:
 def _describe(pipe: CogVideoXPipeline, settings: dict[str, Any]) -> dict[str, Any]:
     used = _of_latents(settings)
     prompts, negatives = used.pop("prompt"), used.pop("negative_prompt")
+    if not used.get("lora"):
+        used.pop("lora", None)
     return pipe.metadata(prompts, negatives, used.pop("seed", None), used)
 
 

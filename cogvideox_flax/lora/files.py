@@ -1,0 +1,269 @@
+"""Adapters on disk, in the layout of diffusers' `CogVideoXLoraLoaderMixin` (0.42): read strictly, safetensors only.
+
+transformer.transformer_blocks.{i}.attn1.to_q.lora_A.weight  [rank, in], the transpose of our `a` of layer i
+transformer.transformer_blocks.{i}.attn1.to_q.lora_B.weight  [out, rank]
+metadata: the adapter's config as JSON; files without it have alpha = rank, and older ones an `alpha` per module
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from cogvideox_flax import checkpoint, stagefiles
+from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.lora.adapters import TARGETS, adapters, plain_linear, with_adapter
+from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.tensorfile import TensorFile
+
+FILE_NAME = "pytorch_lora_weights.safetensors"
+METADATA_KEY = "lora_adapter_metadata"
+
+SOURCES: dict[str, str] = {
+    "q": "attn1.to_q",
+    "k": "attn1.to_k",
+    "v": "attn1.to_v",
+    "out": "attn1.to_out.0",
+    "up": "ff.net.0.proj",
+    "down": "ff.net.2",
+}
+"""Target -> diffusers' name of it in a block."""
+
+_TARGET = {source: target for target, source in SOURCES.items()}
+_KEY = re.compile(
+    r"transformer\.transformer_blocks\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\."
+    # each half: the name of today, then those of older files
+    r"((?P<a>(lora_A|lora\.down|lora_down)\.weight)|(?P<b>(lora_B|lora\.up|lora_up)\.weight)|alpha)"
+)
+_FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
+
+
+class LoRARecord(TypedDict):
+    """Which adapter a run used: absolute path, strength, and what identifies the file's contents."""
+
+    file: str
+    scale: float
+    sha256: str
+
+
+def save_lora(path: str | Path, transformer: Transformer) -> Path:
+    """Write the adapters as diffusers does, with their config in the metadata.
+
+    Args:
+        path: a `.safetensors` file, or a directory, in which the file gets diffusers' name.
+
+    Returns:
+        The file.
+
+    Raises:
+        InputError: the transformer has no adapters, or the file cannot be written.
+    """
+    path = Path(path)
+    path = path if path.suffix == ".safetensors" else path / FILE_NAME
+    tensors, ranks, alphas = {}, {}, {}
+    for target, linear in adapters(transformer):
+        source = SOURCES[target]
+        ranks[source] = linear.a.shape[-1]
+        alphas[source] = int(linear.alpha) if linear.alpha.is_integer() else linear.alpha
+        for half, value in (("A", linear.a), ("B", linear.b)):
+            for layer, matrix in enumerate(np.asarray(value[...])):
+                name = f"transformer.transformer_blocks.{layer}.{source}.lora_{half}.weight"
+                tensors[name] = np.ascontiguousarray(matrix.T)
+    if not tensors:
+        raise InputError(f"there is nothing to write to {path}: the transformer has no LoRA")
+    rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+    config = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(ranks),
+        "rank_pattern": {source: value for source, value in ranks.items() if value != rank},
+        "alpha_pattern": {source: value for source, value in alphas.items() if value != alpha},
+    }
+    text = json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
+    with stagefiles.complete(path) as partial:
+        save_file(tensors, partial, {"format": "pt", METADATA_KEY: text})
+    return path
+
+
+def describe_lora(path: str | Path, scale: float, config: TransformerConfig) -> LoRARecord:
+    """Check from its header that an adapter fits a transformer, and say what identifies it.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or does not fit; with every fault found.
+        InputError: the scale is not a finite number.
+    """
+    _check_scale(scale)
+    module = checkpoint.parameters(checkpoint.abstract("transformer", config))
+    with TensorFile(_file(path)) as file:
+        _read_header(file, {target: module[f"blocks.{part}.{target}.kernel"].shape for target, part in TARGETS.items()})
+    return {"file": str(file.path.absolute()), "scale": float(scale), "sha256": checkpoint.sha256(file.path)[:16]}
+
+
+def load_lora(
+    path: str | Path, transformer: Transformer, scale: float = 1.0, *, mesh: Mesh | None = None
+) -> Transformer:
+    """The transformer with the adapters of a file, as float32.
+
+    Layers that the file leaves out get adapters that do nothing. Where layers differ in rank or alpha, they are brought
+    to one rank with zeros and to one alpha by scaling `b`.
+
+    Args:
+        path: the file, or the directory that diffusers saved it to.
+        transformer: without adapters; the result shares its arrays.
+        scale: the strength, on top of the file's alpha / rank.
+        mesh: the one that the transformer lies on.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or does not fit; with every fault found.
+        InputError: the scale is not a finite number, or the transformer has adapters.
+    """
+    _check_scale(scale)
+    with TensorFile(_file(path)) as file:
+        shapes = {target: plain_linear(transformer, target).kernel.shape for target in TARGETS}
+        for target, pairs in _read_header(file, shapes).items():
+            layers, width, out = shapes[target]
+            rank, alpha = max(pair.rank for pair in pairs.values()), next(iter(pairs.values())).alpha
+            same = len({(pair.rank, pair.alpha) for pair in pairs.values()}) == 1
+            a, b = np.zeros((layers, width, rank), np.float32), np.zeros((layers, rank, out), np.float32)
+            for layer, pair in pairs.items():
+                a[layer, :, : pair.rank] = file.read(pair.a).T
+                b[layer, : pair.rank] = file.read(pair.b).T
+                if not same:
+                    b[layer] *= pair.alpha / pair.rank
+            if not (np.isfinite(a).all() and np.isfinite(b).all()):
+                raise CheckpointError(f"{file.path} holds NaN or infinity in {SOURCES[target]}; download it again")
+            transformer = with_adapter(transformer, target, a, b, scale * (alpha if same else rank), mesh)
+    return transformer
+
+
+class _Pair(NamedTuple):
+    """One adapter of one layer in a file: the names of its tensors."""
+
+    a: str
+    b: str
+    rank: int
+    alpha: float
+
+
+def _check_scale(scale: float) -> None:
+    if isinstance(scale, bool | str) or not math.isfinite(scale):
+        raise InputError(f"the scale of a LoRA must be a finite number (1 is as trained); got {scale!r}")
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path).expanduser()
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def _read_header(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, _Pair]]:
+    """Target -> layer -> adapter, without reading weights. shapes: target -> (layers, in, out) of the model."""
+    groups, faults = _group(file)
+    for (target, layer), parts in groups.items():
+        faults += _misfits(file, parts, layer, shapes[target])
+    if not file.tensors:
+        faults.append("  missing  any tensor")
+    if faults:
+        faults = list(dict.fromkeys(faults))
+        raise CheckpointError(
+            f"{file.path} is not a LoRA that fits this transformer ({len(faults)} faults). A LoRA in diffusers' layout "
+            "has pairs transformer.transformer_blocks.*.TARGET.lora_A.weight and lora_B.weight; supported targets are "
+            f"{', '.join(_TARGET)}.\n" + "\n".join(faults)
+        )
+    config = _config(file)
+    found: dict[str, dict[int, _Pair]] = {}
+    for target in SOURCES:
+        for layer in sorted(layer for other, layer in groups if other == target):
+            parts = groups[target, layer]
+            rank = file.tensors[parts["a"]].shape[0]
+            if "alpha" in parts:
+                alpha = float(file.read(parts["alpha"]).reshape(()))
+            else:
+                alpha = _alpha(config, f"transformer_blocks.{layer}.{SOURCES[target]}", rank)
+            if not math.isfinite(alpha):
+                raise CheckpointError(f"{file.path} has alpha {alpha} for {parts['a']}; expected a finite number")
+            found.setdefault(target, {})[layer] = _Pair(parts["a"], parts["b"], rank, alpha)
+    return found
+
+
+def _group(file: TensorFile) -> tuple[dict[tuple[str, int], dict[str, str]], list[str]]:
+    """(target, layer) -> names of its a, b and alpha; and what is wrong with the names and dtypes."""
+    groups: dict[tuple[str, int], dict[str, str]] = {}
+    faults = []
+    for name, info in file.tensors.items():
+        match = _KEY.fullmatch(name)
+        if match is None or match["source"] not in _TARGET:
+            faults.append(f"  unknown  {_any_layer(name)}")
+            continue
+        part = "a" if match["a"] else "b" if match["b"] else "alpha"
+        parts = groups.setdefault((_TARGET[match["source"]], int(match["layer"])), {})
+        if part in parts:
+            faults.append(f"  twice    {parts[part]} and {name}")
+        if info.dtype not in _FLOATS:
+            faults.append(f"  dtype    {_any_layer(name)}: got {info.dtype}, expected bfloat16, float16 or float32")
+        parts[part] = name
+    return groups, faults
+
+
+def _misfits(file: TensorFile, parts: dict[str, str], layer: int, shape: tuple[int, ...]) -> list[str]:
+    layers, width, out = shape
+    if missing := {"a", "b"} - parts.keys():
+        return [f"  missing  lora_{' and lora_'.join(sorted(missing)).upper()} beside {next(iter(parts.values()))}"]
+    faults = []
+    if layer >= layers:
+        faults.append(f"  layer    {parts['a']}: the model's last layer is {layers - 1}")
+    a, b = (file.tensors[parts[half]].shape for half in "ab")
+    rank = a[0] if a else 0
+    if rank < 1 or a != (rank, width) or b != (out, rank):
+        name = _any_layer(parts["a"])
+        faults.append(f"  shape    {name} and its b: got {a} and {b}, expected (rank, {width}) and ({out}, rank)")
+    if "alpha" in parts and math.prod(file.tensors[parts["alpha"]].shape) != 1:
+        faults.append(f"  shape    {_any_layer(parts['alpha'])}: expected one number")
+    return faults
+
+
+def _any_layer(name: str) -> str:
+    """Tensors that differ only in their layer share a line of a report."""
+    return re.sub(r"transformer_blocks\.\d+", "transformer_blocks.*", name)
+
+
+def _config(file: TensorFile) -> dict[str, Any]:
+    """What the file's metadata says of the transformer's adapter (PEFT's `LoraConfig`), as far as it sets the scale.
+
+    Raises:
+        CheckpointError: damaged, or patterns that are regular expressions rather than names.
+    """
+    prefix = "transformer."
+    try:
+        raw = json.loads(file.metadata.get(METADATA_KEY) or "{}")
+        config = {key.removeprefix(prefix): value for key, value in raw.items() if key.startswith(prefix)}
+        patterns = dict(config.get("alpha_pattern") or {})
+        numbers = [*patterns.values(), *([config["lora_alpha"]] if config else [])]
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
+        raise CheckpointError(f"{file.path} has damaged {METADATA_KEY} ({type(e).__name__}: {e})") from e
+    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+        raise CheckpointError(f"{file.path} has damaged {METADATA_KEY}: lora_alpha and alpha_pattern must hold numbers")
+    if expressions := [name for name in patterns if not re.fullmatch(r"\^?[\w.]+", name)]:
+        raise CheckpointError(
+            f"{file.path} gives alpha by regular expressions ({', '.join(expressions)}); only names of modules are read"
+        )
+    return config
+
+
+def _alpha(config: dict[str, Any], module: str, rank: int) -> float:
+    """The alpha that PEFT would use; patterns are names, from any dot on, or from the start after a `^`."""
+    if not config:
+        return rank
+    patterns = config.get("alpha_pattern") or {}
+    matches = (x for name, x in patterns.items() if f"^{module}" == name or f".{module}".endswith(f".{name}"))
+    alpha = next(matches, config["lora_alpha"])
+    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
