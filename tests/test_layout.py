@@ -20,8 +20,9 @@ FLOORS = (
     {"models"},
     {"checkpoint"},
     {"hub", "stagefiles", "checks"},
+    {"lora"},
     {"pipeline"},
-    {"stages"},
+    {"stages", "training"},
     {"cli"},
     {"__main__"},
 )

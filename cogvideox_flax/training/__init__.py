@@ -1,0 +1,1 @@
+"""Training and fine-tuning: objectives, optimiser, loop, data (the `train` extra)."""

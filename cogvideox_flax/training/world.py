@@ -1,0 +1,268 @@
+"""A procedural world: short clips of simple shapes in motion, each with a prompt that says what is seen.
+
+It is what the embedded model is trained and judged on. A clip is a pure function of (seed, index). Combinations of
+colour, shape, size and motion for which `held_out` is true never occur in the training split, although every pair of
+values does, so that a score on them measures composition.
+
+Lengths are in units of a 64-pixel frame and scale with the frame; y points down, as in an image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+COLOURS: dict[str, tuple[int, int, int]] = {
+    "red": (225, 35, 35),
+    "green": (30, 175, 55),
+    "blue": (40, 75, 230),
+    "yellow": (245, 225, 40),
+    "purple": (150, 45, 190),
+    "orange": (250, 140, 25),
+}
+BACKGROUNDS: dict[str, tuple[int, int, int]] = {
+    "black": (12, 12, 12),
+    "gray": (125, 125, 125),
+    "white": (242, 242, 242),
+}
+SHAPES = ("circle", "square", "triangle")
+SIZES: dict[str, tuple[float, float]] = {"small": (6.2, 7.0), "large": (10.5, 11.5)}
+"""Radius of the circle of equal area, lowest and highest."""
+MOTIONS: dict[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
+"""Direction as (x, y)."""
+SPEEDS: dict[str, tuple[float, float]] = {"slowly": (0.75, 0.95), "quickly": (1.5, 1.75)}
+"""Pixels per frame."""
+
+UNIT = 64.0
+FRAMES = 17
+MARGIN = 1.0
+"""Least distance between an object and the edge of the frame."""
+GAP = 3.0
+"""Least distance between the bounding boxes of two objects, over the whole clip."""
+
+TWO_OBJECTS = 0.15
+"""Share of clips with two objects."""
+
+_CIRCUMRADIUS = 1.5551  # of the equilateral triangle with the area of the unit circle
+_HALF_SIDE = 0.8862  # of the square with the area of the unit circle
+
+Split = Literal["train", "held_out", "any"]
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object as a prompt names it. A still thing has speed None."""
+
+    colour: str
+    shape: str
+    size: str
+    motion: str
+    speed: str | None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One or two things before a background."""
+
+    things: tuple[Thing, ...]
+    background: str
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where a thing is: centre = start + t * velocity at frame t, and its radius (of the circle of equal area)."""
+
+    radius: float
+    start: tuple[float, float]
+    velocity: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video with the prompt that describes it, and the scene behind both."""
+
+    video: UInt8[np.ndarray, "F H W 3"]
+    prompt: str
+    scene: Scene
+
+
+def held_out(thing: Thing) -> bool:
+    """Whether training must never show this combination of colour, shape, size and motion: one in six."""
+    place = (
+        list(COLOURS).index(thing.colour)
+        + 2 * SHAPES.index(thing.shape)
+        + 3 * list(SIZES).index(thing.size)
+        + list(MOTIONS).index(thing.motion)
+    )
+    return place % len(COLOURS) == 0
+
+
+def combinations() -> list[tuple[str, str, str, str]]:
+    """Every (colour, shape, size, motion)."""
+    return list(product(COLOURS, SHAPES, SIZES, MOTIONS))
+
+
+def sample_thing(rng: np.random.Generator, split: Split = "train") -> Thing:
+    """A thing at random, of the split."""
+    while True:
+        motion = str(rng.choice(list(MOTIONS)))
+        thing = Thing(
+            colour=str(rng.choice(list(COLOURS))),
+            shape=str(rng.choice(SHAPES)),
+            size=str(rng.choice(list(SIZES))),
+            motion=motion,
+            speed=None if motion == "still" else str(rng.choice(list(SPEEDS))),
+        )
+        if split == "any" or held_out(thing) == (split == "held_out"):
+            return thing
+
+
+def sample_scene(rng: np.random.Generator, split: Split = "train") -> Scene:
+    """One thing, or two of different colours. In the held-out split the first thing of a scene is held out."""
+    things = [sample_thing(rng, split)]
+    if rng.random() < TWO_OBJECTS:
+        second = things[0]
+        while second.colour == things[0].colour:
+            second = sample_thing(rng, "train" if split == "held_out" else split)
+        things.append(second)
+    return Scene(tuple(things), str(rng.choice(list(BACKGROUNDS))))
+
+
+def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: int = 500) -> tuple[Track, ...] | None:
+    """Tracks that keep every thing inside the frame and apart from the others; None if none is found in `tries`."""
+    for _ in range(tries):
+        tracks = tuple(_track(thing, rng, frames) for thing in scene.things)
+        if len(tracks) == 1 or _apart(scene.things, tracks, frames):
+            return tracks
+    return None
+
+
+def render(
+    scene: Scene, tracks: tuple[Track, ...], frames: int = FRAMES, size: int = 64
+) -> UInt8[np.ndarray, "F H W 3"]:
+    """The clip, `size` pixels square, with anti-aliased edges; later things lie in front."""
+    scale = size / UNIT
+    centres = (np.arange(size) + 0.5) / scale
+    x, y = np.meshgrid(centres, centres)
+    time = np.arange(frames)[:, None, None]
+    video = np.broadcast_to(np.array(BACKGROUNDS[scene.background], np.float32), (frames, size, size, 3))
+    for thing, track in zip(scene.things, tracks, strict=True):
+        dx = x - (track.start[0] + time * track.velocity[0])
+        dy = y - (track.start[1] + time * track.velocity[1])
+        inside = np.clip(0.5 - _distance(thing.shape, dx, dy, track.radius) * scale, 0, 1)[..., None]
+        video = video + inside.astype(np.float32) * (np.array(COLOURS[thing.colour], np.float32) - video)
+    return np.rint(video).astype(np.uint8)
+
+
+def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
+    """Clip number `index` of the endless stream with this seed and split."""
+    rng = np.random.default_rng([seed, index])
+    while True:
+        scene = sample_scene(rng, split)
+        tracks = place(scene, rng, frames)
+        if tracks is not None:
+            return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
+
+
+def dense_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
+    """A crowd of four to seven things that overlap, in any combination: more to learn per pixel for an autoencoder."""
+    rng = np.random.default_rng([seed, index])
+    things = tuple(sample_thing(rng, "any") for _ in range(rng.integers(4, 8)))
+    scene = Scene(things, str(rng.choice(list(BACKGROUNDS))))
+    return render(scene, tuple(_track(thing, rng, frames) for thing in things), frames, size)
+
+
+def describe(scene: Scene, rng: np.random.Generator) -> str:
+    """A prompt for the scene. Wording and word order vary; what it says is true, and it may leave out some facts.
+
+    Colour, shape and motion are always said. Size, speed and background may be left out.
+    """
+    parts = [_describe_thing(thing, rng) for thing in scene.things]
+    text = " and ".join(parts)
+    if rng.random() < 0.7:
+        ground = f"{_pick(rng, 'on', 'against')} a {scene.background} background"
+        text = f"{ground} {text}" if rng.random() < 0.25 else f"{text} {ground}"
+    return text
+
+
+def _describe_thing(thing: Thing, rng: np.random.Generator) -> str:
+    words = [thing.colour]
+    if rng.random() < 0.9:
+        size = {"small": _pick(rng, "small", "small", "little"), "large": _pick(rng, "large", "large", "big")}[
+            thing.size
+        ]
+        words = [thing.colour, size] if rng.random() < 0.2 else [size, thing.colour]
+    noun = {"circle": _pick(rng, "circle", "circle", "ball"), "square": "square", "triangle": "triangle"}[thing.shape]
+    article = "an" if words[0][0] in "aeiou" else "a"
+    subject = f"{article} {' '.join(words)} {noun}"
+    if thing.motion == "still":
+        return f"{subject} {_pick(rng, 'stays still', 'staying still', 'does not move')}"
+    verb = _pick(rng, "moves", "moving", "goes", "going", "slides", "sliding")
+    where = {
+        "right": _pick(rng, "to the right", "to the right", "right"),
+        "left": _pick(rng, "to the left", "to the left", "left"),
+        "up": _pick(rng, "up", "upwards"),
+        "down": _pick(rng, "down", "downwards"),
+    }[thing.motion]
+    if rng.random() < 0.4:
+        return f"{subject} {verb} {where}"
+    if rng.random() < 0.5:
+        return f"{subject} {thing.speed} {verb} {where}"
+    adverb = {"slowly": "slowly", "quickly": _pick(rng, "quickly", "fast")}[str(thing.speed)]
+    return f"{subject} {verb} {where} {adverb}"
+
+
+def _pick(rng: np.random.Generator, *choices: str) -> str:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> Float[np.ndarray, "F H W"]:
+    """Signed distance to the outline, negative inside; exact along the sides, which is all that smooth edges need."""
+    if shape == "circle":
+        return np.hypot(dx, dy) - radius
+    if shape == "square":
+        return np.maximum(abs(dx), abs(dy)) - _HALF_SIDE * radius
+    # upright triangle: half its circumradius from the centroid to the base and to the slanted sides
+    slanted = np.sqrt(0.75) * abs(dx) - 0.5 * dy
+    return np.maximum(dy, slanted) - 0.5 * _CIRCUMRADIUS * radius
+
+
+def _extent(shape: str, radius: float) -> tuple[float, float, float, float]:
+    """How far a shape reaches from its centre: left, up, right, down."""
+    if shape == "triangle":
+        r = _CIRCUMRADIUS * radius
+        side = r * np.sqrt(0.75)
+        return side, r, side, 0.5 * r
+    r = radius if shape == "circle" else _HALF_SIDE * radius
+    return r, r, r, r
+
+
+def _track(thing: Thing, rng: np.random.Generator, frames: int) -> Track:
+    """A track inside the frame, uniform over where it fits."""
+    radius = rng.uniform(*SIZES[thing.size])
+    speed = rng.uniform(*SPEEDS[thing.speed]) if thing.speed else 0.0
+    velocity = tuple(speed * d for d in MOTIONS[thing.motion])
+    travel = [(frames - 1) * v for v in velocity]
+    left, up, right, down = _extent(thing.shape, radius)
+    start = [
+        rng.uniform(MARGIN + before - min(way, 0), UNIT - MARGIN - after - max(way, 0))
+        for before, after, way in ((left, right, travel[0]), (up, down, travel[1]))
+    ]
+    return Track(radius, (start[0], start[1]), (velocity[0], velocity[1]))
+
+
+def _apart(things: tuple[Thing, ...], tracks: tuple[Track, ...], frames: int) -> bool:
+    """Whether the bounding boxes of two things keep their distance in every frame."""
+    time = np.arange(frames)[:, None]
+    boxes = []
+    for thing, track in zip(things, tracks, strict=True):
+        centre = np.array(track.start) + time * np.array(track.velocity)
+        left, up, right, down = _extent(thing.shape, track.radius)
+        boxes.append((centre - np.array([left, up]), centre + np.array([right, down])))
+    (lo1, hi1), (lo2, hi2) = boxes
+    apart = np.maximum(lo2 - hi1, lo1 - hi2).max(1)  # the axis along which they are further apart
+    return bool((apart > GAP).all())
