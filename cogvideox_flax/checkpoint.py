@@ -9,14 +9,18 @@ vae/model.safetensors
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -33,11 +37,11 @@ from cogvideox_flax.config import (
     VAEConfig,
     find_release,
 )
-from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.tensorfile import TensorFile, aligned_empty
+from cogvideox_flax.tensorfile import TensorFile, TensorWriter, aligned_empty
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -262,6 +266,67 @@ def load_vae(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None
     return _load("vae", native_dir, dtype, mesh)
 
 
+def save(
+    native_dir: str | Path,
+    manifest: Manifest,
+    modules: dict[str, nnx.Module],
+    dtype: str | dict[str, str],
+    source: dict[str, Any],
+    spiece: str | Path | None = None,
+) -> None:
+    """Write modules as a native checkpoint, whole or not at all.
+
+    Args:
+        native_dir: a new or empty directory, or a native checkpoint, which is replaced.
+        manifest: the configs; its records of weights are replaced by those of `modules`.
+        modules: component -> module.
+        dtype: of the stored weights, for all or per component: float32, bfloat16 or float16.
+        source: where the weights came from, stored with each component.
+        spiece: the tokenizer's spiece.model, copied in.
+
+    Raises:
+        InputError: the directory holds something else, or cannot be written.
+    """
+    target = Path(native_dir)
+    if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} exists and is not a native checkpoint; choose another place")
+    try:
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))
+    except OSError as e:
+        raise InputError(f"cannot write {target}: {e.strerror}") from e
+    try:
+        records = {}
+        for component, module in modules.items():
+            kind = dtype if isinstance(dtype, str) else dtype[component]
+            path = work / component / WEIGHTS_FILE
+            path.parent.mkdir()
+            _write(path, component, module, np.dtype(jnp.dtype(kind)))
+            records[component] = {"dtype": kind, "sha256": sha256(path), "source": source}
+        if spiece is not None:
+            (work / SPIECE_FILE).parent.mkdir()
+            shutil.copyfile(spiece, work / SPIECE_FILE)
+        manifest = dataclasses.replace(manifest, weights=records)
+        (work / CONFIG_FILE).write_text(json.dumps(manifest.to_json(), indent=2) + "\n")
+        work.chmod(0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:
+    arrays = parameters(module)
+    writer = TensorWriter(path, {name: (x.shape, dtype) for name, x in arrays.items()}, {"component": component})
+    try:
+        for name, x in arrays.items():
+            writer.write(name, np.asarray(x).astype(dtype))
+    finally:
+        writer.close()
+
+
 LOADERS: dict[str, Callable[..., Any]] = {
     "text_encoder": load_text_encoder,
     "transformer": load_transformer,
@@ -277,5 +342,6 @@ __all__ = [
     "load_transformer",
     "load_vae",
     "read_manifest",
+    "save",
     "verify",
 ]

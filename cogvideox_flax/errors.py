@@ -26,3 +26,7 @@ class NonFiniteError(InputError):
             f"the latents hold NaN or infinity after step {step + 1} of {num_steps} (timestep {timestep}). "
             + (hint or "Try --dtype float32; if that is clean, the checkpoint does not survive this dtype.")
         )
+
+
+class DivergedError(InputError):
+    """Training gave NaN or infinity; the settings do not suit the data."""

@@ -112,6 +112,8 @@ class Transformer(nnx.Module):
         context: Float[Array, "B L E"],
         timestep: Int[Array, "*B"] | int,
         ofs: Float[Array, "*B"] | float | None = None,
+        *,
+        remat: bool = False,
     ) -> Float32[Array, "B T H W out"]:
         """One evaluation.
 
@@ -120,6 +122,7 @@ class Transformer(nnx.Module):
             context: text encoder output, all positions attended.
             timestep: 0 to 999, one for all or one per batch element.
             ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
+            remat: for training: keep only what goes into each block and compute the block again in the backward pass.
 
         Returns:
             The v prediction, float32.
@@ -144,7 +147,11 @@ class Transformer(nnx.Module):
         rotary = rope.rotary(grid, config.head_dim, _rotary_base(config)) if config.rotary else None
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
 
-        x, _ = jax.lax.scan(lambda x, block: (block(x, emb, is_text, rotary), None), x, self.blocks)
+        def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
+            return block(x, emb, is_text, rotary), None
+
+        # a scan's body needs no barrier against common subexpressions
+        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, self.blocks)
 
         x = self.norm_out(self.norm_final(x[:, text_length:]), emb)
         return unpatchify(self.proj_out.float32(x).reshape(batch, *grid, -1), config)

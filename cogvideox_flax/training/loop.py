@@ -1,0 +1,329 @@
+"""The training loop: a pure step under a mesh, with checkpoints from which a run goes on as if never stopped.
+
+Everything that a step sees is a function of the step's number: its batch, its random key, its learning rate. The state
+on disk is therefore whole: parameters, their moving average, the optimiser's moments and the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32, Key
+
+from cogvideox_flax import sharding
+from cogvideox_flax.checkpoint import parameter_name
+from cogvideox_flax.errors import DivergedError, InputError
+from cogvideox_flax.training.metrics import MetricsLog
+from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from cogvideox_flax.training.snapshots import Snapshots
+
+log = logging.getLogger(__name__)
+
+Params = Any
+"""What is trained: component name -> module, or any pytree of arrays."""
+
+Batch = Any
+"""A pytree of host arrays with the batch first."""
+
+Loss = Callable[[Params, Any, Batch, Key[Array, ""]], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
+"""loss(trained, frozen, batch, key) -> (loss, metrics), both means over the batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long and how to train.
+
+    steps: optimiser steps in all. The schedule of the learning rate is laid out over them.
+    accumulate: micro-batches per step, whose gradients are averaged.
+    dtype: of the weights in the forward and backward pass; the trained weights themselves are float32.
+    ema_decay: of the moving average of the weights, which starts with shorter memory: min(decay, (1 + n) / (10 + n)).
+        0: no average is kept.
+    save_minutes: how often the state is written while training; it is also written at the end and when stopped.
+    """
+
+    steps: int
+    seed: int = 0
+    accumulate: int = 1
+    dtype: str = "float32"
+    ema_decay: float = 0.999
+    log_every: int = 10
+    save_minutes: float = 5.0
+    keep: int = 2
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"  {name}: got {getattr(self, name)!r}, expected {expected}"
+            for name, holds, expected in (
+                ("steps", self.steps >= 1, "1 or more"),
+                ("accumulate", self.accumulate >= 1, "1 or more"),
+                ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+                ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
+                ("log_every", self.log_every >= 1, "1 or more"),
+                ("save_minutes", self.save_minutes > 0, "above 0"),
+                ("keep", self.keep >= 1, "1 or more"),
+            )
+            if not holds
+        ]
+        if faults:
+            raise InputError("the training settings are invalid:\n" + "\n".join(faults))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class State:
+    """All that changes while training. `ema` is like `params`, or None; `step` counts the steps done."""
+
+    step: Int32[Array, ""]
+    params: Params
+    ema: Params | None
+    opt_state: Any
+
+    @property
+    def result(self) -> Params:
+        """The weights to use: the moving average where one is kept."""
+        return self.params if self.ema is None else self.ema
+
+
+def train(
+    params: Params,
+    frozen: Any,
+    loss: Loss,
+    batches: Callable[[int], Batch],
+    config: LoopConfig,
+    folder: Path,
+    *,
+    mesh: Mesh | None = None,
+    on_step: Callable[[int, State], None] | None = None,
+    stop_after: Callable[[int], bool] | None = None,
+) -> State:
+    """Train from `params`, or go on from the last state in `folder`.
+
+    Args:
+        params: component name -> module with the starting weights, float32; laid on the mesh by the table of sharding.
+        frozen: passed through to `loss`; modules or None.
+        batches: step (from 0) -> its batch, on the host; called ahead, in a thread.
+        folder: gets `metrics.jsonl` and the states. A folder that was trained with other settings is refused.
+        mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
+        on_step: called after each step with the number of steps done, for samples and the like.
+        stop_after: asked after each step; True ends the run there, in order. SIGTERM and Ctrl-C do the same.
+
+    Returns:
+        The state after the last step done.
+
+    Raises:
+        InputError: settings that differ from those of the run in `folder`.
+        DivergedError: the loss is NaN or infinite; the last state on disk is from before it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_settings(folder, config)
+    with jax.set_mesh(mesh) if mesh is not None else nullcontext(), Snapshots(folder / "states", config.keep) as states:
+        state = _place(params, config, mesh)
+        done = states.latest_step()
+        if done is not None:
+            state = states.restore(done, state)
+            log.info("going on from step %d of %d in %s", done, config.steps, folder)
+        start = int(state.step)
+        metrics = MetricsLog(folder / "metrics.jsonl", keep_to=start)
+        step = jax.jit(partial(_step, loss=loss, config=config), donate_argnums=0)
+        rate = learning_rate(config.optimizer, config.steps)
+        last_save = clock = time.monotonic()
+        logged_at = start
+        with _stop_signals() as stopped, _ahead(batches, start, config.steps) as queue:
+            for done, batch in enumerate(queue, start + 1):
+                state, logged = step(state, frozen, _on_mesh(batch, config, mesh))
+                if on_step is not None:
+                    on_step(done, state)
+                stop = stopped.is_set() or (stop_after is not None and stop_after(done))
+                last = stop or done == config.steps
+                save = last or time.monotonic() - last_save > 60 * config.save_minutes
+                if save or done % config.log_every == 0:
+                    values = {name: float(value) for name, value in logged.items()}  # waits for the step
+                    _check_finite(values, done, folder)
+                    seconds, logged_at, clock = _pace(logged_at, clock, done)
+                    rates = {"learning_rate": float(rate(done - 1)), "seconds_per_step": seconds}
+                    metrics.write({"step": done, **values, **rates})
+                if save:
+                    states.save(done, state)
+                    last_save = time.monotonic()
+                if stop:
+                    log.warning("stopped after step %d of %d; the same command goes on from there", done, config.steps)
+                    break
+        return state
+
+
+def _step(
+    state: State, frozen: Any, batch: Batch, *, loss: Loss, config: LoopConfig
+) -> tuple[State, dict[str, Float32[Array, ""]]]:
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+
+    def gradient(micro: tuple[Batch, Array]) -> tuple[Params, dict[str, Array]]:
+        batch, i = micro
+
+        def mean_loss(params: Params) -> tuple[Array, dict[str, Array]]:
+            return loss(_cast(params, config.dtype), _cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
+
+        (value, logged), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        return grads, {"loss": value} | logged
+
+    micros = batch, jnp.arange(config.accumulate)
+    if config.accumulate == 1:
+        grads, logged = gradient(jax.tree.map(lambda x: x[0], micros))
+    else:
+        shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micros))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        total, _ = jax.lax.scan(lambda sum, micro: (jax.tree.map(jnp.add, sum, gradient(micro)), None), zero, micros)
+        grads, logged = jax.tree.map(lambda x: x / config.accumulate, total)
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    ema = None
+    if state.ema is not None:
+        n = state.step.astype(jnp.float32)
+        decay = jnp.minimum(config.ema_decay, (1 + n) / (10 + n))
+        ema = jax.tree.map(lambda average, new: decay * average + (1 - decay) * new, state.ema, params)
+    logged = logged | {"gradient_norm": optax.global_norm(grads)}
+    return State(state.step + 1, params, ema, opt_state), logged
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    target = jnp.dtype(dtype)
+    return jax.tree.map(lambda x: x.astype(target) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _place(params: Params, config: LoopConfig, mesh: Mesh | None) -> State:
+    """The state before the first step; on a mesh, moments and averages lie where their parameter lies."""
+    places = _placements(params, mesh)
+    params = jax.tree.map(lambda x, place: jax.device_put(jnp.array(x, jnp.float32), place), params, places)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    opt_state = optimizer.init(params)
+    if mesh is not None:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        opt_state = optax.tree_utils.tree_map_params(
+            optimizer,
+            jax.device_put,
+            opt_state,
+            places,
+            transform_non_params=lambda x: jax.device_put(x, everywhere),
+        )
+    step = jnp.zeros((), jnp.int32)
+    if mesh is not None:
+        step = jax.device_put(step, everywhere)
+    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+    return State(step, params, ema, opt_state)
+
+
+def _placements(params: Params, mesh: Mesh | None) -> Any:
+    """Where each parameter lies, by the table of sharding; the outermost key is the component."""
+    if mesh is None:
+        return jax.tree.map(lambda _: jax.devices()[0], params)
+
+    def place(path: jax.tree_util.KeyPath, leaf: Array) -> NamedSharding:
+        component, _, name = parameter_name(path).partition(".")
+        return sharding.parameter_sharding(mesh, component, name, leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def _on_mesh(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
+    """The batch cut into micro-batches [accumulate, batch, ...], the batch split over dp."""
+
+    def put(x: np.ndarray) -> Array:
+        if x.shape[0] % config.accumulate:
+            raise InputError(f"a batch of {x.shape[0]} does not divide into {config.accumulate} micro-batches")
+        x = x.reshape(config.accumulate, -1, *x.shape[1:])
+        if mesh is None:
+            return jnp.asarray(x)
+        return jax.device_put(x, sharding.named(mesh, (None, "batch"), x.shape, "a training batch"))
+
+    return jax.tree.map(put, batch)
+
+
+def _pace(before: int, then: float, step: int) -> tuple[float, int, float]:
+    """Seconds per step since step `before` at time `then`; and this step, and now."""
+    now = time.monotonic()
+    return (now - then) / (step - before), step, now
+
+
+def _check_finite(values: dict[str, float], step: int, folder: Path) -> None:
+    bad = [name for name, value in values.items() if not np.isfinite(value)]
+    if bad:
+        raise DivergedError(
+            f"{', '.join(bad)} not finite at training step {step}; the last state in {folder} is from before. "
+            "Lower learning_rate or clip_norm, or train in float32."
+        )
+
+
+def _check_settings(folder: Path, config: LoopConfig) -> None:
+    """Remember the settings of the run in its folder, and refuse others: the two halves would not be one run."""
+    path = folder / "settings.json"
+    ours = json.loads(json.dumps(dataclasses.asdict(config)))
+    if not path.exists():
+        path.write_text(json.dumps(ours, indent=2) + "\n")
+        return
+    theirs = json.loads(path.read_text())
+    free = ("log_every", "save_minutes", "keep")
+    differing = [k for k in ours if k not in free and ours[k] != theirs.get(k)]
+    if differing:
+        raise InputError(
+            f"{folder} holds a run with other settings:\n"
+            + "\n".join(f"  {k}: there {theirs.get(k)}, now {ours[k]}" for k in differing)
+            + "\nUse another folder, or the same settings to go on."
+        )
+
+
+@contextmanager
+def _ahead(batches: Callable[[int], Batch], start: int, stop: int) -> Iterator[Iterator[Batch]]:
+    """The batches of steps start to stop - 1, each made while the step before it runs."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def stream() -> Iterator[Batch]:
+            coming = pool.submit(batches, start)
+            for step in range(start, stop):
+                batch = coming.result()
+                if step + 1 < stop:
+                    coming = pool.submit(batches, step + 1)
+                yield batch
+
+        yield stream()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set, so that a run ends between two steps. A second Ctrl-C ends it at once."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def stop(number: int, frame: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

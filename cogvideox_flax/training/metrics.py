@@ -1,0 +1,75 @@
+"""Metrics as JSON lines, and their plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cogvideox_flax.errors import InputError
+
+
+class MetricsLog:
+    """A file with one JSON object per line, each with its `step`.
+
+    Args:
+        path: the file; appended to.
+        keep_to: lines of later steps are dropped, so that a resumed run leaves one line per step.
+    """
+
+    def __init__(self, path: Path, keep_to: int):
+        self._path = path
+        kept = [line for line in read_metrics(path) if line["step"] <= keep_to] if path.exists() else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def write(self, values: Mapping[str, float]) -> None:
+        """Append one line; it is on disk when this returns."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({name: _rounded(value) for name, value in values.items()}) + "\n")
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file; one that a kill cut short is left out."""
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def plot_metrics(path: Path, names: Sequence[str], out: Path) -> None:
+    """Draw metrics over steps, one panel each with a running mean, as a PNG.
+
+    Raises:
+        InputError: the file holds no line with one of the names.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = read_metrics(path)
+    figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 3.5), squeeze=False, layout="constrained")
+    for axis, name in zip(axes[0], names, strict=True):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        if not points:
+            raise InputError(f"{path} has no metric {name!r}; it has {sorted({k for line in lines for k in line})}")
+        steps, values = zip(*points, strict=True)
+        axis.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)
+        axis.plot(steps, _running_mean(values, max(1, len(values) // 50)), color="tab:blue")
+        axis.set(xlabel="step", title=name)
+        if min(values) > 0 and max(values) > 20 * min(values):
+            axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+
+
+def _running_mean(values: Sequence[float], reach: int) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]

@@ -1,0 +1,103 @@
+"""What training minimises: v-prediction for the transformer, reconstruction with KL for the autoencoder.
+
+Source: CogVideoX (arXiv 2408.06072), sections 2.1 and 2.3; v-prediction (arXiv 2202.00512); VAE (arXiv 1312.6114).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32, Key
+
+from cogvideox_flax.config import SchedulerConfig
+from cogvideox_flax.models.autoencoder import Autoencoder
+from cogvideox_flax.schedulers import DDIMScheduler
+
+Metrics = dict[str, Float32[Array, ""]]
+Denoiser = Callable[[Float[Array, "B T H W C"], Int32[Array, " B"]], Float32[Array, "B T H W C"]]
+
+
+def v_prediction(
+    denoiser: Denoiser, latents: Float[Array, "B T H W C"], key: Key[Array, ""], config: SchedulerConfig
+) -> tuple[Float32[Array, ""], Metrics]:
+    """Mean squared error of v at random timesteps of the shifted, zero-terminal-SNR schedule.
+
+    v = sqrt(abar) noise - sqrt(1 - abar) x0. Weighting the error of x0 by 1 / (1 - abar), as the released training
+    code does, is the same number: the error of x0 is sqrt(1 - abar) times that of v.
+
+    Args:
+        denoiser: (noised latents, timesteps) -> v; the transformer with its text bound.
+        latents: clean, scaled as the sampler sees them.
+        key: of the noise and the timesteps.
+        config: the schedule; its whole range of timesteps is drawn from, once per stratum of a batch.
+
+    Returns:
+        The loss, and its mean over the noisier and the cleaner half of the timesteps.
+    """
+    batch = latents.shape[0]
+    noise_key, time_key, order_key = jax.random.split(key, 3)
+    scheduler = DDIMScheduler(config)
+    # One timestep from each of `batch` equal ranges, in random order: less variance than independent draws.
+    strata = (jnp.arange(batch) + jax.random.uniform(time_key, (batch,))) / batch
+    t = jax.random.permutation(order_key, (strata * config.num_train_timesteps).astype(jnp.int32))
+    t = t.clip(0, config.num_train_timesteps - 1)
+
+    latents = latents.astype(jnp.float32)
+    noise = jax.random.normal(noise_key, latents.shape)
+    signal, sigma = (
+        jnp.asarray(np.sqrt(table), jnp.float32)[t].reshape(-1, 1, 1, 1, 1)
+        for table in (scheduler.alphas_cumprod, 1 - scheduler.alphas_cumprod)
+    )
+    error = denoiser(signal * latents + sigma * noise, t) - (signal * noise - sigma * latents)
+    per_clip = jnp.square(error).mean((1, 2, 3, 4))
+    noisy = t >= config.num_train_timesteps // 2
+
+    def mean_where(mask: Array) -> Array:
+        return jnp.where(mask, per_clip, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+    return per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
+
+
+def drop_captions(ids: Array, empty: Array, rate: float, key: Key[Array, ""]) -> Array:
+    """Replace captions by the empty one at random, so that the model learns the unconditional half of guidance.
+
+    Args:
+        ids: [B, ...], token ids or text features; `empty` is one row of the same kind, of the empty prompt.
+        rate: the share of captions to drop, 0 to 1.
+    """
+    dropped = jax.random.bernoulli(key, rate, ids.shape[:1])
+    return jnp.where(dropped.reshape(-1, *[1] * (ids.ndim - 1)), empty, ids)
+
+
+def reconstruction(
+    vae: Autoencoder,
+    video: Float[Array, "B F H W 3"],
+    key: Key[Array, ""],
+    *,
+    kl_weight: float,
+    l1_weight: float,
+) -> tuple[Float32[Array, ""], Metrics]:
+    """Mean squared error plus `l1_weight` times the absolute error plus `kl_weight` times the KL divergence.
+
+    The clip goes through the public encode and decode, in their causal chunks, as at inference. All three terms are
+    means over their elements: pixels and channels, or latent elements.
+
+    Args:
+        video: in [-1, 1].
+        key: of the latent sample.
+
+    Returns:
+        The loss, and its terms, the PSNR in dB and the mean standard deviation of the posterior.
+    """
+    mean, logvar = (part.astype(jnp.float32) for part in vae.encode(video))
+    std = jnp.exp(0.5 * logvar)
+    z = mean + std * jax.random.normal(key, mean.shape)
+    error = vae.decode(z).astype(jnp.float32) - video.astype(jnp.float32)
+    mse, l1 = jnp.square(error).mean(), jnp.abs(error).mean()
+    kl = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1 - logvar).mean()
+    psnr = 10 * jnp.log10(4 / jnp.square(error).mean((1, 2, 3, 4))).mean()
+    metrics = {"mse": mse, "l1": l1, "kl": kl, "psnr": psnr, "posterior_std": std.mean()}
+    return mse + l1_weight * l1 + kl_weight * kl, metrics

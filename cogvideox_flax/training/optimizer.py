@@ -1,0 +1,84 @@
+"""The optimiser: AdamW with warm-up, cosine decay and clipping of the gradient's norm (optax)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from cogvideox_flax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Settings of AdamW and its schedule.
+
+    learning_rate: at the end of the warm-up, from where a cosine leads to `final_learning_rate` at the last step.
+    weight_decay: applies to matrices and kernels, not to biases, norm scales and other vectors.
+    clip_norm: gradients with a larger global norm are scaled down to it.
+    """
+
+    learning_rate: float = 1e-4
+    final_learning_rate: float = 0.0
+    warmup_steps: int = 100
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 1e-3
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"  {name}: got {getattr(self, name)}, expected {expected}"
+            for name, holds, expected in (
+                ("learning_rate", self.learning_rate > 0, "above 0"),
+                ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
+                ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+                ("b1", 0 <= self.b1 < 1, "0 to below 1"),
+                ("b2", 0 <= self.b2 < 1, "0 to below 1"),
+                ("weight_decay", self.weight_decay >= 0, "0 or more"),
+                ("clip_norm", self.clip_norm > 0, "above 0"),
+            )
+            if not holds
+        ]
+        if faults:
+            raise InputError("the optimizer settings are invalid:\n" + "\n".join(faults))
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """The learning rate of each of `steps` steps."""
+    warmup = min(config.warmup_steps, steps - 1)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (warmup + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=warmup,
+        decay_steps=max(steps, warmup + 1),
+        end_value=config.final_learning_rate,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clip, then AdamW at the scheduled rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate(config, steps),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=_decayed,
+        ),
+    )
+
+
+def _decayed(params: Any) -> Any:
+    """Which parameters decay: kernels and embeddings. Stacked layers give a vector a second axis, so names decide."""
+
+    def is_matrix(path: jax.tree_util.KeyPath, leaf: Any) -> bool:
+        names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in path}
+        return leaf.ndim > 1 and not names & {"bias", "scale", "position_bias", "pos_embedding"}
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
