@@ -83,8 +83,8 @@ TEXT = TextEncoderConfig(
 TOKENIZER = TokenizerConfig(max_length=24)
 TRANSFORMER = TransformerConfig(
     layers=6,
-    heads=3,
-    head_dim=64,
+    heads=4,
+    head_dim=48,
     text_width=TEXT.width,
     text_length=TOKENIZER.max_length,
     time_width=128,
