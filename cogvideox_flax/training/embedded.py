@@ -13,6 +13,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,21 +55,22 @@ VAE = VAEConfig(
     scaling_factor=1.0,
 )
 
-IMAGE_LOOP = LoopConfig(
-    steps=1500,
-    seed=SEED,
-    ema_decay=0.995,
-    optimizer=OptimizerConfig(
-        learning_rate=2e-3, final_learning_rate=4e-4, warmup_steps=50, b2=0.98, weight_decay=1e-4
-    ),
+VAE_OPTIMIZER = OptimizerConfig(
+    learning_rate=2e-3, final_learning_rate=4e-4, warmup_steps=50, b2=0.98, weight_decay=1e-4
 )
+IMAGE_LOOP = LoopConfig(steps=1500, seed=SEED, ema_decay=0.995, optimizer=VAE_OPTIMIZER)
 VIDEO_LOOP = LoopConfig(
     steps=2600,
     seed=SEED + 1,
     ema_decay=0.998,
-    optimizer=OptimizerConfig(
-        learning_rate=8e-4, final_learning_rate=2e-5, warmup_steps=100, b2=0.98, weight_decay=1e-4
-    ),
+    optimizer=replace(VAE_OPTIMIZER, learning_rate=8e-4, final_learning_rate=2e-5, warmup_steps=100),
+)
+VIDEO_STOP = 1390
+VIDEO_COOL = LoopConfig(
+    steps=300,
+    seed=SEED + 7,
+    ema_decay=0.99,
+    optimizer=replace(VAE_OPTIMIZER, learning_rate=3e-4, final_learning_rate=5e-6, warmup_steps=20),
 )
 KL_WEIGHT, L1_WEIGHT = 2e-4, 0.1
 CAPTION_DROPOUT = 0.1
@@ -99,14 +101,18 @@ SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
 CLIPS, SHARD = 12_000, 100
 DIFFUSION_BATCH = 32
-DIFFUSION_LOOP = LoopConfig(
-    steps=16_000,
-    seed=SEED + 2,
-    ema_decay=0.999,
-    optimizer=OptimizerConfig(
-        learning_rate=1e-3, final_learning_rate=2e-5, warmup_steps=300, b2=0.98, weight_decay=1e-3
-    ),
+DIFFUSION_OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-3, final_learning_rate=1e-3, warmup_steps=300, b2=0.98, weight_decay=1e-3
 )
+DIFFUSION_LOOP = LoopConfig(steps=100_000, seed=SEED + 2, ema_decay=0.999, optimizer=DIFFUSION_OPTIMIZER)
+DIFFUSION_STOP = 10_000
+DIFFUSION_COOL = LoopConfig(
+    steps=2000,
+    seed=SEED + 6,
+    ema_decay=0.995,
+    optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
+)
+"""A constant rate for as long as one likes, then a decay to almost nothing: the first part can be gone on with."""
 
 
 def vae_batch(step: int, *, batch: int, frames: int, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
@@ -146,7 +152,9 @@ def train_vae(folder: Path, mesh: Mesh | None) -> Autoencoder:
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(images, sample)
     start = {"vae": standardise(images, mean.mean((0, 1, 2, 3)), mean.std((0, 1, 2, 3)))}
     batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 1)
-    vae = train(start, None, vae_loss, batches, VIDEO_LOOP, folder / "vae", mesh=mesh).result["vae"]
+    learned = train(start, None, vae_loss, batches, VIDEO_LOOP, folder / "vae", mesh=mesh, stop_at=VIDEO_STOP)
+    batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 7)
+    vae = train(learned.result, None, vae_loss, batches, VIDEO_COOL, folder / "vae-cool", mesh=mesh).result["vae"]
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, world_clips(range(64), SEED + 5)[0])
     return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact: the means stay
 
@@ -234,7 +242,13 @@ def train_transformer(folder: Path, mesh: Mesh | None) -> State:
     def batches(step: int) -> dict[str, np.ndarray]:
         return store.gather(examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2))
 
-    return train(start, empty, diffusion_loss, batches, DIFFUSION_LOOP, folder / "transformer", mesh=mesh)
+    run = partial(train, frozen=empty, loss=diffusion_loss, mesh=mesh)
+    learned = run(start, batches=batches, config=DIFFUSION_LOOP, folder=folder / "transformer", stop_at=DIFFUSION_STOP)
+
+    def later(step: int) -> dict[str, np.ndarray]:
+        return batches(DIFFUSION_STOP + step)
+
+    return run(learned.params, batches=later, config=DIFFUSION_COOL, folder=folder / "transformer-cool")
 
 
 def export(folder: Path, mesh: Mesh | None) -> None:

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameter_name
 from cogvideox_flax.errors import DivergedError, InputError
+from cogvideox_flax.pipeline import compiler_options
 from cogvideox_flax.training.metrics import MetricsLog
 from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from cogvideox_flax.training.snapshots import Snapshots
@@ -113,6 +114,7 @@ def train(
     mesh: Mesh | None = None,
     on_step: Callable[[int, State], None] | None = None,
     stop_after: Callable[[int], bool] | None = None,
+    stop_at: int | None = None,
 ) -> State:
     """Train from `params`, or go on from the last state in `folder`.
 
@@ -123,6 +125,7 @@ def train(
         folder: gets `metrics.jsonl` and the states. A folder that was trained with other settings is refused.
         mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
         on_step: called after each step with the number of steps done, for samples and the like.
+        stop_at: end after this many steps of `config.steps`, for a schedule that is cut short and cooled down by another.
         stop_after: asked after each step; True ends the run there, in order. SIGTERM and Ctrl-C do the same.
 
     Returns:
@@ -136,23 +139,27 @@ def train(
     _check_settings(folder, config)
     with jax.set_mesh(mesh) if mesh is not None else nullcontext(), Snapshots(folder / "states", config.keep) as states:
         state = _place(params, config, mesh)
+        del params  # where the caller kept no name for it, the memory of what was loaded is free again
         done = states.latest_step()
         if done is not None:
             state = states.restore(done, state)
             log.info("going on from step %d of %d in %s", done, config.steps, folder)
         start = int(state.step)
         metrics = MetricsLog(folder / "metrics.jsonl", keep_to=start)
-        step = jax.jit(partial(_step, loss=loss, config=config), donate_argnums=0)
+        step = jax.jit(
+            partial(_step, loss=loss, config=config), donate_argnums=0, compiler_options=compiler_options(config.dtype)
+        )
         rate = learning_rate(config.optimizer, config.steps)
         last_save = clock = time.monotonic()
         logged_at = start
-        with _stop_signals() as stopped, _ahead(batches, start, config.steps) as queue:
+        end = min(config.steps, stop_at or config.steps)
+        with _stop_signals() as stopped, _ahead(batches, start, end) as queue:
             for done, batch in enumerate(queue, start + 1):
                 state, logged = step(state, frozen, _on_mesh(batch, config, mesh))
                 if on_step is not None:
                     on_step(done, state)
                 stop = stopped.is_set() or (stop_after is not None and stop_after(done))
-                last = stop or done == config.steps
+                last = stop or done == end
                 save = last or time.monotonic() - last_save > 60 * config.save_minutes
                 if save or done % config.log_every == 0:
                     values = {name: float(value) for name, value in logged.items()}  # waits for the step
@@ -160,6 +167,7 @@ def train(
                     seconds, logged_at, clock = _pace(logged_at, clock, done)
                     rates = {"learning_rate": float(rate(done - 1)), "seconds_per_step": seconds}
                     metrics.write({"step": done, **values, **rates})
+                    log.info("step %d of %d: loss %.4f, %.3g s a step", done, config.steps, values["loss"], seconds)
                 if save:
                     states.save(done, state)
                     last_save = time.monotonic()

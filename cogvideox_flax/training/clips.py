@@ -1,0 +1,180 @@
+"""A folder of clips with captions: which clips there are, what is wrong with them, and one clip as the model sees it.
+
+clips/a.mp4  clips/a.txt            a video and its caption beside it; .gif, .mov, .mkv and .webm too
+clips/b/0000.png ...  clips/b.txt   a directory of PNGs is a video
+clips/captions.jsonl                or all captions in one file (or metadata.jsonl), a line per clip:
+                                    {"file": "a.mp4", "caption": "a red kite over the sea"}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.video import count_frames, read_video
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".mp4", ".gif", ".mov", ".mkv", ".webm")
+CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video (file, or directory of PNGs) and what it shows. `name` is its path inside the folder."""
+
+    path: Path
+    name: str
+    caption: str
+
+
+def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
+    """The clips of a folder, in the order of their names. Nothing is decoded yet.
+
+    Args:
+        num_frames: how long a clip must be at least, at `fps` frames per second.
+
+    Raises:
+        InputError: no clips, or faults, all in one message: a caption that is missing or empty, a video that is
+            missing, unreadable or too short, a file name that leaves the folder.
+    """
+    if not folder.is_dir():
+        raise InputError(f"there is no folder of clips {folder}; expected videos with a caption each (NAME.txt)")
+    tables = [folder / name for name in CAPTION_FILES if (folder / name).exists()]
+    if len(tables) > 1:
+        raise InputError(f"{folder} holds both {' and '.join(CAPTION_FILES)}; keep one")
+    clips, faults = _from_table(folder, tables[0]) if tables else _from_neighbours(folder)
+    for clip in clips:
+        faults += _video_faults(clip, num_frames, fps)
+    if faults:
+        raise InputError(f"{folder} cannot be trained on ({len(faults)} faults):\n" + "\n".join(faults))
+    if not clips:
+        raise InputError(f"{folder} holds no clips; expected {', '.join(SUFFIXES)} or directories of PNGs")
+    return sorted(clips, key=lambda clip: clip.name)
+
+
+def fingerprint(clips: Sequence[Clip]) -> str:
+    """SHA-256 over the names, captions and contents of clips."""
+    digest = hashlib.sha256()
+    for clip in clips:
+        files = sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path]
+        for path in files:
+            with path.open("rb") as file:
+                contents = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(json.dumps([clip.name, clip.caption, path.name, contents]).encode())
+    return digest.hexdigest()
+
+
+def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) -> UInt8[np.ndarray, "F H W 3"]:
+    """The middle `num_frames` of a video at `fps`, resized to cover height x width and cropped around the centre.
+
+    The nearest frame in time is taken. A PNG sequence that does not say its rate is taken as it is.
+
+    Raises:
+        InputError: the video cannot be read or is too short.
+    """
+    frames, own_fps = read_video(path)
+    ratio = _ratio(own_fps, fps)
+    there = _resampled_count(len(frames), ratio)
+    if there < num_frames:
+        raise InputError(f"{path} has {there} frames at {fps:g} per second; {num_frames} are needed")
+    start = (there - num_frames) // 2
+    chosen = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
+    own_height, own_width = frames.shape[1:3]
+    scale = max(height / own_height, width / own_width)
+    across, down = width / scale, height / scale
+    left, top = (own_width - across) / 2, (own_height - down) / 2
+    box = (left, top, left + across, top + down)
+    return np.stack(
+        [
+            np.asarray(Image.fromarray(frames[i]).resize((width, height), Image.Resampling.LANCZOS, box=box))
+            for i in chosen
+        ]
+    )
+
+
+def _ratio(own_fps: float, fps: float) -> float:
+    """Frames of the video per frame of the clip."""
+    return own_fps / fps if own_fps else 1.0
+
+
+def _resampled_count(count: int, ratio: float) -> int:
+    """How many k = 0, 1, ... there are whose nearest frame, round(k * ratio), is one of `count`."""
+    return math.ceil((count - 0.5) / ratio)
+
+
+def _from_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
+    clips: dict[str, Clip] = {}
+    faults = []
+    try:
+        lines = table.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"cannot read {table}: {e}; expected UTF-8 text") from e
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"  {table.name} line {number}"
+        try:
+            entry: Any = json.loads(line)
+            name, caption = entry["file"], entry["caption"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            faults.append(f'{place}: expected {{"file": ..., "caption": ...}}')
+            continue
+        if not isinstance(name, str) or not isinstance(caption, str) or not name or "\0" in name:
+            faults.append(f"{place}: file and caption must be text; got {name!r} and {caption!r}")
+            continue
+        inside = os.path.normpath(name)
+        if os.path.isabs(inside) or inside.split(os.sep)[0] == ".." or inside == ".":
+            faults.append(f"{place}: {name} leaves the folder; name a file inside it")
+        elif inside in clips:
+            faults.append(f"{place}: {name} has a caption already")
+        else:
+            clips[inside] = Clip(folder / inside, inside, caption.strip())
+            if not caption.strip():
+                faults.append(f"  {inside}: its caption in {table.name} is empty")
+    return list(clips.values()), faults
+
+
+def _from_neighbours(folder: Path) -> tuple[list[Clip], list[str]]:
+    clips, faults = [], []
+    for path in sorted(folder.iterdir()):
+        is_video = any(path.glob("*.png")) if path.is_dir() else path.suffix.lower() in SUFFIXES
+        if not is_video:
+            continue
+        text = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
+        caption = ""
+        try:
+            caption = text.read_text(encoding="utf-8-sig").strip()
+            if not caption:
+                faults.append(f"  {path.name}: its caption {text.name} is empty")
+        except FileNotFoundError:
+            faults.append(f"  {path.name}: no caption {text.name}")
+        except (OSError, UnicodeDecodeError) as e:
+            faults.append(f"  {path.name}: its caption {text.name} cannot be read ({e})")
+        clips.append(Clip(path, path.name, caption))
+    return clips, faults
+
+
+def _video_faults(clip: Clip, num_frames: int, fps: float) -> list[str]:
+    try:
+        count, own_fps = count_frames(clip.path)
+    except InputError as e:
+        return [f"  {clip.name}: {e}"]
+    ratio = _ratio(own_fps, fps)
+    if (there := _resampled_count(count, ratio)) < num_frames:
+        return [f"  {clip.name}: too short, {there} frames at {fps:g} per second; {num_frames} are needed"]
+    if ratio < 0.99:
+        log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own_fps, fps)
+    return []
