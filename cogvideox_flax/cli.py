@@ -33,6 +33,15 @@ DTYPE = "bfloat16"
 SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed", "lora")
 """Options that are called the same on the command line and in the settings."""
 
+TRAINING_OPTIONS = {
+    "model": ("--model", "the model"),
+    "clips": ("--clips", "the folder of clips"),
+    "out": ("--out", "the folder that the run writes to"),
+    "mesh": ("--mesh", "devices, DP,SP,TP"),
+    "loop.steps": ("--steps", "how many steps"),
+}
+"""Key of the training configuration -> the option that overrides it."""
+
 DYNAMIC_CFG: dict[str, Any] = {"off": False, "timestep": True, "index": "index"}
 
 
@@ -119,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("decode", decode, "stage 3: latents to a video", model, decoding)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
+    sub = command("train", train, "fine-tune a model on a folder of clips")
+    sub.add_argument("--config", type=_path, required=True, help="a TOML file, see cogvideox_flax/training/recipe.py")
+    sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
+    for name, what in TRAINING_OPTIONS.values():
+        sub.add_argument(name, type=int if name == "--steps" else str, help=f"{what}, in place of the file's")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
     sub = command("info", info, "what a checkpoint is and holds")
     sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
@@ -213,6 +228,29 @@ def decode(args: argparse.Namespace) -> None:
     pipe = _load(args, dtype, mesh)
     video = stages.decode(pipe, args.dir, fps=args.fps, tiling=args.tiling, progress=not args.quiet)
     print("\n".join(map(str, video.save(out))))
+
+
+def train(args: argparse.Namespace) -> None:
+    """Fine-tune, or with --check say what that would be."""
+    try:
+        import matplotlib  # noqa: F401
+        import optax  # noqa: F401
+        import orbax.checkpoint  # noqa: F401
+    except ImportError as e:
+        raise InputError(f'training needs {e.name}; install it with: pip install "cogvideox-flax[train]"') from e
+    from cogvideox_flax.training.finetune import check, finetune
+    from cogvideox_flax.training.recipe import read_config
+
+    logging.getLogger("absl").setLevel(logging.WARNING)  # which Orbax uses for notes about each state
+    given = {key: getattr(args, option.removeprefix("--")) for key, (option, _) in TRAINING_OPTIONS.items()}
+    plan = check(read_config(args.config, {key: value for key, value in given.items() if value is not None}))
+    if args.check:
+        print(plan.describe())
+        return
+    result = finetune(plan, progress=not args.quiet)
+    if result is None:
+        raise KeyboardInterrupt  # stopped in order: `main` says how to go on
+    print(result)
 
 
 def info(args: argparse.Namespace) -> None:

@@ -223,6 +223,15 @@ class CogVideoXPipeline:
     def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
         return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
 
+    def use(self, component: str, module: Any) -> None:
+        """Run with this module in place of the checkpoint's, until `release` lets go of it.
+
+        Args:
+            component: "text_encoder", "transformer" or "vae".
+            module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
+        """
+        self._loaded[component] = module
+
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory; they load again when used."""
         for name in components or COMPONENTS:

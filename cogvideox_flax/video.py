@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,34 @@ def read_video(path: str | Path) -> tuple[Frames, float]:
         if not path.is_file():
             raise InputError(f"there is no video {path}")
         return _read_gif(path) if path.suffix.lower() == ".gif" else _read_ffmpeg(path)
+    except (OSError, UnidentifiedImageError) as e:
+        raise InputError(f"cannot read the video {path}: {str(e).splitlines()[0]}") from e
+
+
+def count_frames(path: str | Path) -> tuple[int, float]:
+    """A video's number of frames and frames per second as `read_video` would give them, without decoding it.
+
+    Of a file with a variable frame rate the count may be a few frames low.
+
+    Raises:
+        InputError: there is no such video, or it cannot be read.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            files = _sequence(path)
+            return len(files), float(_read_png(files[0])[1].get("fps", 0))
+        if not path.is_file():
+            raise InputError(f"there is no video {path}")
+        if path.suffix.lower() == ".gif":
+            with Image.open(path) as image:
+                times = [time for _, time in _gif_frames(image)]
+            return len(times), _gif_rate(times)
+        _, _, fps = _size_and_rate(path)
+        video = ["-i", str(path.absolute()), "-map", "0:v:0", "-c", "copy"]
+        progress = _run_ffmpeg([*video, "-progress", "-", "-f", "null", os.devnull]).decode()
+        packets, end = (int(re.findall(rf"{name}=(\d+)", progress)[-1]) for name in ("frame", "out_time_us"))
+        return max(packets, round(end * 1e-6 * fps)), fps
     except (OSError, UnidentifiedImageError) as e:
         raise InputError(f"cannot read the video {path}: {str(e).splitlines()[0]}") from e
 
@@ -326,25 +354,38 @@ def _read_pngs(path: Path) -> tuple[Frames, float]:
 
 
 def _read_gif(path: Path) -> tuple[Frames, float]:
-    frames, milliseconds = [], 0
     with Image.open(path) as image:
-        for i in range(getattr(image, "n_frames", 1)):
-            image.seek(i)
-            frames.append(np.asarray(image.convert("RGB")))
-            milliseconds += image.info.get("duration", 0)
-    return np.stack(frames), 1000 * len(frames) / milliseconds if milliseconds else 0.0
+        frames, times = zip(*_gif_frames(image), strict=True)
+    return np.stack([np.asarray(frame) for frame in frames]), _gif_rate(times)
 
 
-def _read_ffmpeg(path: Path) -> tuple[Frames, float]:
-    video = ["-i", str(path.absolute())]
-    # one frame in a format whose header says size and rate: "YUV4MPEG2 W720 H480 F30000:1001 ..."
-    header = _run_ffmpeg([*video, "-frames:v", "1", "-pix_fmt", "yuv420p", "-f", "yuv4mpegpipe", "-"])
-    found = re.match(rb"YUV4MPEG2 W(\d+) H(\d+) F(\d+):(\d+) ", header)
+def _gif_frames(image: Image.Image) -> Iterator[tuple[Image.Image, int]]:
+    """Each frame and its milliseconds."""
+    for i in range(getattr(image, "n_frames", 1)):
+        image.seek(i)
+        yield image.convert("RGB"), image.info.get("duration", 0)
+
+
+def _gif_rate(times: Sequence[int]) -> float:
+    return 1000 * len(times) / sum(times) if sum(times) else 0.0
+
+
+def _size_and_rate(path: Path) -> tuple[int, int, float]:
+    """Width, height and frames per second."""
+    # one frame in a format whose header says them: "YUV4MPEG2 W720 H480 F30000:1001 ..."
+    one = ["-i", str(path.absolute()), "-frames:v", "1", "-pix_fmt", "yuv420p", "-f", "yuv4mpegpipe", "-"]
+    found = re.match(rb"YUV4MPEG2 W(\d+) H(\d+) F(\d+):(\d+) ", _run_ffmpeg(one))
     if not found:
         raise InputError(f"{path} holds no frames")
     width, height, frames, seconds = map(int, found.groups())
+    return width, height, frames / seconds
+
+
+def _read_ffmpeg(path: Path) -> tuple[Frames, float]:
+    width, height, fps = _size_and_rate(path)
     exact = ["-vf", f"scale=flags={_EXACT}", "-pix_fmt", "rgb24", "-f", "rawvideo", "-"]
-    return np.frombuffer(_run_ffmpeg([*video, *exact]), np.uint8).reshape(-1, height, width, 3).copy(), frames / seconds
+    pixels = _run_ffmpeg(["-i", str(path.absolute()), *exact])
+    return np.frombuffer(pixels, np.uint8).reshape(-1, height, width, 3).copy(), fps
 
 
 def _read_comment(path: Path) -> str:

@@ -125,7 +125,7 @@ def train(
         folder: gets `metrics.jsonl` and the states. A folder that was trained with other settings is refused.
         mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
         on_step: called after each step with the number of steps done, for samples and the like.
-        stop_at: end after this many steps of `config.steps`, for a schedule that is cut short and cooled down by another.
+        stop_at: end after this many of `config.steps`, for a schedule that is cut short and cooled down by another.
         stop_after: asked after each step; True ends the run there, in order. SIGTERM and Ctrl-C do the same.
 
     Returns:
