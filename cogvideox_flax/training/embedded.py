@@ -99,7 +99,7 @@ TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
-CLIPS, SHARD = 12_000, 100
+CLIPS, SHARD = 12_000, 40
 DIFFUSION_BATCH = 32
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3, final_learning_rate=1e-3, warmup_steps=300, b2=0.98, weight_decay=1e-3
@@ -275,7 +275,7 @@ def sha256_of(module: nnx.Module) -> str:
 
 
 def _report(done: int, count: int) -> None:
-    if done % (10 * SHARD) == 0:
+    if done % (25 * SHARD) == 0:
         log.info("%d of %d clips encoded", done, count)
 
 
