@@ -71,6 +71,14 @@ class Manifest:
         """The release that the transformer's architecture belongs to."""
         return find_release(self.transformer) if self.transformer else None
 
+    @property
+    def default_dtype(self) -> str:
+        """What a run computes in unless told otherwise: bfloat16 for a release, float32 for a model of another size.
+
+        The 2b release was trained in float16, the others in bfloat16; what is none of them is small.
+        """
+        return "float32" if self.release is None else "bfloat16"
+
     def to_json(self) -> dict[str, Any]:
         configs = {name: getattr(self, name) for name in CONFIG_TYPES}
         return {

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # a command imports what it needs, so that wrong options and 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
 
-DTYPE = "bfloat16"
 SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed", "lora")
 """Options that are called the same on the command line and in the settings."""
 
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
-    model.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help=f"default: {DTYPE}")
+    model.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16; float32 for the embedded model")
     model.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
     model.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -220,8 +219,8 @@ def decode(args: argparse.Namespace) -> None:
     out = args.out or args.dir / stages.VIDEO_FILE
     _check_output(out, len(before["prompt"]), latents_only=False)
     stages.check_folder(out.absolute().parent)
-    dtype = args.dtype or before.get("dtype", DTYPE)
     manifest, mesh = _peek(args)
+    dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     assert manifest.vae
     stages.read_latents(args.dir, before, manifest.vae)
@@ -343,7 +342,7 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
     resolved = stages.Settings.for_model(
         manifest,
         mesh,
-        **{"dtype": DTYPE} | settings | {name: value for name, value in given.items() if value is not None},
+        **{"dtype": manifest.default_dtype} | settings | {name: value for name, value in given.items() if value is not None},
         model_id=os.path.abspath(path) if args.model is not None and os.path.exists(path) else model,
         revision=args.revision,
     )

@@ -32,7 +32,7 @@ from conversion.progress import progress_bar
 log = logging.getLogger(__name__)
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "weights" / "embedded"
-"""The small checkpoint that comes with the source tree."""
+"""The small checkpoint that comes with the source tree, and with an installed package."""
 
 
 def cache_dir() -> Path:

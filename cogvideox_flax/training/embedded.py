@@ -91,6 +91,7 @@ TRANSFORMER = TransformerConfig(
     text_length=TOKENIZER.max_length,
     time_width=128,
     rotary=True,
+    learned_positions=True,  # as 5b-I2V has beside rotary ones: rotations by 0 to 3 patches tell little
     sample_height=SIZE // 8,
     sample_width=SIZE // 8,
     sample_frames=FRAMES,
@@ -234,10 +235,7 @@ def train_transformer(folder: Path, mesh: Mesh | None) -> State:
     """The transformer and the text encoder, together."""
     store = prepare_latents(folder, mesh)
     empty = make_tokenizer(folder)([""])[0]
-    start = {
-        "text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)),
-        "transformer": Transformer(TRANSFORMER, rngs=nnx.Rngs(SEED + 5)),
-    }
+    start = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
 
     def batches(step: int) -> dict[str, np.ndarray]:
         return store.gather(examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2))
@@ -272,6 +270,19 @@ def sha256_of(module: nnx.Module) -> str:
     for name, value in parameters(module).items():
         digest.update(name.encode() + np.asarray(value).tobytes())
     return digest.hexdigest()
+
+
+def new_transformer() -> Transformer:
+    """The transformer before training. Positions start as the sum of a random vector per frame, row and column."""
+    transformer = Transformer(TRANSFORMER, rngs=nnx.Rngs(SEED + 5))
+    grid = ((FRAMES - 1) // 4 + 1, SIZE // 16, SIZE // 16)
+    rng = np.random.default_rng(SEED + 5)
+    frame, row, column = (rng.normal(0, 0.5, (n, TRANSFORMER.width)) for n in grid)
+    video = (frame[:, None, None] + row[:, None] + column).reshape(-1, TRANSFORMER.width)
+    text = np.zeros((TOKENIZER.max_length, TRANSFORMER.width))
+    assert transformer.pos_embedding is not None
+    transformer.pos_embedding[...] = jnp.asarray(np.concatenate([text, video]), jnp.float32)
+    return transformer
 
 
 def _report(done: int, count: int) -> None:
