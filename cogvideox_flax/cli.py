@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
-    model.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16; float32 for the embedded model")
+    model.add_argument(
+        "--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16; float32 for the embedded model"
+    )
     model.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
     model.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -342,7 +344,9 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
     resolved = stages.Settings.for_model(
         manifest,
         mesh,
-        **{"dtype": manifest.default_dtype} | settings | {name: value for name, value in given.items() if value is not None},
+        **{"dtype": manifest.default_dtype}
+        | settings
+        | {name: value for name, value in given.items() if value is not None},
         model_id=os.path.abspath(path) if args.model is not None and os.path.exists(path) else model,
         revision=args.revision,
     )

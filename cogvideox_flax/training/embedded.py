@@ -34,7 +34,7 @@ from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.training import world
-from cogvideox_flax.training.loop import LoopConfig, State, train
+from cogvideox_flax.training.loop import LoopConfig, Loss, State, train
 from cogvideox_flax.training.objectives import drop_captions, reconstruction, v_prediction
 from cogvideox_flax.training.optimizer import OptimizerConfig
 from cogvideox_flax.training.order import examples_of_step
@@ -143,7 +143,7 @@ def train_vae_images(folder: Path, mesh: Mesh | None) -> Autoencoder:
     """First single frames: a third of the work per frame, and enough to learn shapes and colours."""
     start = {"vae": Autoencoder(VAE, rngs=nnx.Rngs(SEED))}
     batches = partial(vae_batch, batch=IMAGE_BATCH, frames=1, seed=SEED)
-    return train(start, None, vae_loss, batches, IMAGE_LOOP, folder / "vae-images", mesh=mesh).result["vae"]
+    return _to_the_end(start, None, vae_loss, batches, IMAGE_LOOP, folder / "vae-images", mesh=mesh).result["vae"]
 
 
 def train_vae(folder: Path, mesh: Mesh | None) -> Autoencoder:
@@ -153,9 +153,10 @@ def train_vae(folder: Path, mesh: Mesh | None) -> Autoencoder:
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(images, sample)
     start = {"vae": standardise(images, mean.mean((0, 1, 2, 3)), mean.std((0, 1, 2, 3)))}
     batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 1)
-    learned = train(start, None, vae_loss, batches, VIDEO_LOOP, folder / "vae", mesh=mesh, stop_at=VIDEO_STOP)
+    learned = _to_the_end(start, None, vae_loss, batches, VIDEO_LOOP, folder / "vae", mesh=mesh, stop_at=VIDEO_STOP)
     batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 7)
-    vae = train(learned.result, None, vae_loss, batches, VIDEO_COOL, folder / "vae-cool", mesh=mesh).result["vae"]
+    cooled = _to_the_end(learned.result, None, vae_loss, batches, VIDEO_COOL, folder / "vae-cool", mesh=mesh)
+    vae = cooled.result["vae"]
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, world_clips(range(64), SEED + 5)[0])
     return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact: the means stay
 
@@ -240,7 +241,7 @@ def train_transformer(folder: Path, mesh: Mesh | None) -> State:
     def batches(step: int) -> dict[str, np.ndarray]:
         return store.gather(examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2))
 
-    run = partial(train, frozen=empty, loss=diffusion_loss, mesh=mesh)
+    run = partial(_to_the_end, frozen=empty, loss=diffusion_loss, mesh=mesh)
     learned = run(start, batches=batches, config=DIFFUSION_LOOP, folder=folder / "transformer", stop_at=DIFFUSION_STOP)
 
     def later(step: int) -> dict[str, np.ndarray]:
@@ -270,6 +271,27 @@ def sha256_of(module: nnx.Module) -> str:
     for name, value in parameters(module).items():
         digest.update(name.encode() + np.asarray(value).tobytes())
     return digest.hexdigest()
+
+
+def _to_the_end(
+    params: Any,
+    frozen: Any,
+    loss: Loss,
+    batches: Callable[[int], Any],
+    config: LoopConfig,
+    folder: Path,
+    mesh: Mesh | None,
+    stop_at: int | None = None,
+) -> State:
+    """`train`, which returns early when it is told to stop: no later stage may start from what there is then.
+
+    Raises:
+        KeyboardInterrupt: stopped.
+    """
+    state = train(params, frozen, loss, batches, config, folder, mesh=mesh, stop_at=stop_at)
+    if int(state.step) < (stop_at or config.steps):
+        raise KeyboardInterrupt
+    return state
 
 
 def new_transformer() -> Transformer:
@@ -307,8 +329,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
     mesh = sharding.make_mesh(dp=len(jax.devices())) if len(jax.devices()) > 1 else None
-    for stage in args.stage or STAGES:
-        STAGES[stage](args.run, mesh)
+    try:
+        for stage in args.stage or STAGES:
+            STAGES[stage](args.run, mesh)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
