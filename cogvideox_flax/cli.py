@@ -339,6 +339,7 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
         "use_dynamic_cfg": DYNAMIC_CFG.get(getattr(args, "dynamic_cfg", None) or ""),
     }
     given |= {name: getattr(args, name, None) for name in SAME_NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
     model = EMBEDDED if args.model is None else args.model
     path = os.path.expanduser(model)
     resolved = stages.Settings.for_model(

@@ -103,7 +103,7 @@ SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 CLIPS, SHARD = 12_000, 40
 DIFFUSION_BATCH = 32
 DIFFUSION_OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-3, final_learning_rate=1e-3, warmup_steps=300, b2=0.98, weight_decay=1e-3
+    kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
 DIFFUSION_LOOP = LoopConfig(steps=100_000, seed=SEED + 2, ema_decay=0.999, optimizer=DIFFUSION_OPTIMIZER)
 DIFFUSION_STOP = 10_000

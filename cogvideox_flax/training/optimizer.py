@@ -1,25 +1,40 @@
-"""The optimiser: AdamW with warm-up, cosine decay and clipping of the gradient's norm (optax)."""
+"""The optimisers, with warm-up, cosine decay and clipping of the gradient's norm (optax).
+
+Sources: AdamW (arXiv 1711.05101); Muon (kellerjordan.github.io/posts/muon), with the step size of arXiv 2502.16982, which
+lets it take AdamW's learning rates.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
+from cogvideox_flax.checkpoint import parameter_name
 from cogvideox_flax.errors import InputError
+
+
+KINDS = ("adamw", "muon")
+_MUON_MATRICES = re.compile(r"(.*\.)?blocks\.(attn|mlp)\.\w+\.kernel")
+_MUON_RMS = 0.2  # of a step's entries before the learning rate, about that of AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Settings of AdamW and its schedule.
+    """Settings of the optimiser and its schedule.
 
+    kind: "adamw"; or "muon", which makes the steps of the blocks' attention and feed-forward matrices orthogonal and
+        leaves the rest to AdamW. It learns faster from scratch; keep to AdamW for weights that AdamW trained.
     learning_rate: at the end of the warm-up, from where a cosine leads to `final_learning_rate` at the last step.
     weight_decay: applies to matrices and kernels, not to biases, norm scales and other vectors.
     clip_norm: gradients with a larger global norm are scaled down to it.
     """
 
+    kind: str = "adamw"
     learning_rate: float = 1e-4
     final_learning_rate: float = 0.0
     warmup_steps: int = 100
@@ -33,6 +48,7 @@ class OptimizerConfig:
         faults = [
             f"  {name}: got {getattr(self, name)}, expected {expected}"
             for name, holds, expected in (
+                ("kind", self.kind in KINDS, " or ".join(KINDS)),
                 ("learning_rate", self.learning_rate > 0, "above 0"),
                 ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
                 ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
@@ -60,18 +76,33 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clip, then AdamW at the scheduled rate."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate(config, steps),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
+    """Clip, then a step of `config.kind` at the scheduled rate."""
+    rate = learning_rate(config, steps)
+    adamw = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    step = (
+        optax.adamw(rate, **adamw, weight_decay=config.weight_decay, mask=_decayed)
+        if config.kind == "adamw"
+        else optax.contrib.muon(
+            rate,
             weight_decay=config.weight_decay,
-            mask=_decayed,
-        ),
+            consistent_rms=_MUON_RMS,
+            muon_weight_dimension_numbers=_muon_axes,
+            **{f"adam_{name}": value for name, value in adamw.items() if name != "eps"},
+            eps=config.eps,
+        )
     )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
+
+
+def _muon_axes(params: Any) -> Any:
+    """Which axes of a parameter are the matrix that Muon acts on; None where AdamW does. Axis 0 is the layer."""
+
+    def axes(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        if leaf.ndim == 3 and _MUON_MATRICES.fullmatch(parameter_name(path)):
+            return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return None
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def _decayed(params: Any) -> Any:
