@@ -1,7 +1,7 @@
 """The optimisers, with warm-up, cosine decay and clipping of the gradient's norm (optax).
 
-Sources: AdamW (arXiv 1711.05101); Muon (kellerjordan.github.io/posts/muon), with the step size of arXiv 2502.16982, which
-lets it take AdamW's learning rates.
+Sources: AdamW (arXiv 1711.05101); Muon (kellerjordan.github.io/posts/muon), with the step size of arXiv 2502.16982,
+which lets it take AdamW's learning rates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import optax.contrib
 
 from cogvideox_flax.checkpoint import parameter_name
 from cogvideox_flax.errors import InputError
-
 
 KINDS = ("adamw", "muon")
 _MUON_MATRICES = re.compile(r"(.*\.)?blocks\.(attn|mlp)\.\w+\.kernel")
