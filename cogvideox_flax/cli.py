@@ -286,6 +286,8 @@ def _origin(row: dict[str, Any]) -> str:
     if "sha256" not in row:
         return "not converted yet"
     source = row.get("source", {})
+    if "recipe" in source:
+        return f"{row.get('dtype', ''):9} trained by {source['recipe']}, {source['steps']} steps"
     revision = f" at {source['revision'][:12]}" if "revision" in source else ""
     return f"{row.get('dtype', ''):9} from {source.get('hub_id', source.get('path', 'an unknown place'))}{revision}"
 
