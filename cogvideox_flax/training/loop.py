@@ -147,7 +147,10 @@ def train(
         start = int(state.step)
         metrics = MetricsLog(folder / "metrics.jsonl", keep_to=start)
         step = jax.jit(
-            partial(_step, loss=loss, config=config), donate_argnums=0, compiler_options=compiler_options(config.dtype)
+            partial(_step, loss=loss, config=config),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),  # what a step returns stays where it was
+            compiler_options=compiler_options(config.dtype),
         )
         rate = learning_rate(config.optimizer, config.steps)
         last_save = clock = time.monotonic()
