@@ -28,7 +28,7 @@ from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.tokenizer import Tokenizer
-from cogvideox_flax.training.embedded import standardise
+from cogvideox_flax.training.embedded.autoencoder import standardise
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import drop_captions, reconstruction, v_prediction

@@ -180,6 +180,27 @@ def train(
         return state
 
 
+def to_the_end(
+    params: Any,
+    frozen: Any,
+    loss: Loss,
+    batches: Callable[[int], Any],
+    config: LoopConfig,
+    folder: Path,
+    mesh: Mesh | None,
+    stop_at: int | None = None,
+) -> State:
+    """`train`, which returns early when it is told to stop: no later stage may start from what there is then.
+
+    Raises:
+        KeyboardInterrupt: stopped.
+    """
+    state = train(params, frozen, loss, batches, config, folder, mesh=mesh, stop_at=stop_at)
+    if int(state.step) < (stop_at or config.steps):
+        raise KeyboardInterrupt
+    return state
+
+
 def _step(
     state: State, frozen: Any, batch: Batch, *, loss: Loss, config: LoopConfig
 ) -> tuple[State, dict[str, Float32[Array, ""]]]:

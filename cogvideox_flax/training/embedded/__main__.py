@@ -1,0 +1,62 @@
+"""Train the embedded model.
+
+python -m cogvideox_flax.training.embedded RUN                # every stage, in order; ends with RUN/checkpoint
+python -m cogvideox_flax.training.embedded RUN vae            # up to one stage
+
+RUN is a folder. Each stage goes on from where it stopped, and is passed over once it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cogvideox_flax import sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.training.embedded.autoencoder import train_vae, train_vae_images
+from cogvideox_flax.training.embedded.diffusion import export, prepare_latents, train_transformer
+from cogvideox_flax.training.embedded.settings import DIFFUSION_STOP, Run
+
+STAGES: dict[str, Callable[[Run], Any]] = {
+    "vae-images": train_vae_images,
+    "vae": train_vae,
+    "latents": prepare_latents,
+    "transformer": train_transformer,
+    "export": export,
+}
+"""Each runs those before it, as far as they are not done."""
+
+
+def main() -> int:
+    """Parse, run, and say how it ended: 0 done, 2 cannot be done, 130 stopped."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cogvideox_flax.training.embedded",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("stage", nargs="?", choices=STAGES, default="export")
+    parser.add_argument("--steps", type=int, default=DIFFUSION_STOP, help="of the transformer before it is cooled down")
+    parser.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="go on from this model's weights")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    mesh = sharding.make_mesh(dp=len(jax.devices())) if len(jax.devices()) > 1 else None
+    try:
+        STAGES[args.stage](Run(args.run, mesh, args.base, args.steps))
+    except InputError as e:
+        print(e, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The tokenizer, text encoder and transformer of the embedded model, and the checkpoint out of all parts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from cogvideox_flax import sharding
+from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.tokenizer import Tokenizer
+from cogvideox_flax.training import world
+from cogvideox_flax.training.embedded.autoencoder import train_vae, world_clips
+from cogvideox_flax.training.embedded.settings import (
+    CAPTION_DROPOUT,
+    CLIPS,
+    DIFFUSION_BATCH,
+    DIFFUSION_COOL,
+    DIFFUSION_LOOP,
+    DTYPES,
+    FRAMES,
+    SCHEDULER,
+    SEED,
+    SHARD,
+    SIZE,
+    TEXT,
+    TOKENIZER,
+    TOKENIZER_FILE,
+    TRANSFORMER,
+    VAE,
+    Run,
+)
+from cogvideox_flax.training.loop import State, to_the_end
+from cogvideox_flax.training.objectives import drop_captions, v_prediction
+from cogvideox_flax.training.order import examples_of_step
+from cogvideox_flax.training.store import Store, prepare
+from cogvideox_flax.training.vocabulary import word_model
+
+log = logging.getLogger(__name__)
+
+
+def words() -> list[str]:
+    """Every word that the world's prompts use."""
+    found = set()
+    for i in range(4000):
+        rng = np.random.default_rng([SEED, i])
+        found |= set(world.describe(world.sample_scene(rng, "any"), rng).split())
+    return sorted(found)
+
+
+def make_tokenizer(run: Run) -> Tokenizer:
+    """Write the tokenizer, and open it."""
+    path = run.folder / TOKENIZER_FILE
+    path.write_bytes(word_model(words()))
+    return Tokenizer(path, TOKENIZER.max_length, vocab_size=TEXT.vocab_size)
+
+
+def prepare_latents(run: Run) -> Store:
+    """The training clips' latents and token ids, computed once."""
+    vae = train_vae(run)
+    tokenizer = make_tokenizer(run)
+    encode = jax.jit(lambda vae, video: vae.encode(video))
+    shape = (SHARD, FRAMES, SIZE, SIZE, 3)
+    place = sharding.named(run.mesh, ("batch",), shape, "a shard of clips") if run.mesh is not None else None
+
+    def make(indices: range) -> dict[str, np.ndarray]:
+        video, prompts = world_clips(indices, SEED + 3)
+        mean, logvar = encode(vae, jax.device_put(video, place))
+        std = np.exp(0.5 * np.asarray(logvar))
+        return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16), "ids": tokenizer(prompts)}
+
+    meta = {"seed": SEED + 3, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
+    return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
+
+
+def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any) -> Any:
+    """v-prediction with the text encoder learning along."""
+    sample_key, drop_key, noise_key = jax.random.split(key, 3)
+    mean, std = batch["mean"].astype(jnp.float32), batch["std"].astype(jnp.float32)
+    latents = VAE.scaling_factor * (mean + std * jax.random.normal(sample_key, mean.shape))
+    ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
+    context = params["text_encoder"](ids)
+    return v_prediction(lambda x, t: params["transformer"](x, context, t, remat=True), latents, noise_key, SCHEDULER)
+
+
+def train_transformer(run: Run) -> State:
+    """The transformer and the text encoder, together."""
+    store = prepare_latents(run)
+    empty = make_tokenizer(run)([""])[0]
+    if run.base is not None:
+        start: dict[str, nnx.Module] = {
+            "text_encoder": load_text_encoder(run.base, dtype="float32"),
+            "transformer": load_transformer(run.base, dtype="float32"),
+        }
+    else:
+        start = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
+
+    def batches(step: int) -> dict[str, np.ndarray]:
+        return store.gather(examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2))
+
+    def later(step: int) -> dict[str, np.ndarray]:
+        return batches(run.stop + step)
+
+    stage = partial(to_the_end, frozen=empty, loss=diffusion_loss, mesh=run.mesh)
+    folder = run.folder / "transformer"
+    learned = stage(start, batches=batches, config=DIFFUSION_LOOP, folder=folder, stop_at=run.stop)
+    folder = run.folder / f"transformer-cool-{run.stop}"
+    return stage(learned.params, batches=later, config=DIFFUSION_COOL, folder=folder)
+
+
+def export(run: Run) -> None:
+    """The averaged weights as a native checkpoint, RUN/checkpoint."""
+    state = train_transformer(run)
+    modules = jax.device_get(state.result) | {"vae": jax.device_get(train_vae(run))}
+    write_checkpoint(run, modules, run.stop + int(state.step))
+
+
+def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:
+    """RUN/checkpoint out of the three modules."""
+    manifest = Manifest(text_encoder=TEXT, transformer=TRANSFORMER, vae=VAE, scheduler=SCHEDULER, tokenizer=TOKENIZER)
+    source = {"recipe": "cogvideox_flax.training.embedded", "seed": SEED, "steps": steps}
+    make_tokenizer(run)
+    save(run.folder / "checkpoint", manifest, modules, DTYPES, source, spiece=run.folder / TOKENIZER_FILE)
+
+
+def sha256_of(module: nnx.Module) -> str:
+    """A fingerprint of all parameters."""
+    digest = hashlib.sha256()
+    for name, value in parameters(module).items():
+        digest.update(name.encode() + np.asarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def new_transformer() -> Transformer:
+    """The transformer before training. Positions start as the sum of a random vector per frame, row and column."""
+    transformer = Transformer(TRANSFORMER, rngs=nnx.Rngs(SEED + 5))
+    grid = ((FRAMES - 1) // 4 + 1, SIZE // 16, SIZE // 16)
+    rng = np.random.default_rng(SEED + 5)
+    frame, row, column = (rng.normal(0, 0.5, (n, TRANSFORMER.width)) for n in grid)
+    video = (frame[:, None, None] + row[:, None] + column).reshape(-1, TRANSFORMER.width)
+    text = np.zeros((TOKENIZER.max_length, TRANSFORMER.width))
+    assert transformer.pos_embedding is not None
+    transformer.pos_embedding[...] = jnp.asarray(np.concatenate([text, video]), jnp.float32)
+    return transformer
+
+
+def _report(done: int, count: int) -> None:
+    if done % (25 * SHARD) == 0:
+        log.info("%d of %d clips encoded", done, count)

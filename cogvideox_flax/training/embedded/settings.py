@@ -1,0 +1,99 @@
+"""The settings of the embedded model: what it is, and how each stage of its training goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TokenizerConfig, TransformerConfig, VAEConfig
+from cogvideox_flax.training.loop import LoopConfig
+from cogvideox_flax.training.optimizer import OptimizerConfig
+
+SEED = 20
+SIZE, FRAMES = 64, 17
+
+VAE = VAEConfig(
+    block_channels=(8, 16, 32, 64),
+    layers_per_block=1,
+    norm_groups=4,
+    sample_height=SIZE,
+    sample_width=SIZE,
+    scaling_factor=1.0,
+)
+
+VAE_OPTIMIZER = OptimizerConfig(
+    learning_rate=2e-3, final_learning_rate=4e-4, warmup_steps=50, b2=0.98, weight_decay=1e-4
+)
+IMAGE_LOOP = LoopConfig(steps=1500, seed=SEED, ema_decay=0.995, optimizer=VAE_OPTIMIZER)
+VIDEO_LOOP = LoopConfig(
+    steps=2600,
+    seed=SEED + 1,
+    ema_decay=0.998,
+    optimizer=replace(VAE_OPTIMIZER, learning_rate=8e-4, final_learning_rate=2e-5, warmup_steps=100),
+)
+VIDEO_STOP = 1390
+VIDEO_COOL = LoopConfig(
+    steps=300,
+    seed=SEED + 7,
+    ema_decay=0.99,
+    optimizer=replace(VAE_OPTIMIZER, learning_rate=3e-4, final_learning_rate=5e-6, warmup_steps=20),
+)
+KL_WEIGHT, L1_WEIGHT = 2e-4, 0.1
+CAPTION_DROPOUT = 0.1
+IMAGE_BATCH, VIDEO_BATCH, VIDEO_FRAMES = 24, 4, 9
+DENSE_SHARE = 0.7
+"""Share of crowded clips in the training of the autoencoder; the rest are clips as in the world."""
+
+
+TEXT = TextEncoderConfig(
+    vocab_size=128, width=128, layers=2, heads=4, head_dim=32, mlp_width=256, position_max_distance=32
+)
+TOKENIZER = TokenizerConfig(max_length=24)
+TRANSFORMER = TransformerConfig(
+    layers=6,
+    heads=4,
+    head_dim=48,
+    text_width=TEXT.width,
+    text_length=TOKENIZER.max_length,
+    time_width=128,
+    rotary=True,
+    learned_positions=True,  # as 5b-I2V has beside rotary ones: rotations by 0 to 3 patches tell little
+    sample_height=SIZE // 8,
+    sample_width=SIZE // 8,
+    sample_frames=FRAMES,
+)
+TOKENIZER_FILE = "spiece.model"
+DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
+SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
+
+CLIPS, SHARD = 12_000, 40
+DIFFUSION_BATCH = 32
+DIFFUSION_OPTIMIZER = OptimizerConfig(
+    kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
+)
+DIFFUSION_LOOP = LoopConfig(steps=100_000, seed=SEED + 2, ema_decay=0.999, optimizer=DIFFUSION_OPTIMIZER)
+DIFFUSION_STOP = 5000
+DIFFUSION_COOL = LoopConfig(
+    steps=1000,
+    seed=SEED + 6,
+    ema_decay=0.995,
+    optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
+)
+"""A constant rate for as long as one likes, then a decay to almost nothing: the first part can be gone on with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the recipe.
+
+    folder: gets all that the stages write, and what they go on from.
+    base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
+    stop: steps of the transformer at a constant rate, before it is cooled down.
+    """
+
+    folder: Path
+    mesh: Mesh | None = None
+    base: Path | None = None
+    stop: int = DIFFUSION_STOP
