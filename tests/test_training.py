@@ -32,7 +32,7 @@ from cogvideox_flax.training.embedded.autoencoder import standardise
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import drop_captions, reconstruction, v_prediction
-from cogvideox_flax.training.optimizer import OptimizerConfig, _decayed, learning_rate
+from cogvideox_flax.training.optimizer import OptimizerConfig, _decayed, learning_rate, make_optimizer
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
 from cogvideox_flax.training.vocabulary import word_model
@@ -147,6 +147,23 @@ def test_only_kernels_and_embeddings_decay():
     decayed = {name for name, value in mask.items() if value}
     assert all(name.endswith(("kernel", "embedding")) for name in decayed)
     assert not any(name.endswith("kernel") for name in set(mask) - decayed)
+
+
+def test_muon_steps_are_orthogonal_where_they_should_be():
+    model = {"transformer": jax.tree.map(jnp.asarray, Transformer(SMALL, rngs=nnx.Rngs(0)))}
+    config = OptimizerConfig(kind="muon", learning_rate=0.01, warmup_steps=0, weight_decay=0.0, clip_norm=1e9)
+    optimizer = make_optimizer(config, 10)
+    noise = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: jnp.asarray(noise.normal(size=x.shape) ** 3, jnp.float32), model)
+    steps, _ = optimizer.update(gradients, optimizer.init(model), model)
+    moved = {name: np.asarray(step) for name, step in parameters(steps["transformer"]).items()}
+    for name in ("blocks.attn.q.kernel", "blocks.mlp.down.kernel"):  # each layer by itself
+        for layer in moved[name]:
+            singular = np.linalg.svd(layer, compute_uv=False)
+            assert singular[0] < 2 * singular[-3], name  # the very smallest of a square matrix take more iterations
+            assert np.sqrt(np.square(layer).mean()) == pytest.approx(0.2 * 0.01, rel=0.3)  # as large as AdamW's
+    for name in ("blocks.attn.q.bias", "blocks.norm1.linear.kernel", "patch_embed.kernel"):
+        np.testing.assert_allclose(abs(moved[name]), 0.01, rtol=1e-3)  # Adam's first step
 
 
 def test_settings_are_checked_together():
