@@ -164,7 +164,7 @@ def test_muon_steps_are_orthogonal_where_they_should_be():
             assert np.sqrt(np.square(layer).mean()) == pytest.approx(0.2 * 0.01, rel=0.3)  # as large as AdamW's
     for name in ("blocks.attn.q.bias", "blocks.norm1.linear.kernel", "patch_embed.kernel"):
         sizes = abs(moved[name])  # Adam's first step is of one size; Nesterov's momentum makes it half as long again
-        assert 0.01 < sizes.max() < 0.015 and sizes.max() == pytest.approx(sizes.min(), rel=1e-3)
+        assert 0.01 < sizes.max() < 0.015 and np.percentile(sizes, 5) > 0.999 * sizes.max()
 
 
 def test_settings_are_checked_together():

@@ -27,7 +27,8 @@ class OptimizerConfig:
     """Settings of the optimiser and its schedule.
 
     kind: "adamw"; or "muon", which makes the steps of the blocks' attention and feed-forward matrices orthogonal and
-        leaves the rest to Adam with Nesterov momentum. It learns faster from scratch; keep to AdamW for weights that AdamW trained.
+        leaves the rest to Adam with Nesterov momentum. It learns faster from scratch; weights that AdamW trained are
+        better left to AdamW.
     learning_rate: at the end of the warm-up, from where a cosine leads to `final_learning_rate` at the last step.
     weight_decay: applies to matrices and kernels, not to biases, norm scales and other vectors.
     clip_norm: gradients with a larger global norm are scaled down to it.
