@@ -18,7 +18,10 @@ from cogvideox_flax.schedulers import DDIMScheduler
 
 STEPS = 20
 ITEMS = make_items(24, seed=77)  # half of them combinations that training never showed
-PROMPTS = [item.prompt for item in ITEMS]
+PROMPTS = [item.clip.prompt for item in ITEMS]
+
+BARS = {"colour": 60, "size": 40, "background": 80, "count": 60}
+"""Percent, well below what the checkpoint reaches on these prompts."""
 
 pytestmark = pytest.mark.skipif(not hub.EMBEDDED.is_dir(), reason=f"no embedded checkpoint at {hub.EMBEDDED}")
 

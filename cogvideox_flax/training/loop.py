@@ -153,12 +153,15 @@ def train(
             compiler_options=compiler_options(config.dtype),
         )
         rate = learning_rate(config.optimizer, config.steps)
-        last_save = clock = time.monotonic()
+        last_save = clock = time.monotonic()  # the pace is taken from `clock`, when `logged_at` steps were done
         logged_at = start
         end = min(config.steps, stop_at or config.steps)
         with _stop_signals() as stopped, _ahead(batches, start, end) as queue:
             for done, batch in enumerate(queue, start + 1):
                 state, logged = step(state, frozen, _on_mesh(batch, config, mesh))
+                if done == start + 1:  # this one was compiled first, which is no part of a step's time
+                    jax.block_until_ready(logged)
+                    clock, logged_at = time.monotonic(), done
                 if on_step is not None:
                     on_step(done, state)
                 stop = stopped.is_set() or (stop_after is not None and stop_after(done))
@@ -167,10 +170,14 @@ def train(
                 if save or done % config.log_every == 0:
                     values = {name: float(value) for name, value in logged.items()}  # waits for the step
                     _check_finite(values, done, folder)
-                    seconds, logged_at, clock = _pace(logged_at, clock, done)
-                    rates = {"learning_rate": float(rate(done - 1)), "seconds_per_step": seconds}
-                    metrics.write({"step": done, **values, **rates})
-                    log.info("step %d of %d: loss %.4f, %.3g s a step", done, config.steps, values["loss"], seconds)
+                    values["learning_rate"] = float(rate(done - 1))
+                    if done > logged_at:
+                        now = time.monotonic()
+                        values["seconds_per_step"] = (now - clock) / (done - logged_at)
+                        clock, logged_at = now, done
+                    metrics.write({"step": done, **values})
+                    shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                    log.info("step %d of %d: %s", done, config.steps, shown)
                 if save:
                     states.save(done, state)
                     last_save = time.monotonic()
@@ -287,12 +294,6 @@ def _on_mesh(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
         return jax.device_put(x, sharding.named(mesh, (None, "batch"), x.shape, "a training batch"))
 
     return jax.tree.map(put, batch)
-
-
-def _pace(before: int, then: float, step: int) -> tuple[float, int, float]:
-    """Seconds per step since step `before` at time `then`; and this step, and now."""
-    now = time.monotonic()
-    return (now - then) / (step - before), step, now
 
 
 def _check_finite(values: dict[str, float], step: int, folder: Path) -> None:
