@@ -386,7 +386,7 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         "loop.seed: unknown key; it stands at the top",
         "lora.targets: got [1], expected a list of texts",
         "lora.rank: got True",
-        "optimizer.beta: unknown key; known are learning_rate",
+        "optimizer.beta: unknown key; known are kind, learning_rate",
         "out: missing",
     ):
         assert part in message

@@ -54,7 +54,7 @@ def test_stage_files_are_the_reference_systems(staged, native):
 
 
 def test_bfloat16_embeddings_are_stored_as_float32_and_say_so(paths, native, tmp_path):
-    paths("encode", PROMPT, "--model", native, "--dir", tmp_path / "run")
+    paths("encode", PROMPT, "--model", native, "--dtype", "bfloat16", "--dir", tmp_path / "run")
     with TensorFile(tmp_path / "run" / "stage1_embeddings.safetensors") as file:
         assert file.tensors["prompt_embeds"].dtype == np.float32
         assert json.loads(file.metadata["dtype_info"])["prompt_embeds"] == "bfloat16"
