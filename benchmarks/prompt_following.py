@@ -244,9 +244,8 @@ def makers(pipe: Any, items: Sequence[Item], args: argparse.Namespace) -> dict[s
     if pipe is None:
         return made
     import jax
-    import jax.numpy as jnp
 
-    from cogvideox_flax.video import to_uint8
+    from cogvideox_flax.video import from_uint8, to_uint8
 
     def generate(guidance_scale: float) -> Callable[[list[Item]], Videos]:
         def make(part: list[Item]) -> Videos:
@@ -265,8 +264,7 @@ def makers(pipe: Any, items: Sequence[Item], args: argparse.Namespace) -> dict[s
     through = jax.jit(lambda vae, video: to_uint8(vae.decode(vae.encode(video, slicing=True)[0], slicing=True)))
 
     def reconstruct(part: list[Item]) -> Videos:
-        video = jnp.asarray(np.stack([item.clip.video for item in part]), jnp.float32) / 127.5 - 1
-        return np.asarray(through(pipe.vae, video))
+        return np.asarray(through(pipe.vae, from_uint8(np.stack([item.clip.video for item in part]))))
 
     return made | {
         "default": generate(args.guidance_scale),

@@ -143,14 +143,27 @@ class Scheduler:
         The reference rounds abar to the sample's dtype first, which in bfloat16 loses all but three digits of it.
         """
 
+        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
+        return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+
+    def velocity(
+        self,
+        sample: Float[Array, "B ..."],
+        noise: Float[Array, "B ..."],
+        timestep: int | Int[Array, ""] | Int[Array, " B"],
+    ) -> Float32[Array, "B ..."]:
+        """What the model is to predict for `add_noise` of the same: v = sqrt(abar) noise - sqrt(1 - abar) sample."""
+        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
+        return signal * noise.astype(jnp.float32) - sigma * sample.astype(jnp.float32)
+
+    def _signal_and_sigma(self, timestep: int | Int[Array, "*B"], ndim: int) -> tuple[Array, Array]:
+        """sqrt(abar) and sqrt(1 - abar) at the timestep, float32, with axes for a sample of `ndim`."""
+
         def at_timestep(table: np.ndarray) -> Array:
             values = jnp.asarray(table, jnp.float32)[timestep]
-            return values.reshape(values.shape + (1,) * (sample.ndim - values.ndim))
+            return values.reshape(values.shape + (1,) * (ndim - values.ndim))
 
-        noised = at_timestep(np.sqrt(self.alphas_cumprod)) * sample.astype(jnp.float32) + at_timestep(
-            np.sqrt(1 - self.alphas_cumprod)
-        ) * noise.astype(jnp.float32)
-        return noised.astype(sample.dtype)
+        return at_timestep(np.sqrt(self.alphas_cumprod)), at_timestep(np.sqrt(1 - self.alphas_cumprod))
 
 
 class DDIMScheduler(Scheduler):

@@ -21,7 +21,7 @@ from typing import Any
 import imageio_ffmpeg
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Float32, UInt8
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
@@ -39,6 +39,11 @@ Frames = UInt8[np.ndarray, "F H W 3"]
 def to_uint8(video: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     """[-1, 1] to 0..255: clipped, rounded half to even, as the reference's `VideoProcessor` does."""
     return jnp.round(255 * jnp.clip(video.astype(jnp.float32) / 2 + 0.5, 0, 1)).astype(jnp.uint8)
+
+
+def from_uint8(video: UInt8[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
+    """0..255 to [-1, 1], on the host: what the VAE encodes."""
+    return video.astype(np.float32) / 127.5 - 1
 
 
 def check_output_path(path: str | Path) -> None:

@@ -111,3 +111,13 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers():
     q, k, v = random(8, 8, heads=3)
     with jax.set_mesh(sharding.make_mesh(1, 1, 2)), pytest.raises(InputError, match=r"3 does not divide .* size 2"):
         attend(q, k, v)
+
+
+@pytest.mark.parametrize("kv_len", [7, [3, 300]])
+def test_keys_past_kv_len_of_a_short_sequence_are_never_attended(kv_len):
+    q, k, v = random(20, 300)
+    lengths = np.broadcast_to(kv_len, 2)
+    poisoned = jnp.arange(300)[None, :, None, None] >= lengths[:, None, None, None]
+    k, v = jnp.where(poisoned, 50.0, k), jnp.where(poisoned, 1e4, v)
+    length = kv_len if isinstance(kv_len, int) else jnp.asarray(kv_len)
+    np.testing.assert_allclose(attend(q, k, v, kv_len=length), textbook(q, k, v, kv_len), atol=2e-5)

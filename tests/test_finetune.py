@@ -27,9 +27,10 @@ from cogvideox_flax.pipeline import CogVideoXPipeline, compiler_options
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import loop
 from cogvideox_flax.training.clips import find_clips, load_clip
-from cogvideox_flax.training.finetune import check, finetune, sample_latents
+from cogvideox_flax.training.finetune import check, finetune
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import read_metrics
+from cogvideox_flax.training.objectives import sample_latents
 from cogvideox_flax.training.optimizer import OptimizerConfig
 from cogvideox_flax.training.recipe import read_config
 from cogvideox_flax.video import count_frames, read_video, save_video

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32, Key
+from jaxtyping import Array, Float32, Key
 
 from cogvideox_flax import checkpoint, hub, sharding, stagefiles, stages
 from cogvideox_flax.checkpoint import Manifest
@@ -44,11 +44,11 @@ from cogvideox_flax.training import clips as clip_folder
 from cogvideox_flax.training.clips import Clip
 from cogvideox_flax.training.loop import State, train
 from cogvideox_flax.training.metrics import plot_metrics
-from cogvideox_flax.training.objectives import drop_captions, v_prediction
+from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.recipe import FinetuneConfig, settings
 from cogvideox_flax.training.store import Store, prepare
-from cogvideox_flax.video import save_contact_sheet
+from cogvideox_flax.video import from_uint8, save_contact_sheet
 
 log = logging.getLogger(__name__)
 
@@ -265,23 +265,6 @@ def _loss(params: Any, frozen: Any, batch: Any, key: Key[Array, ""], *, plan: Pl
     return v_prediction(denoiser, latents, noise_key, plan.manifest.scheduler)
 
 
-def sample_latents(
-    mean: Float[Array, "B t h w C"],
-    std: Float[Array, "B t h w C"],
-    key: Key[Array, ""],
-    scaling_factor: float,
-    extra: int,
-) -> Float32[Array, "B T h w C"]:
-    """Latents as the transformer sees them: posterior samples times the scaling factor, whatever the release
-    (`invert_scale_latents` is about the image of image-to-video), with the first frame `extra` times more in front.
-
-    Source: the released fine-tuning code, which fills up to `patch_size_t` this way.
-    """
-    mean, std = mean.astype(jnp.float32), std.astype(jnp.float32)
-    latents = scaling_factor * (mean + std * jax.random.normal(key, mean.shape))
-    return jnp.concatenate([*[latents[:, :1]] * extra, latents], 1)
-
-
 def _check_record(plan: Plan, manifest: Manifest, contents: str) -> None:
     """Remember what the run is made of, and refuse to go on from a run of something else."""
     size = plan.size
@@ -370,7 +353,7 @@ def _prepare_latents(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> Stor
 
 def _load(clip: Clip, size: Size, fps: int) -> Float32[np.ndarray, "F H W 3"]:
     frames = clip_folder.load_clip(clip.path, size.num_frames, size.height, size.width, fps)
-    return frames.astype(np.float32) / 127.5 - 1
+    return from_uint8(frames)
 
 
 def _prepare(

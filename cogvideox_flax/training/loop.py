@@ -203,7 +203,7 @@ def to_the_end(
         KeyboardInterrupt: stopped.
     """
     state = train(params, frozen, loss, batches, config, folder, mesh=mesh, stop_at=stop_at)
-    if int(state.step) < (stop_at or config.steps):
+    if int(state.step) < min(config.steps, stop_at or config.steps):
         raise KeyboardInterrupt
     return state
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, Key
+from jaxtyping import Array, Float, Float32, Int32, Key, Shaped
 
 from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.models.autoencoder import Autoencoder
@@ -47,11 +46,7 @@ def v_prediction(
 
     latents = latents.astype(jnp.float32)
     noise = jax.random.normal(noise_key, latents.shape)
-    signal, sigma = (
-        jnp.asarray(np.sqrt(table), jnp.float32)[t].reshape(-1, 1, 1, 1, 1)
-        for table in (scheduler.alphas_cumprod, 1 - scheduler.alphas_cumprod)
-    )
-    error = denoiser(signal * latents + sigma * noise, t) - (signal * noise - sigma * latents)
+    error = denoiser(scheduler.add_noise(latents, noise, t), t) - scheduler.velocity(latents, noise, t)
     per_clip = jnp.square(error).mean((1, 2, 3, 4))
     noisy = t >= config.num_train_timesteps // 2
 
@@ -61,15 +56,34 @@ def v_prediction(
     return per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
 
 
-def drop_captions(ids: Array, empty: Array, rate: float, key: Key[Array, ""]) -> Array:
+def sample_latents(
+    mean: Float[Array, "B t h w C"],
+    std: Float[Array, "B t h w C"],
+    key: Key[Array, ""],
+    scaling_factor: float,
+    extra: int = 0,
+) -> Float32[Array, "B T h w C"]:
+    """Latents as the transformer sees them: posterior samples times the scaling factor, whatever the release
+    (`invert_scale_latents` is about the image of image-to-video), with the first frame `extra` times more in front.
+
+    Source: the released fine-tuning code, which fills up to `patch_size_t` this way.
+    """
+    mean, std = mean.astype(jnp.float32), std.astype(jnp.float32)
+    latents = scaling_factor * (mean + std * jax.random.normal(key, mean.shape))
+    return jnp.concatenate([*[latents[:, :1]] * extra, latents], 1)
+
+
+def drop_captions(
+    captions: Shaped[Array, "B ..."], empty: Shaped[Array, ...], rate: float, key: Key[Array, ""]
+) -> Shaped[Array, "B ..."]:
     """Replace captions by the empty one at random, so that the model learns the unconditional half of guidance.
 
     Args:
-        ids: [B, ...], token ids or text features; `empty` is one row of the same kind, of the empty prompt.
+        captions: token ids [B, L] or text features [B, L, E]; `empty` is one row of the same kind, of the empty prompt.
         rate: the share of captions to drop, 0 to 1.
     """
-    dropped = jax.random.bernoulli(key, rate, ids.shape[:1])
-    return jnp.where(dropped.reshape(-1, *[1] * (ids.ndim - 1)), empty, ids)
+    dropped = jax.random.bernoulli(key, rate, captions.shape[:1])
+    return jnp.where(dropped.reshape(-1, *[1] * (captions.ndim - 1)), empty, captions)
 
 
 def reconstruction(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.models.autoencoder import Autoencoder
@@ -34,6 +34,7 @@ from cogvideox_flax.training.embedded.settings import (
 )
 from cogvideox_flax.training.loop import to_the_end
 from cogvideox_flax.training.objectives import reconstruction
+from cogvideox_flax.video import from_uint8
 
 
 def vae_batch(step: int, *, batch: int, frames: int, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
@@ -47,15 +48,11 @@ def vae_batch(step: int, *, batch: int, frames: int, seed: int) -> Float32[np.nd
             clip = world.sample_clip(seed, i, "any", FRAMES, SIZE).video
         start = int(rng.integers(FRAMES - frames + 1))
         clips.append(clip[start : start + frames])
-    return to_model(np.stack(clips))
-
-
-def to_model(video: UInt8[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-    """0..255 to [-1, 1]."""
-    return video.astype(np.float32) / 127.5 - 1
+    return from_uint8(np.stack(clips))
 
 
 def vae_loss(params: dict[str, Autoencoder], _: None, video: Any, key: Any) -> Any:
+    """A `loop.Loss` of the world's autoencoder."""
     return reconstruction(params["vae"], video, key, kl_weight=KL_WEIGHT, l1_weight=L1_WEIGHT)
 
 
@@ -68,6 +65,7 @@ def train_vae_images(run: Run) -> Autoencoder:
     ]
 
 
+@cache  # two stages want it
 def train_vae(run: Run) -> Autoencoder:
     """Then runs of frames, from latents whose channels have been brought to mean 0 and standard deviation 1."""
     if run.base is not None:
@@ -90,7 +88,7 @@ def train_vae(run: Run) -> Autoencoder:
 def world_clips(indices: range, seed: int) -> tuple[Float32[np.ndarray, "B F H W 3"], list[str]]:
     """Clips of the training split in [-1, 1], and their prompts."""
     clips = [world.sample_clip(seed, i, "train", FRAMES, SIZE) for i in indices]
-    return to_model(np.stack([clip.video for clip in clips])), [clip.prompt for clip in clips]
+    return from_uint8(np.stack([clip.video for clip in clips])), [clip.prompt for clip in clips]
 
 
 def standardise(vae: Autoencoder, mean: Float[Array, " L"], std: Float[Array, " L"]) -> Autoencoder:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.checkpoint import SPIECE_FILE, Manifest, load_text_encoder, load_transformer, parameters, save
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ from cogvideox_flax.training.embedded.settings import (
     Run,
 )
 from cogvideox_flax.training.loop import State, to_the_end
-from cogvideox_flax.training.objectives import drop_captions, v_prediction
+from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
 from cogvideox_flax.training.vocabulary import word_model
@@ -57,9 +57,10 @@ def words() -> list[str]:
 
 
 def make_tokenizer(run: Run) -> Tokenizer:
-    """Write the tokenizer, and open it."""
+    """Write the tokenizer, and open it; weights that are gone on with keep their own."""
     path = run.folder / TOKENIZER_FILE
-    path.write_bytes(word_model(words()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes((run.base / SPIECE_FILE).read_bytes() if run.base is not None else word_model(words()))
     return Tokenizer(path, TOKENIZER.max_length, vocab_size=TEXT.vocab_size)
 
 
@@ -84,8 +85,7 @@ def prepare_latents(run: Run) -> Store:
 def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any) -> Any:
     """v-prediction with the text encoder learning along."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
-    mean, std = batch["mean"].astype(jnp.float32), batch["std"].astype(jnp.float32)
-    latents = VAE.scaling_factor * (mean + std * jax.random.normal(sample_key, mean.shape))
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
     ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
     context = params["text_encoder"](ids)
     return v_prediction(lambda x, t: params["transformer"](x, context, t, remat=True), latents, noise_key, SCHEDULER)

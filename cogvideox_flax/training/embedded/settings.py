@@ -7,7 +7,9 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TokenizerConfig, TransformerConfig, VAEConfig
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.training.loop import LoopConfig
 from cogvideox_flax.training.optimizer import OptimizerConfig
 
@@ -97,3 +99,11 @@ class Run:
     mesh: Mesh | None = None
     base: Path | None = None
     stop: int = DIFFUSION_STOP
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
+            raise InputError(f"the transformer's steps must be 1 to {DIFFUSION_LOOP.steps}; got {self.stop}")
+        if self.base is not None:
+            manifest = read_manifest(self.base)
+            if (manifest.vae, manifest.text_encoder, manifest.transformer) != (VAE, TEXT, TRANSFORMER):
+                raise InputError(f"{self.base} is not this model: its config.json differs; give weights/embedded")
