@@ -44,12 +44,12 @@ VISIBLE = 0.8
 """Share of the frames in which a thing must be seen for anything of it to be read."""
 FLICKER = 0.15
 """What is seen in a smaller share of the frames is no thing at all."""
-LEAST_AREA = np.pi * SIZES["small"][0] ** 2 / 3
+LEAST_AREA = np.pi * SIZES["small"] ** 2 / 3
 """A smaller blob is no thing."""
-SIZE_EDGES = (5.0, (SIZES["small"][1] + SIZES["large"][0]) / 2, 14.0)
+SIZE_EDGES = (5.0, (SIZES["small"] + SIZES["large"]) / 2, 14.0)
 """Radius: smallest small, small to large, largest large."""
 STILL_BELOW, MOVING_FROM = 0.25, 0.4  # units per frame
-QUICK_FROM = (SPEEDS["slowly"][1] + SPEEDS["quickly"][0]) / 2
+QUICK_FROM = (SPEEDS["slowly"] + SPEEDS["quickly"]) / 2
 ALIKE = 0.9
 """Correlation with a shape from which it is that shape; circle and square have 0.89 with each other."""
 

@@ -9,6 +9,7 @@ Lengths are in units of a 64-pixel frame and scale with the frame; y points down
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -30,15 +31,17 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (242, 242, 242),
 }
 SHAPES = ("circle", "square", "triangle")
-SIZES: dict[str, tuple[float, float]] = {"small": (6.2, 7.0), "large": (10.5, 11.5)}
-"""Radius of the circle of equal area, lowest and highest."""
+SIZES: dict[str, float] = {"small": 6.5, "large": 11.0}
+"""Radius of the circle of equal area."""
 MOTIONS: dict[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
 """Direction as (x, y)."""
-SPEEDS: dict[str, tuple[float, float]] = {"slowly": (0.75, 0.95), "quickly": (1.5, 1.75)}
+SPEEDS: dict[str, float] = {"slowly": 1.0, "quickly": 2.0}
 """Pixels per frame."""
 
 UNIT = 64.0
 FRAMES = 17
+GRID = 4.0
+"""Centres start at multiples of this. Every fourth frame, where a latent frame ends, they are on the grid again."""
 MARGIN = 1.0
 """Least distance between an object and the edge of the frame."""
 GAP = 3.0
@@ -242,17 +245,22 @@ def _extent(shape: str, radius: float) -> tuple[float, float, float, float]:
 
 
 def _track(thing: Thing, rng: np.random.Generator, frames: int) -> Track:
-    """A track inside the frame, uniform over where it fits."""
-    radius = rng.uniform(*SIZES[thing.size])
-    speed = rng.uniform(*SPEEDS[thing.speed]) if thing.speed else 0.0
+    """A track inside the frame, uniform over the points of the grid where it fits."""
+    radius = SIZES[thing.size]
+    speed = SPEEDS[thing.speed] if thing.speed else 0.0
     velocity = tuple(speed * d for d in MOTIONS[thing.motion])
     travel = [(frames - 1) * v for v in velocity]
     left, up, right, down = _extent(thing.shape, radius)
     start = [
-        rng.uniform(MARGIN + before - min(way, 0), UNIT - MARGIN - after - max(way, 0))
+        _on_grid(rng, MARGIN + before - min(way, 0), UNIT - MARGIN - after - max(way, 0))
         for before, after, way in ((left, right, travel[0]), (up, down, travel[1]))
     ]
     return Track(radius, (start[0], start[1]), (velocity[0], velocity[1]))
+
+
+def _on_grid(rng: np.random.Generator, low: float, high: float) -> float:
+    """A multiple of GRID between low and high."""
+    return GRID * float(rng.integers(math.ceil(low / GRID), math.floor(high / GRID) + 1))
 
 
 def _apart(things: tuple[Thing, ...], tracks: tuple[Track, ...], frames: int) -> bool:

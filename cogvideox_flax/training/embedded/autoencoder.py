@@ -17,6 +17,7 @@ from cogvideox_flax.models.group_norm import SpatialNormSiLU
 from cogvideox_flax.training import world
 from cogvideox_flax.training.embedded.settings import (
     DENSE_SHARE,
+    FINE_DENSE_SHARE,
     FRAMES,
     IMAGE_BATCH,
     IMAGE_LOOP,
@@ -27,6 +28,7 @@ from cogvideox_flax.training.embedded.settings import (
     VAE,
     VIDEO_BATCH,
     VIDEO_COOL,
+    VIDEO_FINE,
     VIDEO_FRAMES,
     VIDEO_LOOP,
     VIDEO_STOP,
@@ -37,12 +39,14 @@ from cogvideox_flax.training.objectives import reconstruction
 from cogvideox_flax.video import from_uint8
 
 
-def vae_batch(step: int, *, batch: int, frames: int, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
+def vae_batch(
+    step: int, *, batch: int, frames: int, seed: int, dense: float = DENSE_SHARE
+) -> Float32[np.ndarray, "B F H W 3"]:
     """The clips of one step, in [-1, 1]: runs of frames out of longer clips."""
     clips = []
     for i in range(step * batch, (step + 1) * batch):
         rng = np.random.default_rng([seed, i, 1])
-        if rng.random() < DENSE_SHARE:
+        if rng.random() < dense:
             clip = world.dense_clip(seed, i, FRAMES, SIZE)
         else:
             clip = world.sample_clip(seed, i, "any", FRAMES, SIZE).video
@@ -80,7 +84,9 @@ def train_vae(run: Run) -> Autoencoder:
     )
     batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 7)
     cooled = to_the_end(learned.result, None, vae_loss, batches, VIDEO_COOL, run.folder / "vae-cool", run.mesh)
-    vae = cooled.result["vae"]
+    batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 8, dense=FINE_DENSE_SHARE)
+    fine = to_the_end(cooled.result, None, vae_loss, batches, VIDEO_FINE, run.folder / "vae-fine", run.mesh)
+    vae = fine.result["vae"]
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, world_clips(range(64), SEED + 5)[0])
     return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact: the means stay
 

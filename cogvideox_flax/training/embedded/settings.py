@@ -42,11 +42,17 @@ VIDEO_COOL = LoopConfig(
     ema_decay=0.99,
     optimizer=replace(VAE_OPTIMIZER, learning_rate=3e-4, final_learning_rate=5e-6, warmup_steps=20),
 )
+VIDEO_FINE = LoopConfig(
+    steps=1300,
+    seed=SEED + 8,
+    ema_decay=0.995,
+    optimizer=replace(VAE_OPTIMIZER, learning_rate=4e-4, final_learning_rate=4e-6, warmup_steps=20),
+)
 KL_WEIGHT, L1_WEIGHT = 2e-4, 0.1
 CAPTION_DROPOUT = 0.1
 IMAGE_BATCH, VIDEO_BATCH, VIDEO_FRAMES = 24, 4, 9
-DENSE_SHARE = 0.7
-"""Share of crowded clips in the training of the autoencoder; the rest are clips as in the world."""
+DENSE_SHARE, FINE_DENSE_SHARE = 0.7, 0.3
+"""Share of crowded clips in the training of the autoencoder, and in its last stage; the rest are as in the world."""
 
 
 TEXT = TextEncoderConfig(
@@ -70,7 +76,7 @@ TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
-CLIPS, SHARD = 12_000, 40
+CLIPS, SHARD = 16_000, 40
 DIFFUSION_BATCH = 32
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
