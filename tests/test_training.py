@@ -31,7 +31,7 @@ from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.training.embedded.autoencoder import standardise
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
-from cogvideox_flax.training.objectives import drop_captions, reconstruction, v_prediction
+from cogvideox_flax.training.objectives import Focus, drop_captions, reconstruction, v_prediction
 from cogvideox_flax.training.optimizer import OptimizerConfig, _decayed, learning_rate, make_optimizer
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
@@ -67,6 +67,27 @@ def test_v_prediction_is_the_reference_target():
     assert sorted(seen["t"] * 6 // 1000) == list(range(6))  # one timestep in each sixth
     halves = [float(np.square(target[seen["t"] >= 500]).mean()), float(np.square(target[seen["t"] < 500]).mean())]
     assert [float(logged["loss_noisy"]), float(logged["loss_clean"])] == pytest.approx(halves, rel=1e-4)
+
+
+def test_focus_draws_its_share():
+    focus = Focus(0.25, 0.9, 0.85)
+    drawn = np.asarray(focus((jnp.arange(20000) + 0.5) / 20000))
+    shares = np.histogram(drawn, [0, 0.25, 0.9, 1])[0] / 20000
+    np.testing.assert_allclose(shares, [0.15 * 25 / 35, 0.85, 0.15 * 10 / 35], atol=1e-3)
+    assert (np.diff(drawn) > 0).all() and drawn[0] >= 0 and drawn[-1] < 1
+    np.testing.assert_allclose(Focus(0, 0.5, 0.5)(jnp.linspace(0, 0.99, 7)), np.linspace(0, 0.99, 7), atol=1e-6)
+    seen = {}
+
+    def denoiser(x, t):
+        seen.update(t=np.asarray(t))
+        return jnp.zeros_like(x)
+
+    latents = jnp.zeros((40, 1, 2, 2, 16))
+    v_prediction(denoiser, latents, jax.random.key(0), SchedulerConfig(), focus)
+    assert ((seen["t"] >= 250) & (seen["t"] < 900)).sum() in (33, 34, 35)
+    for wrong in ((0.5, 0.4, 0.5), (0, 1, 0.5), (0.1, 0.9, 0)):
+        with pytest.raises(ValueError, match="focus needs"):
+            Focus(*wrong)
 
 
 def test_a_perfect_denoiser_has_no_loss():

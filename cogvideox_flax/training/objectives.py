@@ -6,6 +6,7 @@ Source: CogVideoX (arXiv 2408.06072), sections 2.1 and 2.3; v-prediction (arXiv 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,33 @@ Metrics = dict[str, Float32[Array, ""]]
 Denoiser = Callable[[Float[Array, "B T H W C"], Int32[Array, " B"]], Float32[Array, "B T H W C"]]
 
 
+@dataclass(frozen=True)
+class Focus:
+    """Timesteps to draw more often: `share` of the draws fall in [low, high), the rest evenly outside.
+
+    low, high: as shares of the whole range, 0 the clean end.
+    """
+
+    low: float
+    high: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.low < self.high <= 1 and 0 < self.share <= 1 and (self.high - self.low < 1)):
+            raise ValueError(f"a focus needs 0 <= low < high <= 1, less than the whole, and 0 < share <= 1; got {self}")
+
+    def __call__(self, u: Float[Array, " B"]) -> Float[Array, " B"]:
+        """Uniform draws in [0, 1) to draws of this density."""
+        below = (1 - self.share) * self.low / (self.low + 1 - self.high)
+        return jnp.interp(u, jnp.array([0, below, below + self.share, 1]), jnp.array([0, self.low, self.high, 1]))
+
+
 def v_prediction(
-    denoiser: Denoiser, latents: Float[Array, "B T H W C"], key: Key[Array, ""], config: SchedulerConfig
+    denoiser: Denoiser,
+    latents: Float[Array, "B T H W C"],
+    key: Key[Array, ""],
+    config: SchedulerConfig,
+    focus: Focus | None = None,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Mean squared error of v at random timesteps of the shifted, zero-terminal-SNR schedule.
 
@@ -32,6 +58,7 @@ def v_prediction(
         latents: clean, scaled as the sampler sees them.
         key: of the noise and the timesteps.
         config: the schedule; its whole range of timesteps is drawn from, once per stratum of a batch.
+        focus: where to draw more densely; None draws evenly, as the released training code does.
 
     Returns:
         The loss, and its mean over the noisier and the cleaner half of the timesteps.
@@ -41,6 +68,7 @@ def v_prediction(
     scheduler = DDIMScheduler(config)
     # One timestep from each of `batch` equal ranges, in random order: less variance than independent draws.
     strata = (jnp.arange(batch) + jax.random.uniform(time_key, (batch,))) / batch
+    strata = strata if focus is None else focus(strata)
     t = jax.random.permutation(order_key, (strata * config.num_train_timesteps).astype(jnp.int32))
     t = t.clip(0, config.num_train_timesteps - 1)
 

@@ -26,6 +26,7 @@ from cogvideox_flax.training.embedded.settings import (
     DIFFUSION_COOL,
     DIFFUSION_LOOP,
     DTYPES,
+    FOCUS,
     FRAMES,
     SCHEDULER,
     SEED,
@@ -88,7 +89,11 @@ def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], ke
     latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
     ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
     context = params["text_encoder"](ids)
-    return v_prediction(lambda x, t: params["transformer"](x, context, t, remat=True), latents, noise_key, SCHEDULER)
+
+    def denoiser(x: Any, t: Any) -> Any:
+        return params["transformer"](x, context, t, remat=True)
+
+    return v_prediction(denoiser, latents, noise_key, SCHEDULER, FOCUS)
 
 
 def train_transformer(run: Run) -> State:
