@@ -88,7 +88,7 @@ DIFFUSION_OPTIMIZER = OptimizerConfig(
 DIFFUSION_LOOP = LoopConfig(steps=100_000, seed=SEED + 2, ema_decay=0.999, optimizer=DIFFUSION_OPTIMIZER)
 DIFFUSION_STOP = 5000
 DIFFUSION_COOL = LoopConfig(
-    steps=1000,
+    steps=1500,
     seed=SEED + 6,
     ema_decay=0.995,
     optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
