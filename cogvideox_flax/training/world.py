@@ -31,7 +31,7 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "white": (242, 242, 242),
 }
 SHAPES = ("circle", "square", "triangle")
-SIZES: dict[str, float] = {"small": 6.5, "large": 11.0}
+SIZES: dict[str, float] = {"small": 8.0, "large": 11.0}
 """Radius of the circle of equal area."""
 MOTIONS: dict[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
 """Direction as (x, y)."""
