@@ -84,6 +84,9 @@ class Track:
     velocity: tuple[float, float]
 
 
+Tracks = tuple[Track, ...]
+
+
 @dataclass(frozen=True)
 class Clip:
     """A video with the prompt that describes it, and the scene behind both."""
@@ -135,7 +138,7 @@ def sample_scene(rng: np.random.Generator, split: Split = "train") -> Scene:
     return Scene(tuple(things), str(rng.choice(list(BACKGROUNDS))))
 
 
-def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: int = 500) -> tuple[Track, ...] | None:
+def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: int = 500) -> Tracks | None:
     """Tracks that keep every thing inside the frame and apart from the others; None if none is found in `tries`."""
     for _ in range(tries):
         tracks = tuple(_track(thing, rng, frames) for thing in scene.things)
@@ -144,9 +147,7 @@ def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: i
     return None
 
 
-def render(
-    scene: Scene, tracks: tuple[Track, ...], frames: int = FRAMES, size: int = 64
-) -> UInt8[np.ndarray, "F H W 3"]:
+def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
     """The clip, `size` pixels square, with anti-aliased edges; later things lie in front."""
     scale = size / UNIT
     centres = (np.arange(size) + 0.5) / scale
@@ -161,14 +162,25 @@ def render(
     return np.rint(video).astype(np.uint8)
 
 
-def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
-    """Clip number `index` of the endless stream with this seed and split."""
-    rng = np.random.default_rng([seed, index])
+def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
+    """A scene of the split for which there is room, and where its things go."""
     while True:
         scene = sample_scene(rng, split)
         tracks = place(scene, rng, frames)
         if tracks is not None:
-            return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
+            return scene, tracks
+
+
+def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
+    """Clip number `index` of the endless stream with this seed and split."""
+    rng = np.random.default_rng([seed, index])
+    scene, tracks = sample_tracks(rng, split, frames)
+    return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
+
+
+def scene_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> Scene:
+    """What that clip shows, without drawing it."""
+    return sample_tracks(np.random.default_rng([seed, index]), split, frames)[0]
 
 
 def dense_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
@@ -263,7 +275,7 @@ def _on_grid(rng: np.random.Generator, low: float, high: float) -> float:
     return GRID * float(rng.integers(math.ceil(low / GRID), math.floor(high / GRID) + 1))
 
 
-def _apart(things: tuple[Thing, ...], tracks: tuple[Track, ...], frames: int) -> bool:
+def _apart(things: tuple[Thing, ...], tracks: Tracks, frames: int) -> bool:
     """Whether the bounding boxes of two things keep their distance in every frame."""
     time = np.arange(frames)[:, None]
     boxes = []

@@ -87,14 +87,13 @@ def train_vae(run: Run) -> Autoencoder:
     batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=SEED + 8, dense=FINE_DENSE_SHARE)
     fine = to_the_end(cooled.result, None, vae_loss, batches, VIDEO_FINE, run.folder / "vae-fine", run.mesh)
     vae = fine.result["vae"]
-    mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, world_clips(range(64), SEED + 5)[0])
+    mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, world_clips(range(64), SEED + 5))
     return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact: the means stay
 
 
-def world_clips(indices: range, seed: int) -> tuple[Float32[np.ndarray, "B F H W 3"], list[str]]:
-    """Clips of the training split in [-1, 1], and their prompts."""
-    clips = [world.sample_clip(seed, i, "train", FRAMES, SIZE) for i in indices]
-    return from_uint8(np.stack([clip.video for clip in clips])), [clip.prompt for clip in clips]
+def world_clips(indices: range, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
+    """Clips of the training split, in [-1, 1]."""
+    return from_uint8(np.stack([world.sample_clip(seed, i, "train", FRAMES, SIZE).video for i in indices]))
 
 
 def standardise(vae: Autoencoder, mean: Float[Array, " L"], std: Float[Array, " L"]) -> Autoencoder:

@@ -21,6 +21,7 @@ from cogvideox_flax.training import world
 from cogvideox_flax.training.embedded.autoencoder import train_vae, world_clips
 from cogvideox_flax.training.embedded.settings import (
     CAPTION_DROPOUT,
+    CLIP_SEED,
     CLIPS,
     DIFFUSION_BATCH,
     DIFFUSION_COOL,
@@ -66,20 +67,19 @@ def make_tokenizer(run: Run) -> Tokenizer:
 
 
 def prepare_latents(run: Run) -> Store:
-    """The training clips' latents and token ids, computed once."""
+    """The training clips' latents, computed once."""
     vae = train_vae(run)
-    tokenizer = make_tokenizer(run)
     encode = jax.jit(lambda vae, video: vae.encode(video))
     shape = (SHARD, FRAMES, SIZE, SIZE, 3)
     place = sharding.named(run.mesh, ("batch",), shape, "a shard of clips") if run.mesh is not None else None
 
     def make(indices: range) -> dict[str, np.ndarray]:
-        video, prompts = world_clips(indices, SEED + 3)
+        video = world_clips(indices, CLIP_SEED)
         mean, logvar = encode(vae, jax.device_put(video, place))
         std = np.exp(0.5 * np.asarray(logvar))
-        return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16), "ids": tokenizer(prompts)}
+        return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16)}
 
-    meta = {"seed": SEED + 3, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
+    meta = {"seed": CLIP_SEED, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
     return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
 
 
@@ -99,7 +99,9 @@ def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], ke
 def train_transformer(run: Run) -> State:
     """The transformer and the text encoder, together."""
     store = prepare_latents(run)
-    empty = make_tokenizer(run)([""])[0]
+    tokenizer = make_tokenizer(run)
+    empty = tokenizer([""])[0]
+    scenes = [world.scene_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))]
     if run.base is not None:
         start: dict[str, nnx.Module] = {
             "text_encoder": load_text_encoder(run.base, dtype="float32"),
@@ -109,7 +111,10 @@ def train_transformer(run: Run) -> State:
         start = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
 
     def batches(step: int) -> dict[str, np.ndarray]:
-        return store.gather(examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2))
+        indices = examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2)
+        # new words at every visit: by a wording of its own, a clip would be learned by heart
+        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
+        return store.gather(indices) | {"ids": tokenizer(prompts)}
 
     def later(step: int) -> dict[str, np.ndarray]:
         return batches(run.stop + step)

@@ -77,7 +77,7 @@ TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
-CLIPS, SHARD = 16_000, 40
+CLIPS, CLIP_SEED, SHARD = 16_000, SEED + 3, 40
 DIFFUSION_BATCH = 32
 FOCUS = Focus(0.25, 0.9, 0.85)
 """Noise levels at which shape and direction are decided: above, little but the text is to be seen; below, nothing is
