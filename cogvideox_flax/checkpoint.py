@@ -79,6 +79,11 @@ class Manifest:
         """
         return "float32" if self.release is None else "bfloat16"
 
+    @classmethod
+    def of_release(cls, release: Release) -> Manifest:
+        """What a checkpoint of this release says, before there is one."""
+        return cls(**{name: getattr(release, name) for name in CONFIG_TYPES})
+
     def to_json(self) -> dict[str, Any]:
         configs = {name: getattr(self, name) for name in CONFIG_TYPES}
         return {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_flax.config import COMPONENTS, Release
+from cogvideox_flax.config import COMPONENTS, RELEASES, Release, get_release
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # a command imports what it needs, so that wrong options and 
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.pipeline import CogVideoXPipeline
     from cogvideox_flax.stages import Settings
+
+STAGES = ("encode", "denoise", "decode")
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
@@ -134,6 +136,33 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():
         sub.add_argument(name, type=int if name == "--steps" else str, help=f"{what}, in place of the file's")
+    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub = command(
+        "plan", plan, "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
+    )
+    which = sub.add_mutually_exclusive_group()
+    which.add_argument("--release", choices=RELEASES, help="a released model, by name")
+    which.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
+    sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
+    sub.add_argument("--mesh", metavar="DP,SP,TP", help="default: all of them are tried and the fastest is taken")
+    sub.add_argument("--num-frames", type=int, help="8 n + 1; default: the release's")
+    sub.add_argument("--height", type=int, help="pixels, a multiple of 16; default: the release's")
+    sub.add_argument("--width", type=int, help="pixels, a multiple of 16; default: the release's")
+    sub.add_argument("--num-inference-steps", "--steps", type=_positive, default=50, help="default: 50")
+    sub.add_argument("--guidance-scale", type=float, default=6.0, help="default: 6; 1 turns guidance off")
+    sub.add_argument("--scheduler", choices=("ddim", "dpm"), help="default: the checkpoint's")
+    sub.add_argument("--prompts", type=_positive, default=1, help="how many at once; default: 1")
+    sub.add_argument(
+        "--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16", help="default: bfloat16"
+    )
+    sub.add_argument(
+        "--stages",
+        nargs="+",
+        choices=(*STAGES, "run"),
+        default=STAGES,
+        help="default: encode denoise decode; run is all of them as one program",
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("--quiet", action="store_true", help="no progress")
     sub = command("info", info, "what a checkpoint is and holds")
     sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
@@ -252,6 +281,45 @@ def train(args: argparse.Namespace) -> None:
     if result is None:
         raise KeyboardInterrupt  # stopped in order: `main` says how to go on
     print(result)
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Forecast a run: each stage is compiled for chips that need not be there."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
+    from cogvideox_flax import hub
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.plan import Forecast, Request, best_mesh, describe, forecast
+    from cogvideox_flax.sharding import parse_mesh
+
+    def say(message: str) -> None:
+        if not args.quiet:
+            print(message, file=sys.stderr, flush=True)
+
+    manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
+    same = ("num_frames", "height", "width", "prompts", "num_inference_steps", "guidance_scale", "scheduler")
+    request = Request(manifest, args.dtype or manifest.default_dtype, **{name: getattr(args, name) for name in same})
+    size = request.size()
+    if args.mesh:
+        mesh = parse_mesh(args.mesh)
+    else:
+        mesh = best_mesh(request, args.topology, lambda tried, found: say(_tried(tried, found)))
+    stages = []
+    for stage in forecast(request, args.topology, mesh, args.stages):
+        say(f"compiled {stage.name} in {stage.compile_s:.0f} s")
+        stages.append(stage)
+    found = Forecast(args.topology, mesh, size, tuple(stages))
+    if args.json:
+        print(json.dumps(dataclasses.asdict(found) | {"fits": found.fits, "estimated_s": found.estimated_s}, indent=2))
+    else:
+        print(describe(found))
+
+
+def _tried(mesh: tuple[int, int, int], found: Any) -> str:
+    name = f"mesh {','.join(map(str, mesh))}"
+    if isinstance(found, InputError):
+        return f"{name}: {str(found).splitlines()[0]}"
+    fits = "" if found.fits else ", does not fit"
+    return f"{name}: {found.estimated_s:.1f} s of denoising, {found.hbm_gib_per_chip:.1f} GiB per chip{fits}"
 
 
 def info(args: argparse.Namespace) -> None:
@@ -381,8 +449,10 @@ def _open(args: argparse.Namespace, run: _Run) -> tuple[CogVideoXPipeline, Setti
 def _load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
     """Open a model that was checked, converting it if that was not done yet."""
     from cogvideox_flax import hub
+    from cogvideox_flax.compiled import keep_compiled
     from cogvideox_flax.pipeline import CogVideoXPipeline
 
+    keep_compiled(hub.cache_dir() / "compiled")
     return CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
 
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
-from cogvideox_flax import checkpoint, hub, sharding
+from cogvideox_flax import checkpoint, hub, programs, sharding
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
@@ -34,15 +34,12 @@ from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scal
 from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
-from cogvideox_flax.video import item_paths, save_video, to_uint8
+from cogvideox_flax.video import item_paths, save_video
 
 log = logging.getLogger(__name__)
 
 Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
-
-OFS = 2.0
-"""The motion scalar that the released pipeline gives to releases that take one."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
 
@@ -275,6 +272,7 @@ class CogVideoXPipeline:
         noise: Float[Any, "N B T h w C"] | None = None,
         tiling: bool = False,
         compiled_loop: bool = False,
+        one_program: bool = False,
     ) -> Video:
         """Generate one video per prompt.
 
@@ -296,6 +294,8 @@ class CogVideoXPipeline:
             noise: the sampler's noise for every step, in place of random noise (DPM only).
             tiling: decode in the official overlapping tiles: less memory, slightly different video.
             compiled_loop: run all steps as one compiled program; no callback, no progress within it.
+            one_program: run everything, token ids to frames, as one compiled program, all parts loaded at once; no
+                callback, no progress within it, no "latent" output.
 
         Raises:
             InputError: an argument that cannot be served; before anything is loaded or compiled.
@@ -312,7 +312,27 @@ class CogVideoXPipeline:
         if tiling:
             check_tiling(self.vae_config)
         self._check_arrays(size, len(prompts), num_inference_steps, sampler, latents, noise)
-        _check_loop(compiled_loop, callback)
+        _check_loop(compiled_loop or one_program, callback)
+        settings = {
+            "num_frames": size.num_frames,
+            "height": size.height,
+            "width": size.width,
+            "num_inference_steps": num_inference_steps,
+            "guidance_scale": guidance_scale,
+            "use_dynamic_cfg": use_dynamic_cfg,
+            "scheduler": sampler.config.kind,
+            "dtype": self.dtype,
+            **({"lora": self.loras} if self.loras else {}),
+        }
+        if one_program:
+            if output_type == "latent":
+                raise InputError('one program ends in frames; leave one_program off for output_type "latent"')
+            ids = self.tokenizer([*(negatives if guidance_scale > 1 else []), *prompts])
+            schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
+            start = self._start(sampler, size, len(prompts), schedule, seed, latents, noise)
+            frames = self._all_at_once(sampler, size, ids, start, output_type, tiling, progress)
+            settings["steps_done"] = len(start[0])
+            return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 
         context, negative = self.encode_prompts(prompts, negatives if guidance_scale > 1 else None, progress=progress)
         denoised, steps_done = self.denoise(
@@ -335,18 +355,7 @@ class CogVideoXPipeline:
         else:
             kept = denoised[:, size.extra_latents :]
             frames = self.decode_latents(kept, output_type=output_type, tiling=tiling, progress=progress)
-        settings = {
-            "num_frames": size.num_frames,
-            "height": size.height,
-            "width": size.width,
-            "num_inference_steps": num_inference_steps,
-            "guidance_scale": guidance_scale,
-            "use_dynamic_cfg": use_dynamic_cfg,
-            "scheduler": sampler.config.kind,
-            "dtype": self.dtype,
-            "steps_done": steps_done,
-            **({"lora": self.loras} if self.loras else {}),
-        }
+        settings["steps_done"] = steps_done
         return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 
     def metadata(
@@ -411,7 +420,7 @@ class CogVideoXPipeline:
         Raises:
             InputError: the text encoder gives NaN or infinity.
         """
-        program = self._program("text encoder", "encode", lambda: lambda encoder, ids: encoder(ids))
+        program = self._program("text encoder", "encode", lambda: programs.encode)
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once
@@ -453,24 +462,16 @@ class CogVideoXPipeline:
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
         sampler = self.get_scheduler(scheduler)
-        plan = sampler.plan(num_inference_steps)
         self._check_arrays(size, len(context), num_inference_steps, sampler, latents, noise)
         _check_loop(compiled_loop, callback)
         both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
-        guidance = guidance_scales(plan.timesteps, num_inference_steps, guidance_scale, use_dynamic_cfg)
-        latent_key, noise_key = jax.random.split(jax.random.key(seed))
-        x = (
-            _normal(latent_key, self.latent_shape(size, len(context)))
-            if latents is None
-            else jnp.asarray(latents, jnp.float32)
-        )
-        carry = (x, sampler.init_state(x))
-        draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
-        fixed = (self.transformer, *self._put((both, plan, guidance, draw)))
+        schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
+        plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise)
+        fixed = (self.transformer, *self._put((both, plan, *tables)))
         if compiled_loop:
             return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
 
-        program = self._program("denoising step", ("step", sampler), lambda: _make_step(sampler))
+        program = self._program("denoising step", ("step", sampler), lambda: programs.make_step(sampler))
         with self._on_mesh():
             program.prepare(*fixed, *self._put((jnp.int32(0), carry)), announce=progress)
         done = 0
@@ -483,6 +484,32 @@ class CogVideoXPipeline:
                     _say(f"stopped by the callback after step {done} of {len(plan)}", progress)
                     break
         return x, done
+
+    def _start(
+        self,
+        sampler: Scheduler,
+        size: Size,
+        batch: int,
+        schedule: tuple[int, float, bool | Literal["index"]],
+        seed: int,
+        latents: Any | None,
+        noise: Any | None,
+    ) -> tuple[Plan, Array, Array, programs.Carry]:
+        """What the loop starts from: the sampler's tables, guidance per step, the source of noise, and the carry.
+
+        schedule: number of steps, guidance scale, dynamic guidance.
+        """
+        steps, guidance_scale, use_dynamic_cfg = schedule
+        plan = sampler.plan(steps)
+        guidance = guidance_scales(plan.timesteps, steps, guidance_scale, use_dynamic_cfg)
+        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        x = (
+            programs.normal(latent_key, self.latent_shape(size, batch))
+            if latents is None
+            else jnp.asarray(latents, jnp.float32)
+        )
+        draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
+        return plan, guidance, draw, (x, sampler.init_state(x))
 
     def _steps(
         self, program: _Program, fixed: tuple, carry: tuple, plan: Plan
@@ -504,23 +531,36 @@ class CogVideoXPipeline:
     ) -> Float32[Array, "B T h w C"]:
         """All steps as one program: a scan over the step."""
 
-        def make() -> Callable[..., Any]:
-            step = _make_step(sampler)
-
-            def loop(*args: Any) -> Any:
-                *fixed, carry = args
-                steps = jnp.arange(fixed[3].shape[0])
-                return jax.lax.scan(lambda carry, i: step(*fixed, i, carry), carry, steps)
-
-            return loop
-
-        program = self._program("denoising loop", ("loop", sampler), make)
+        program = self._program("denoising loop", ("loop", sampler), lambda: programs.make_loop(sampler))
         with self._on_mesh():
             (x, _), finite = program(*fixed, self._put(carry), announce=progress)
         if not finite.all():
             bad = int(jnp.argmin(finite))
             raise self._non_finite(bad, plan)
         return x
+
+    def _all_at_once(
+        self,
+        sampler: Scheduler,
+        size: Size,
+        ids: Int32[np.ndarray, "GB L"],
+        start: tuple[Plan, Array, Array, programs.Carry],
+        output_type: str,
+        tiling: bool,
+        progress: bool,
+    ) -> UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]:
+        """Ids to frames as one program."""
+        tiles = Tiling.official(self.vae_config) if tiling else None
+        made = sampler, self.vae_config.scaling_factor, size.extra_latents, output_type, tiles
+        program = self._program("whole run", ("run", *made), lambda: programs.make_run(*made))
+        parts = self.text_encoder, self.transformer, self.vae
+        with self._on_mesh():
+            frames, steps_finite, finite = program(*parts, *self._put((ids, *start)), announce=progress)
+        if not steps_finite.all():
+            raise self._non_finite(int(jnp.argmin(steps_finite)), start[0])
+        if not finite:
+            raise self._bad_frames()
+        return frames
 
     def decode_latents(
         self,
@@ -536,61 +576,21 @@ class CogVideoXPipeline:
             InputError: the decoder gives NaN or infinity.
         """
         tiles = Tiling.official(self.vae_config) if tiling else None
-        scale = self.vae_config.scaling_factor
-
-        def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> tuple[Array, Array]:
-            video = vae.decode(z / scale, tiling=tiles, slicing=len(z) > 1).astype(jnp.float32)
-            frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
-            return frames, jnp.isfinite(video).all()
-
+        decode = programs.make_decode(self.vae_config.scaling_factor, output_type, tiles)
         program = self._program("VAE decoder", ("decode", output_type, tiles), lambda: decode)
         with self._on_mesh():
             frames, finite = program(self.vae, self._put(jnp.asarray(latents, jnp.float32)), announce=progress)
         if not finite:
-            raise InputError(
-                f"the VAE gives NaN or infinity in {self.dtype}. Decode in --dtype float32; if that gives the same, "
-                "download the checkpoint again and convert it again."
-            )
+            raise self._bad_frames()
         return frames
+
+    def _bad_frames(self) -> InputError:
+        return InputError(
+            f"the VAE gives NaN or infinity in {self.dtype}. Decode in --dtype float32; if that gives the same, "
+            "download the checkpoint again and convert it again."
+        )
 
 
 def _check_loop(compiled_loop: bool, callback: Callback | None) -> None:
     if compiled_loop and callback is not None:
         raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
-
-
-def _normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
-    """Standard normal whose row b depends on the key and b alone, not on the size of the batch."""
-    keys = jax.vmap(lambda b: jax.random.fold_in(key, b))(jnp.arange(shape[0]))
-    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], jnp.float32))(keys)
-
-
-def _make_step(sampler: Scheduler) -> Callable[..., Any]:
-    """One denoising step as a pure function, to be jitted alone or scanned."""
-
-    def step(
-        transformer: Transformer,
-        both: Float[Array, "GB L E"],
-        plan: Plan,
-        guidance: Float32[Array, " N"],
-        draw: Array,
-        i: Int32[Array, ""],
-        carry: tuple[Float32[Array, "B T h w C"], Any],
-    ) -> tuple[tuple[Float32[Array, "B T h w C"], Any], Array]:
-        """both: [negative, positive] embeddings, or positive alone. draw: a key, or all steps' noise."""
-        x, state = carry
-        guided = both.shape[0] == 2 * x.shape[0]
-        ofs = None if transformer.config.ofs_width is None else OFS
-        inputs = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
-        v = transformer(inputs, both, plan.timesteps[i], ofs).astype(jnp.float32)
-        if guided:
-            without, with_prompt = jnp.split(v, 2)
-            v = without + guidance[i] * (with_prompt - without)
-        noise = None
-        if sampler.needs_noise:
-            is_key = jnp.issubdtype(draw.dtype, jax.dtypes.prng_key)
-            noise = _normal(jax.random.fold_in(draw, i), x.shape) if is_key else draw[i]
-        x, state = sampler.step(plan, i, v, x, state, noise)
-        return (x, state), jnp.isfinite(x).all()
-
-    return step

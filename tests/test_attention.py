@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import attend
+from cogvideox_flax.attention import Blocks, attend, splash
+from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
 
 
@@ -92,8 +95,10 @@ def test_same_on_a_mesh(mesh):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"backend": "magic"}, "known are auto, xla"),
+        ({"backend": "magic"}, "known are auto, xla, splash, stock"),
         ({"interpret": True}, "needs a Pallas backend"),
+        ({"blocks": Blocks(128, 128, 128, 128)}, "blocks are the splash kernel's"),
+        ({"window": (1, -1)}, "two counts of tokens, 0 or more"),
         ({"kv_len": 0}, "between 1 and"),
         ({"kv_len": 8}, "between 1 and"),
         ({"kv_len": jnp.array([1, 2, 3])}, "one int per batch element"),
@@ -121,3 +126,140 @@ def test_keys_past_kv_len_of_a_short_sequence_are_never_attended(kv_len):
     k, v = jnp.where(poisoned, 50.0, k), jnp.where(poisoned, 1e4, v)
     length = kv_len if isinstance(kv_len, int) else jnp.asarray(kv_len)
     np.testing.assert_allclose(attend(q, k, v, kv_len=length), textbook(q, k, v, kv_len), atol=2e-5)
+
+
+# --- the Pallas kernels, interpreted
+
+SMALL = Blocks(q=128, kv=512, chunk=256, slice=128)
+
+
+def interpreted(q, k, v, kv_len=None, backend="splash", **options):
+    options = {"blocks": SMALL} | options if backend == "splash" else options
+    if kv_len is not None and not isinstance(kv_len, int):
+        kv_len = jnp.asarray(kv_len)
+    return jax.jit(partial(attend, kv_len=kv_len, backend=backend, interpret=True, **options))(q, k, v)
+
+
+@pytest.mark.parametrize("backend", ["splash", "stock"])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (130, 1), (1, 300), (256, 1024), (300, 1100)])
+def test_kernel_is_exact(backend, queries, keys):
+    args = random(queries, keys, batch=1, heads=2, dim=64)
+    np.testing.assert_allclose(interpreted(*args, backend=backend), textbook(*args), atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", ["splash", "stock"])
+@pytest.mark.parametrize("kv_len", [1, 128, 511, 513, [1, 700], [640, 512]])
+def test_kernel_never_attends_past_the_length(backend, kv_len):
+    q, k, v = random(140, 700, heads=1, dim=64)
+    end = np.broadcast_to(kv_len, 2)
+    past = jnp.arange(700)[None, :, None, None] >= end[:, None, None, None]
+    k, v = jnp.where(past, 30.0, k), jnp.where(past, 1e4, v)
+    np.testing.assert_allclose(interpreted(q, k, v, kv_len, backend), textbook(q, k, v, kv_len), atol=5e-6)
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
+def test_kernel_with_and_without_running_maximum(scale):
+    """Small scores run without, large ones would overflow: both kinds of head in one call."""
+    q, k, v = random(200, 600, batch=1, heads=2, dim=64)
+    q = q.at[:, :, 1].multiply(scale)
+    k = k.at[:, :, 1].multiply(scale)
+    bound = np.linalg.norm(q, axis=-1).max(1) * np.linalg.norm(k, axis=-1).max(1) * np.log2(np.e) / 8
+    assert (bound <= splash.BOUND).tolist() == [[True, scale < 1]]
+    largest = np.abs(np.einsum("bqnk,bsnk->bnqs", q, k)).max() / 8
+    atol = max(5e-6, largest * 2**-21 * np.abs(v).max())
+    np.testing.assert_allclose(interpreted(q, k, v), textbook(q, k, v), atol=atol)
+
+
+def test_kernel_at_the_bound():
+    """Scores as large and as small as heads without a running maximum may have."""
+    q, k, v = random(128, 512, batch=1, heads=1, dim=64)
+    q = q / np.linalg.norm(q, axis=-1, keepdims=True)
+    k = jnp.where(jnp.arange(512)[:, None, None] % 2 == 0, q[:, :1], -q[:, :1]).astype(jnp.float32)
+    q = jnp.where(jnp.arange(128)[:, None, None] % 2 == 0, q[:, :1], -q[:, :1]) * splash.BOUND * 0.999 * np.log(2) * 8
+    np.testing.assert_allclose(interpreted(q, k, v), textbook(q, k, v), atol=2e-4)
+
+
+def test_kernel_of_equal_keys_averages_the_values():
+    q, k, v = random(5, 700, heads=1, dim=64)
+    out = interpreted(q, jnp.ones_like(k), v)
+    np.testing.assert_allclose(out, jnp.broadcast_to(v.mean(1, keepdims=True), out.shape), atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [48, 64, 128])
+def test_kernel_in_bfloat16(dim):
+    args = random(200, 700, batch=1, heads=2, dim=dim, dtype=jnp.bfloat16)
+    out = interpreted(*args)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), textbook(*args), atol=0.006, rtol=2**-7)
+
+
+@pytest.mark.parametrize("backend", ["xla", "splash", "stock"])
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (40, 600), (300, 130)])
+@pytest.mark.parametrize("tokens", [700, 300])
+def test_window(backend, window, tokens):
+    q, k, v = random(tokens, tokens, batch=1, heads=1, dim=64)
+    out = attend(q, k, v, window=window) if backend == "xla" else interpreted(q, k, v, backend=backend, window=window)
+    scores = np.einsum("bqnk,bsnk->bnqs", *(np.asarray(x, np.float64) for x in (q, k))) / 8
+    away = np.arange(tokens) - np.arange(tokens)[:, None]
+    scores = np.where((away >= -window[0]) & (away <= window[1]), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("bnqs,bsnk->bqnk", p / p.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("kv_len", [None, 500, [700, 3]])
+def test_smooth_keys_change_nothing_and_bound_more_heads(kv_len):
+    q, k, v = random(130, 700, heads=1, dim=64)
+    k = k + 40.0  # a mean that all keys share
+    out = interpreted(q, k, v, kv_len, smooth_k=True)
+    np.testing.assert_allclose(out, textbook(q, k, v, kv_len), atol=1e-4)
+    if kv_len is None:
+        rough = np.abs(interpreted(q, k, v) - textbook(q, k, v)).max()
+        assert np.abs(out - textbook(q, k, v)).max() < rough
+
+
+def test_kernel_gradient_is_that_of_the_formula():
+    q, k, v = random(130, 300, batch=1, heads=1, dim=64)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
+
+    def gradient(backend, **options):
+        return jax.grad(lambda args: (weight * attend(*args, backend=backend, **options)).sum())((q, k, v))
+
+    found = gradient("splash", interpret=True, blocks=SMALL)
+    for a, b in zip(found, gradient("xla"), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_blocks_are_checked_and_fit_every_length():
+    for tokens in (1, 600, 17776, 39826, 45106, 180_000):
+        for dim in (48, 64, 128):
+            for dtype in (jnp.bfloat16, jnp.float32):
+                chosen = choose_blocks(tokens, tokens, dim, dtype)
+                chosen.check(tokens, dim, dtype)
+                assert chosen.q < tokens + 128 and chosen.slice < tokens + 128
+    with pytest.raises(InputError, match="slice must divide chunk"):
+        Blocks(128, 512, 300, 128).check(10**5, 64, jnp.bfloat16)
+    with pytest.raises(InputError, match="multiples of 128"):
+        Blocks(100, 512, 256, 128).check(10**5, 64, jnp.bfloat16)
+    with pytest.raises(InputError, match=r"needs about \d+ MiB .* head size 64; 96 MiB is the most"):
+        Blocks(32768, 65536, 4096, 256).check(10**5, 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rise", [30.0, 300.0, 3000.0])
+def test_kernel_when_later_keys_score_far_higher(rise):
+    """Scores relative to the first keys' grow past what is scaled down, and past what float32 holds."""
+    q, k, v = random(128, 1300, batch=1, heads=1, dim=64)
+    q = jnp.abs(q)
+    k = jnp.abs(k) * jnp.where(jnp.arange(1300) < 900, jnp.arange(1300) / 900, rise)[:, None, None]
+    largest = np.abs(np.einsum("bqnk,bsnk->bnqs", q, k)).max() / 8
+    assert largest > splash.BOUND
+    np.testing.assert_allclose(interpreted(q, k, v), textbook(q, k, v), atol=largest * 2**-21 * np.abs(v).max())
+
+
+def test_a_last_narrow_block_of_queries():
+    assert splash.query_parts(45106, 1536) == [(44544, 1536), (562, 640)]
+    assert splash.query_parts(1500, 1536) == [(1500, 1536)] and splash.query_parts(300, 1536) == [(300, 384)]
+    assert splash.query_parts(3072, 1536) == [(3072, 1536)] and splash.query_parts(3000, 1536) == [(3000, 1536)]
+    q, k, v = random(700, 300, batch=1, heads=1, dim=64)
+    blocks = Blocks(q=512, kv=384, chunk=256, slice=128)
+    np.testing.assert_allclose(interpreted(q, k, v, blocks=blocks), textbook(q, k, v), atol=5e-6)

@@ -174,6 +174,22 @@ def test_quiet_also_while_converting(layout, tmp_path):
     assert list((tmp_path / "home").glob("*/config.json"))
 
 
+def test_a_second_start_compiles_nothing(tmp_path):
+    env = {"COGVIDEOX_HOME": str(tmp_path / "home"), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+
+    def programs():
+        return {path.name for path in (tmp_path / "home" / "compiled").glob("*/*-cache")}
+
+    for folder in ("first", "second"):
+        before = programs()
+        done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", folder, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+    assert before and programs() == before
+    mine = env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
+    done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", "third", cwd=tmp_path, env=mine)
+    assert done.returncode == 0 and programs() == before  # the user's choice stands
+
+
 def test_help_and_version_answer_at_once(run):
     for argv in (["--help"], ["generate", "--help"], ["--version"]):
         code, out, _ = run(*argv)

@@ -8,19 +8,10 @@ from math import inf
 import numpy as np
 import pytest
 
+from benchmarks.claims import Claims, ThingClaims, read_prompt
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.judge import (
-    ATTRIBUTES,
-    Claims,
-    SeenThing,
-    ThingClaims,
-    compare,
-    rates,
-    read_prompt,
-    score,
-    see,
-    wilson,
-)
+from benchmarks.judge import ATTRIBUTES, compare, rates, score, wilson
+from benchmarks.seeing import SeenThing, see
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.training.world import (
     BACKGROUNDS,

@@ -225,6 +225,14 @@ def test_nan_names_the_step(layout, tmp_path):
             generate(pipe, compiled_loop=compiled_loop)
 
 
+@pytest.mark.parametrize("guidance_scale", [1.0, 6.0])
+def test_one_program_is_the_same_run(pipe, guidance_scale):
+    options = {"guidance_scale": guidance_scale, "output_type": "float", "num_inference_steps": 3}
+    staged, at_once = (generate(pipe, one_program=x, **options) for x in (False, True))
+    np.testing.assert_allclose(staged.frames, at_once.frames, atol=1e-5)
+    assert staged.metadata == at_once.metadata
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(layout, dtype):
     if dtype == "float16" and "2b" not in str(layout):
@@ -297,6 +305,7 @@ def test_video_is_saved_with_its_metadata(pipe, tmp_path):
         ({"noise": np.zeros((3, 1, 3, 8, 12, 16))}, "ddim does not"),
         ({"noise": np.zeros((2, 1, 3, 8, 12, 16)), "scheduler": "dpm"}, r"noise must be .* \(3, 1, 3, 8, 12, 16\)"),
         ({"compiled_loop": True, "callback": print}, "leave compiled_loop off"),
+        ({"one_program": True, "output_type": "latent"}, "leave one_program off"),
     ],
 )
 def test_refuses(pipe, change, message):

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.judge import read_prompt
+from benchmarks.claims import read_prompt
 from cogvideox_flax.training import world
 from cogvideox_flax.training.world import Scene, Thing
 

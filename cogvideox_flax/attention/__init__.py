@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import xla
+from cogvideox_flax.attention import splash, stock, xla
+from cogvideox_flax.attention.blocks import Blocks
 from cogvideox_flax.errors import InputError
 
 Backend = Callable[..., Float[Array, "B S N K"]]
 
-BACKENDS: dict[str, Backend] = {"xla": xla.attend}
-"""name -> f(q, k, v, kv_len): exact attention on one device; kv_len is None or int32 [B]."""
 
-KERNELS: frozenset[str] = frozenset()
-"""The backends that are Pallas kernels and can be interpreted."""
+def _best(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None,
+    *,
+    window: tuple[int, int] | None,
+) -> Float[Array, "B Q N K"]:
+    """The kernel on a TPU where there is enough for it to do, plain XLA elsewhere."""
+    plain = partial(xla.attend, window=window)
+    if max(q.shape[1], k.shape[1]) <= xla.SHORT:
+        return plain(q, k, v, kv_len)
+    lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
+    kernel = partial(splash.attend, window=window)
+    return jax.lax.platform_dependent(q, k, v, lengths, tpu=kernel, default=plain)
+
+
+BACKENDS: dict[str, Backend] = {"auto": _best, "xla": xla.attend, "splash": splash.attend, "stock": stock.attend}
+"""name -> f(q, k, v, kv_len, window=): exact attention on one device; kv_len is None or int32 [B]."""
+
+KERNELS = frozenset({"splash", "stock"})
+"""The backends that are Pallas kernels for TPUs and can be interpreted elsewhere."""
 
 
 def attend(
@@ -29,6 +50,9 @@ def attend(
     kv_len: int | Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
+    window: tuple[int, int] | None = None,
+    smooth_k: bool = False,
+    blocks: Blocks | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v, softmax in float32, result in q's dtype.
 
@@ -38,15 +62,23 @@ def attend(
             its values may only be known on the device). Keys past it are never attended.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
         interpret: run a Pallas backend in interpret mode (on any device, slowly).
+        window: (left, right): attend only keys from `left` before the query's position to `right` after it. A query
+            whose window holds no real key gets a finite but meaningless row.
+        smooth_k: subtract from the keys their mean. Softmax does not see it; scores become smaller, so that less is
+            lost in low precision and more heads run without a running maximum.
+        blocks: tile sizes of the splash kernel, in place of those of its table.
 
     Raises:
         InputError: shapes or dtypes disagree, kv_len out of range, unknown backend, nothing to interpret.
     """
-    name = "xla" if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise InputError(f"unknown attention backend {backend!r}; known are auto, {', '.join(BACKENDS)}")
-    if interpret and name not in KERNELS:
-        raise InputError(f"interpret=True needs a Pallas backend; {name!r} is not one")
+    if backend not in BACKENDS:
+        raise InputError(f"unknown attention backend {backend!r}; known are {', '.join(BACKENDS)}")
+    if interpret and backend not in KERNELS:
+        raise InputError(f"interpret=True needs a Pallas backend ({', '.join(sorted(KERNELS))}); got {backend!r}")
+    if blocks is not None and backend != "splash":
+        raise InputError(f"blocks are the splash kernel's; the backend is {backend!r}")
+    if window is not None and (len(window) != 2 or min(window) < 0):
+        raise InputError(f"window must be two counts of tokens, 0 or more, before and after the query; got {window}")
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise InputError(f"attend expects q [B, Q, N, K] and k, v [B, S, N, K]; got {q.shape}, {k.shape}, {v.shape}")
     if not q.dtype == k.dtype == v.dtype:
@@ -60,7 +92,18 @@ def attend(
         if kv_len.shape != q.shape[:1]:
             raise InputError(f"kv_len must be an int or one int per batch element, {q.shape[:1]}; got {kv_len.shape}")
         kv_len = jnp.clip(kv_len, 1, k.shape[1])
-    return sharding.over_heads(BACKENDS[name], q, k, v, kv_len)
+    if smooth_k:
+        k = _smooth(k, kv_len)
+    options = {"interpret": interpret} if interpret else {}
+    options |= {"blocks": blocks} if blocks is not None else {}
+    return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len)
 
 
-__all__ = ["BACKENDS", "KERNELS", "attend"]
+def _smooth(k: Float[Array, "B S N K"], kv_len: Int[Array, " B"] | None) -> Float[Array, "B S N K"]:
+    """Keys without the mean of the real ones."""
+    wide = k.astype(jnp.float32)
+    real = None if kv_len is None else (jnp.arange(k.shape[1]) < kv_len[:, None])[:, :, None, None]
+    return (wide - wide.mean(1, keepdims=True, where=real)).astype(k.dtype)
+
+
+__all__ = ["BACKENDS", "KERNELS", "Blocks", "attend"]

@@ -11,7 +11,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from cogvideox_flax.layers import precision
 
@@ -35,12 +35,14 @@ def attend(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None = None,
+    *,
+    window: tuple[int, int] | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`."""
     batch, queries, heads, dim = q.shape
     keys = k.shape[1]
     if max(queries, keys) <= SHORT:
-        return _attend_short(q, k, v, kv_len)
+        return _attend_short(q, k, v, kv_len, window)
     q_block, kv_block = min(Q_BLOCK, queries), min(KV_BLOCK, keys)
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
@@ -49,12 +51,15 @@ def attend(
     def one_head(
         q: Float[Array, "i block K"], k: Float[Array, "j block K"], v: Float[Array, "j block K"], length: Int[Array, ""]
     ) -> Float[Array, "i block K"]:
-        valid = (jnp.arange(k.shape[0] * kv_block) < length).reshape(-1, kv_block)
+        positions = jnp.arange(k.shape[0] * kv_block).reshape(-1, kv_block)
 
-        def one_block(q: Float[Array, "block K"]) -> Float[Array, "block K"]:
+        def one_block(block: tuple[Array, Array]) -> Float[Array, "block K"]:
+            q, first = block
+
             def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
                 top, total, out = carry
-                k, v, valid = kv
+                k, v, position = kv
+                valid = _attended(first + jnp.arange(q_block), position, length, window)
                 scores = scale * jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
                 scores = jnp.where(valid, scores, _NEVER)
                 new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
@@ -67,10 +72,10 @@ def attend(
                 jnp.zeros((q_block, 1), jnp.float32),
                 jnp.zeros((q_block, dim), jnp.float32),
             )
-            (_, total, out), _ = jax.lax.scan(add, start, (k, v, valid))
+            (_, total, out), _ = jax.lax.scan(add, start, (k, v, positions))
             return (out / total).astype(q.dtype)
 
-        return jax.lax.map(one_block, q)
+        return jax.lax.map(one_block, (q, q_block * jnp.arange(q.shape[0])))
 
     lengths = jnp.broadcast_to(jnp.int32(keys) if kv_len is None else kv_len, (batch,)).repeat(heads)
     out = jax.lax.platform_dependent(
@@ -90,13 +95,27 @@ def _attend_short(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None,
+    window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
     """The same by its definition, heads beside the batch so that each product is of plain matrices."""
     exact = precision(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32, precision=exact)
     scores = scores / math.sqrt(q.shape[-1])
-    if kv_len is not None:
-        scores = jnp.where(jnp.arange(k.shape[2]) < kv_len[:, None, None, None], scores, _NEVER)
+    if kv_len is not None or window is not None:
+        length = jnp.asarray(k.shape[2] if kv_len is None else kv_len[:, None, None, None])
+        valid = _attended(jnp.arange(q.shape[2]), jnp.arange(k.shape[2]), length, window)
+        scores = jnp.where(valid, scores, _NEVER)
     p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.matmul(p, v, preferred_element_type=jnp.float32, precision=exact).astype(q.dtype).swapaxes(1, 2)
+
+
+def _attended(
+    query: Int[Array, " Q"], key: Int[Array, " S"], length: Int[Array, "*B"], window: tuple[int, int] | None
+) -> Bool[Array, "*B Q S"]:
+    """Which keys are real, and inside the query's window."""
+    valid = key < length
+    if window is None:
+        return valid
+    away = key - query[:, None]
+    return valid & (away >= -window[0]) & (away <= window[1])

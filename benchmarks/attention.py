@@ -1,0 +1,194 @@
+"""The attention kernel of a v6e chip by its static schedule: no TPU needed, nothing measured.
+
+    python -m benchmarks.attention [--tokens 17776 39826 45106] [--heads 12] [--head-dim 64] [--json FILE]
+    python -m benchmarks.attention --search       # tries tile sizes and writes the kernel's table
+
+Each kernel is compiled ahead of time by libtpu. Its bundles times how often they run, at one a cycle of 1.75 GHz,
+give the time of one layer's attention on one chip; waits for memory are not in it. Both ways a head may run are
+reported: `bounded`, where the norms of queries and keys rule out overflow, and `referred`, where each query's scores
+are taken relative to a reference. JAX's own splash attention, masked by segment ids, stands beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tpu
+
+TOPOLOGY = "v6e:2x4"
+TOKENS = (17776, 39826, 45106)
+"""1.0 releases at 480x720x49; 1.5-5B at 720x1280x81 and at 768x1360x81."""
+
+MXU_CYCLES = 1.25
+"""Least cycles per 1024 scores at head size 64: 1 for K Q^T, whose 64 rows cost as much as 256, and 0.25 for V^T P."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Milliseconds of one layer on one chip, and the seconds that it took to compile."""
+
+    tokens: int
+    blocks: dict[str, int]
+    bounded_ms: float
+    referred_ms: float
+    floor_ms: float
+    compile_s: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--heads", type=int, default=12, help="of one chip")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--search", action="store_true", help="try tile sizes and write the winners to the table")
+    parser.add_argument("--without-stock", action="store_true", help="leave JAX's own kernel out")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    with tpu.dumped() as dump:
+        shape = partial(_Shape, heads=args.heads, dim=args.head_dim)
+        if args.search:
+            search(dump, [shape(n) for n in args.tokens])
+        rows = [forecast(dump, shape(n)) for n in args.tokens]
+        stock = [] if args.without_stock else [stock_ms(dump, shape(n)) for n in args.tokens]
+    print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
+    print("| tokens | blocks (q, chunk, slice) | bounded ms | referred ms | matrix unit's least ms | jax splash ms |")
+    print("|---|---|---|---|---|---|")
+    for i, row in enumerate(rows):
+        sizes = ", ".join(str(row.blocks[k]) for k in ("q", "chunk", "slice"))
+        other = f"{stock[i]:.1f}" if stock else ""
+        print(
+            f"| {row.tokens} | {sizes} | {row.bounded_ms:.2f} | {row.referred_ms:.2f} | {row.floor_ms:.2f} | {other} |"
+        )
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+    if args.json:
+        record = {"topology": TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim, "versions": tpu.versions()}
+        record |= {"rows": [asdict(row) for row in rows], "stock_ms": stock}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Shape:
+    tokens: int
+    heads: int
+    dim: int
+
+    def arguments(self) -> tuple[list[Any], Any]:
+        """(q, k, v) as shapes on one chip, and its mesh."""
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = tpu.topology_mesh(TOPOLOGY)
+        size = (1, self.tokens, self.heads, self.dim)
+        return [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))] * 3, mesh
+
+
+def _compile(dump: Path, shape: _Shape, f: Any, name: str) -> tuple[list[tpu.KernelSchedule], float]:
+    """The schedules of f's kernels of this name, and the seconds of the compile."""
+    import jax
+
+    arguments, mesh = shape.arguments()
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        jax.jit(f).lower(*arguments).compile()
+    return tpu.kernel_schedules(dump, name), time.perf_counter() - start
+
+
+def forecast(dump: Path, shape: _Shape, blocks: Any = None) -> Forecast:
+    """What the kernel takes with these tile sizes, or with those of its table."""
+    import jax.numpy as jnp
+
+    from cogvideox_flax.attention import splash
+    from cogvideox_flax.attention.blocks import choose_blocks
+
+    blocks = blocks or choose_blocks(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
+    schedules, seconds = _compile(dump, shape, partial(splash.attend, blocks=blocks), splash.NAME)
+    bounded = referred = 0.0
+    for schedule, (queries, width) in zip(_by_size(schedules), splash.query_parts(shape.tokens, blocks.q), strict=True):
+        for_bounded, for_referred = cycles(schedule, shape.tokens, blocks)
+        grid = shape.heads * math.ceil(queries / width)
+        bounded, referred = bounded + grid * for_bounded, referred + grid * for_referred
+    floor = MXU_CYCLES * shape.heads * shape.tokens**2 / 1024
+    ms = [1e3 * n / tpu.CLOCK for n in (bounded, referred, floor)]
+    return Forecast(shape.tokens, asdict(blocks), *ms, seconds)
+
+
+def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
+    """The widest block of queries first, as the parts are."""
+    return sorted(schedules, key=lambda s: -max(s.loops))
+
+
+def cycles(schedule: tpu.KernelSchedule, tokens: int, blocks: Any) -> tuple[int, int]:
+    """Cycles of one block of queries against all keys: without a reference, and with one that need not be redone."""
+    names = ["chunk", "slice", "piece"] if blocks.slice < blocks.chunk else ["chunk", "piece"]
+    again = [name + suffix for name in names[:-1] for suffix in ("", " again")] + ["piece"]
+    free = dict(zip(names, schedule.loops, strict=False))
+    referred = dict(zip(again, schedule.loops[len(names) :], strict=True))
+    total = []
+    for kind in (free, referred):
+        spent = schedule.step * math.ceil(tokens / blocks.kv)
+        for start in range(0, tokens, blocks.kv):
+            left = min(blocks.kv, tokens - start)
+            for name, size in (("chunk", blocks.chunk), ("slice", blocks.slice), ("piece", 128)):
+                if name in kind:
+                    count = math.ceil(left / size) if name == "piece" else left // size
+                    spent, left = spent + count * kind[name], left - count * size
+        total.append(spent)
+    return total[0], total[1]
+
+
+def stock_ms(dump: Path, shape: _Shape) -> float:
+    """JAX's own kernel, correctly masked."""
+    from cogvideox_flax.attention import stock
+
+    schedules, _ = _compile(dump, shape, stock.attend, "splash")
+    (schedule,) = schedules
+    steps = math.ceil(shape.tokens / stock.Q_BLOCK) * math.ceil(shape.tokens / stock.KV_BLOCK)
+    inner = sum(schedule.loops) * (stock.KV_BLOCK // stock.COMPUTE)
+    return 1e3 * shape.heads * steps * (schedule.step + inner) / tpu.CLOCK
+
+
+def search(dump: Path, shapes: list[_Shape]) -> None:
+    """Try tile sizes at each length, first around 8 slices a chunk, then other chunks for the best; write the table."""
+    from cogvideox_flax.attention import blocks as sizes
+    from cogvideox_flax.errors import InputError
+
+    rows = [row for row in sizes.table() if (row["tokens"], row["head_dim"]) not in {(s.tokens, s.dim) for s in shapes}]
+    for shape in shapes:
+        kv = -(-shape.tokens // sizes.LANES) * sizes.LANES
+
+        def attempt(q: int, chunk: int, piece: int, shape: _Shape = shape, kv: int = kv) -> tuple[float, Any]:
+            blocks = sizes.Blocks(q, kv, chunk, piece)
+            try:
+                found = forecast(dump, shape, blocks)
+            except InputError as e:
+                print(f"  {e}", file=sys.stderr)
+                return math.inf, None
+            print(f"  {shape.tokens}: {blocks} {found.bounded_ms:.2f} / {found.referred_ms:.2f} ms", file=sys.stderr)
+            return found.bounded_ms, {"q": q, "chunk": chunk, "slice": piece}
+
+        tried = [attempt(q, 8 * piece, piece) for q, piece in ((1408, 512), (1536, 512), (1664, 512), (3072, 256))]
+        best = min(tried, key=lambda pair: pair[0])[1]
+        tried += [attempt(best["q"], n * best["slice"], best["slice"]) for n in (5, 6, 7, 9, 10, 11, 14, 18)]
+        winner = min(tried, key=lambda pair: pair[0])
+        rows.append({"tokens": shape.tokens, "head_dim": shape.dim, **winner[1]})
+    rows.sort(key=lambda row: (row["head_dim"], row["tokens"]))
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    Path(sizes.__file__).with_name("blocks.json").write_text(f'{{\n  "rows": [\n{lines}\n  ]\n}}\n')
+    sizes.table.cache_clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Programs for TPUs compiled on a machine without one, and what their schedules say.
+
+`prepare()` must run before jax touches a TPU library. Clock and matrix rate of a v6e chip are derived from its
+published 918 TFLOP/s; a schedule counts one cycle per bundle and knows nothing of waits, so times from it are modelled,
+not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cogvideox_flax import sharding
+from cogvideox_flax.plan.chips import ENVIRONMENT, topology_devices
+
+CLOCK = 1.75e9
+"""Cycles per second of a v6e core: 918 TFLOP/s at 2 x 256 x 256 multiply-adds x 2 a cycle."""
+
+
+def prepare(dump: Path | None = None) -> None:
+    """Set the environment; with `dump`, every compile leaves its final schedule in that folder."""
+    os.environ.update(ENVIRONMENT)
+    jax.config.update("jax_platforms", "cpu")  # where there are chips, they are left alone
+    if dump is not None:
+        os.environ["LIBTPU_INIT_ARGS"] = (
+            f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
+        )
+
+
+@contextmanager
+def dumped() -> Iterator[Path]:
+    """A folder for schedules, for as long as they are read."""
+    folder = Path(tempfile.mkdtemp(prefix="schedule-"))
+    try:
+        prepare(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def topology_mesh(topology: str, shape: tuple[int, int, int] | None = None) -> Any:
+    """A (dp, sp, tp) mesh over the chips of a topology such as "v6e:2x4"; of one chip if no shape is given."""
+    return sharding.make_mesh(*(shape or (1, 1, 1)), devices=topology_devices(topology))
+
+
+class KernelSchedule:
+    """Bundles of one Pallas kernel: `step` of what runs once per grid step, `loops` of its inner loops, in order.
+
+    Code under a condition that not every grid step meets is counted in `step` as if it were met.
+    """
+
+    def __init__(self, text: str):
+        self.step, self.loops = 0, []
+        for line in text.splitlines():
+            match = re.match(r"\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2}:? ?)*):?\s*(>*)\s*\{", line)
+            if match is None:
+                continue
+            labels, depth = match.group(1), len(match.group(2))
+            if depth >= 2:
+                if "LB" in labels:
+                    self.loops.append(0)
+                self.loops[-1] += 1
+            elif depth == 1:
+                self.step += 1
+
+
+def kernel_schedules(dump: Path, name: str) -> list[KernelSchedule]:
+    """The schedules of the kernels of this name that were compiled last; empties the folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = sorted(p for p in dump.glob(f"*{name}*final_bundles.txt") if "schedule-analysis" not in p.name)
+    if not found:
+        raise FileNotFoundError(f"no schedule of a kernel named {name} in {dump}")
+    schedules = [KernelSchedule(path.read_text()) for path in found]
+    for path in dump.iterdir():
+        path.unlink()
+    return schedules
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a schedule."""
+    return {name: version(name) for name in ("jax", "libtpu")}

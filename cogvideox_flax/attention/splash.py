@@ -1,0 +1,349 @@
+"""Exact attention as a Pallas TPU kernel, for the long, full attention of video transformers.
+
+The scores of a tile are K·Qᵀ, keys down the sublanes and queries along the lanes, so that sums over keys are additions
+of whole registers. Values come transposed too and Vᵀ·P gathers the output, of which a head fills 64 rows and not half
+of 128 lanes. Softmax is base 2, in float32; scale and log2(e) ride on the queries.
+
+Keys past their length are never attended. Chunks and slices of keys that all queries see run without any mask; what is
+left at a ragged end goes in pieces of 128 keys with one.
+
+No maximum runs along. Softmax is the same relative to any reference, and float32 holds 2^-126 to 2^127, so:
+
+* Where no score of a head can exceed 2^100, the reference is 0. By Cauchy-Schwarz that is so if max |q| max |k| <= 100,
+  which holds where queries and keys are normalised, as CogVideoX's are. It is read off the numbers, head by head.
+* Elsewhere it is each query's largest score among the first keys. If a chunk's sum then passes 2^100, its work is
+  dropped and the chunk is done again with a running maximum; past 2^60, all is scaled down by that much.
+
+So every input is exact, and only scores of a kind that no model is known to make cost more than a subtraction.
+
+Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691), splash attention in jax (the grid).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from cogvideox_flax.attention import xla
+from cogvideox_flax.attention.blocks import LANES, Blocks, choose_blocks
+from cogvideox_flax.layers import precision
+
+BOUND = 100.0
+"""Scores, in powers of 2, up to which no maximum is kept: 2^100 times a million keys is a float32, and so is 2^-100."""
+
+NAME = "cogvideox_splash"
+
+STEP = 60.0
+"""Powers of 2 by which sums that have grown past that are scaled down."""
+
+_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no key reaches; differences of it stay finite
+_SUBLANES = 8  # of a float32 register
+
+Window = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What is known of a call before it runs."""
+
+    blocks: Blocks
+    window: Window | None
+    first: int
+    """Number of the first query."""
+
+    def key_blocks(self, keys: int) -> int:
+        """Blocks of keys that one block of queries may have to see."""
+        count = pl.cdiv(keys, self.blocks.kv)
+        if self.window is None:
+            return count
+        return min(count, pl.cdiv(self.blocks.q + sum(self.window), self.blocks.kv) + 1)
+
+    def first_key_block(self, i: Any) -> Any:
+        """The first block of keys that query block i sees."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(self.first + i * self.blocks.q - self.window[0], 0) // self.blocks.kv
+
+    def seen(self, i: Any, length: Any) -> tuple[Any, Any, Any, Any]:
+        """Keys [first, last) that some query of block i attends, and [low, high) that all of them do."""
+        if self.window is None:
+            return 0, length, 0, length
+        left, right = self.window
+        start = self.first + i * self.blocks.q
+        end = start + self.blocks.q
+        first, last = jnp.maximum(start - left, 0), jnp.minimum(end + right, length)
+        return first, last, jnp.maximum(end - 1 - left, 0), jnp.minimum(start + right + 1, length)
+
+    def __call__(
+        self,
+        length_ref: Any,
+        bounded_ref: Any,
+        q_ref: Any,
+        k_ref: Any,
+        v_ref: Any,
+        out_ref: Any,
+        sums: Any,
+        total: Any,
+        top: Any,
+    ) -> None:
+        """One block of queries against one block of keys.
+
+        Refs: lengths and bounded [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q].
+        Over the blocks of keys of one block of queries, sums [K, q] holds the unnormalised output, total [8, q] the
+        sum of the probabilities in eight parts, and top [8, q] the score that both are relative to, eight times.
+        """
+        size, chunk, piece = self.blocks.kv, self.blocks.chunk, self.blocks.slice
+        head, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        bounded, length = bounded_ref[head] == 1, length_ref[head]
+        origin = (self.first_key_block(i) + j) * size
+
+        def part_of(at: Any, count: int) -> tuple[Any, Any]:
+            """Refs of `count` keys and their values."""
+            return k_ref.at[0, pl.ds(at, count)], v_ref.at[0, pl.ds(at // LANES, count // LANES)]
+
+        def masked_scores(at: Any) -> Float[Array, "LANES q"]:
+            s = _dot(part_of(at, LANES)[0][...], q_ref[0])
+            key = origin + at + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            valid = key < length
+            if self.window is not None:
+                query = self.first + i * self.blocks.q + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                valid &= (key >= query - self.window[0]) & (key <= query + self.window[1])
+            return jnp.where(valid, s, _NEVER)
+
+        def gather(values: Any, p: Float[Array, "count q"]) -> tuple[Float[Array, "K q"], Float[Array, "8 q"]]:
+            v = jnp.concatenate([values[t] for t in range(p.shape[0] // LANES)], 1)
+            return _dot(v, p.astype(v.dtype)), p.reshape(-1, _SUBLANES, p.shape[-1]).sum(0)
+
+        def online(n: Any, _: None) -> None:
+            """LANES keys, masked, with a running maximum."""
+            at = pl.multiple_of(n * LANES, LANES)
+            s = masked_scores(at)
+            new = jnp.maximum(top[:1], s.max(0, keepdims=True))
+            fade = jnp.exp2(top[:1] - new)
+            out, part = gather(part_of(at, LANES)[1], jnp.exp2(s - new))
+            sums[...] = fade * sums[...] + out
+            total[...] = fade * total[...] + part
+            top[...] = jnp.broadcast_to(new, top.shape)
+
+        def masked(n: Any, _: None) -> None:
+            """LANES keys, masked, relative to 0."""
+            at = pl.multiple_of(n * LANES, LANES)
+            out, part = gather(part_of(at, LANES)[1], jnp.exp2(masked_scores(at)))
+            sums[...] += out
+            total[...] += part
+
+        def plain(at: Any, count: int, reference: Float[Array, "1 q"] | None) -> tuple[Array, Array]:
+            """The sums with `count` more keys in slices, unmasked, relative to the reference (None is 0)."""
+            keys, values = part_of(at, count)
+            out, part = sums[...], total[...]
+            for offset in range(0, count, piece):
+                s = _dot(keys[offset : offset + piece], q_ref[0])
+                p = jnp.exp2(s if reference is None else s - reference)
+                more, more_part = gather(values.at[offset // LANES : (offset + piece) // LANES], p)
+                out, part = out + more, part + more_part
+            return out, part
+
+        def free(at: Any, count: int) -> None:
+            sums[...], total[...] = plain(at, count, None)
+
+        def referred(at: Any, count: int) -> None:
+            out, part = plain(at, count, top[:1])
+            fits = part.max() < 2.0**BOUND
+
+            @pl.when(fits)
+            def _keep() -> None:
+                down = jnp.where(part.sum(0, keepdims=True) > 2.0**STEP, STEP, 0.0)
+                fade = jnp.exp2(-down)
+                sums[...] = fade * out
+                total[...] = fade * part
+                top[...] += down
+
+            @pl.when(jnp.logical_not(fits))
+            def _again() -> None:
+                jax.lax.fori_loop(at // LANES, (at + count) // LANES, online, None)
+
+        def each(f: Callable[[Any, int], None], start: Any, count: int, end: Any) -> None:
+            """f at start, start + count, ... as long as all of it lies before the end."""
+            n = jnp.maximum(end - start, 0) // count
+            aligned = LANES if self.window is not None else count
+            jax.lax.fori_loop(0, n, lambda n, _: f(pl.multiple_of(start + n * count, aligned), count), None)
+
+        @pl.when(j == 0)
+        def _start() -> None:
+            sums[...] = jnp.zeros_like(sums)
+            total[...] = jnp.zeros_like(total)
+
+            @pl.when(jnp.logical_not(bounded))
+            def _refer() -> None:
+                s = _NEVER if self.window is not None else masked_scores(0).max(0, keepdims=True)
+                top[...] = jnp.broadcast_to(s, top.shape)
+
+        first, last, low, high = (jnp.clip(x - origin, 0, size) for x in self.seen(i, length))
+        low = pl.cdiv(low, LANES) * LANES
+        high = jnp.maximum(high // LANES * LANES, low)
+        slices = low + (high - low) // chunk * chunk
+        pieces = slices + (high - slices) // piece * piece
+        if self.window is not None:
+            jax.lax.fori_loop(first // LANES, jnp.minimum(low // LANES, pl.cdiv(last, LANES)), online, None)
+        for wanted, f, rest in ((bounded, free, masked), (jnp.logical_not(bounded), referred, online)):
+
+            @pl.when(wanted)
+            def _run(f: Callable[[Any, int], None] = f, rest: Callable[[Any, None], None] = rest) -> None:
+                each(f, low, chunk, high)
+                if piece < chunk:
+                    each(f, slices, piece, high)
+                jax.lax.fori_loop(pieces // LANES, pl.cdiv(last, LANES), rest, None)
+
+        @pl.when(j == pl.num_programs(2) - 1)
+        def _finish() -> None:
+            out_ref[0] = (sums[...] / total[...].sum(0, keepdims=True)).astype(out_ref.dtype)
+
+
+def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
+    return jax.lax.dot_general(
+        a, b, (((1,), (0,)), ((), ())), precision=precision(a.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def attend(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None = None,
+    *,
+    window: Window | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B Q N K"]:
+    """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
+
+    The gradient is that of the plain XLA form, computed anew.
+
+    Args:
+        blocks: tile sizes; None takes them from the table that `python -m benchmarks.attention --search` writes.
+        interpret: run on any device, slowly.
+
+    Raises:
+        InputError: blocks that do not fit together or into the chip's fast memory, with the numbers.
+    """
+    static = (window, blocks, interpret)
+    lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
+    return _attend(static, q, k, v, lengths)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: tuple[Window | None, Blocks | None, bool], q: Array, k: Array, v: Array, kv_len: Array) -> Array:
+    window, blocks, interpret = static
+    batch, queries, heads, dim = q.shape
+    blocks = blocks or choose_blocks(queries, k.shape[1], dim, q.dtype)
+    blocks.check(k.shape[1], dim, q.dtype)
+
+    scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
+    largest = [jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1).max(1)) for x in (scaled, k)]  # [B N]
+    bounded = (largest[0] * largest[1] <= BOUND) & (window is None)  # in a window, a maximum may run first
+    scalars = kv_len.repeat(heads), bounded.reshape(-1).astype(jnp.int32)
+    keys = _columns(k, blocks.kv).swapaxes(1, 2), _tiles(_columns(v, blocks.kv))
+
+    def some(first: int, last: int, width: int) -> Array:
+        call = _call(dataclasses.replace(blocks, q=width), window, first, k.shape[1], interpret)
+        return call(*scalars, _columns(scaled[:, first:last].astype(q.dtype), width), *keys)[:, :dim, : last - first]
+
+    parts, first = [], 0
+    for count, width in query_parts(queries, blocks.q):
+        parts.append(some(first, first + count, width))
+        first += count
+    out = jnp.concatenate(parts, -1)
+    return out.reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
+
+
+def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
+    """(queries, block) of the kernels that serve them: a last block that is far from full goes by itself, narrower."""
+    whole = queries // block * block
+    rest = -(-(queries - whole) // LANES) * LANES
+    if whole == 0 or rest > 0.75 * block:
+        return [(queries, min(block, -(-queries // LANES) * LANES))]
+    return [(whole, block)] + ([(queries - whole, rest)] if rest else [])
+
+
+def _call(
+    blocks: Blocks, window: Window | None, first: int, keys: int, interpret: bool
+) -> Callable[..., Float[Array, "BN K q"]]:
+    """The kernel for queries from number `first` on.
+
+    It takes lengths and bounded [BN], q [BN, K, Q], k [BN, S, K] and v [BN, S / 128, K, 128].
+    """
+    kernel = _Kernel(blocks, window, first)
+    last_block = pl.cdiv(keys, blocks.kv) - 1
+
+    def key_block(i: Any, j: Any) -> Any:
+        return jnp.minimum(kernel.first_key_block(i) + j, last_block)
+
+    def call(lengths: Array, bounded: Array, q: Array, k: Array, v: Array) -> Array:
+        heads, dim, queries = q.shape
+        q_spec = pl.BlockSpec((1, dim, blocks.q), lambda n, i, j, *_: (n, 0, i))
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(heads, queries // blocks.q, kernel.key_blocks(keys)),
+                in_specs=[
+                    q_spec,
+                    pl.BlockSpec((1, blocks.kv, dim), lambda n, i, j, *_: (n, key_block(i, j), 0)),
+                    pl.BlockSpec((1, blocks.kv // LANES, dim, LANES), lambda n, i, j, *_: (n, key_block(i, j), 0, 0)),
+                ],
+                out_specs=q_spec,
+                scratch_shapes=[
+                    pltpu.VMEM((dim, blocks.q), jnp.float32),
+                    pltpu.VMEM((_SUBLANES, blocks.q), jnp.float32),
+                    pltpu.VMEM((_SUBLANES, blocks.q), jnp.float32),
+                ],
+            ),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=blocks.vmem_limit(keys, dim, q.dtype),
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=4 * heads * queries * keys * dim,
+                transcendentals=heads * queries * keys,
+                bytes_accessed=2 * heads * (queries + keys) * dim * q.dtype.itemsize,
+            ),
+            interpret=interpret,
+            name=NAME,
+        )(lengths, bounded, q, k, v)
+
+    return call
+
+
+def _forward(static: Any, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _attend(static, q, k, v, kv_len), (q, k, v, kv_len)
+
+
+def _backward(static: Any, saved: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
+    q, k, v, kv_len = saved
+    _, pull = jax.vjp(lambda q, k, v: xla.attend(q, k, v, kv_len, window=static[0]), q, k, v)
+    return *pull(grad), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "BN k s"]:
+    """One matrix per head, tokens along the lanes; zeros fill up tokens to the multiple and K to whole registers."""
+    batch, tokens, heads, dim = x.shape
+    x = x.transpose(0, 2, 3, 1).reshape(batch * heads, dim, tokens)
+    return jnp.pad(x, ((0, 0), (0, -dim % 64), (0, -tokens % multiple)))
+
+
+def _tiles(x: Float[Array, "BN k s"]) -> Float[Array, "BN t k LANES"]:
+    """Cut into squares that lie whole in memory, so that their addresses are plain."""
+    return x.reshape(*x.shape[:2], -1, LANES).swapaxes(1, 2)

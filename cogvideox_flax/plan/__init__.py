@@ -1,0 +1,282 @@
+"""What a run will need before it runs: memory per chip, work, traffic and time, without weights and without devices.
+
+Each stage is compiled ahead of time for the chips, exactly as the pipeline would run it, and the compiler says what it
+takes. Times are modelled; `METHOD` says how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cogvideox_flax import checkpoint, programs, sharding
+from cogvideox_flax.checks import check_model
+from cogvideox_flax.config import COMPONENTS
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
+from cogvideox_flax.plan.collectives import Traffic, collectives
+from cogvideox_flax.plan.flops import Flops, count_flops
+from cogvideox_flax.schedulers import guidance_scales, make_scheduler
+from cogvideox_flax.sizes import Size, resolve_size
+
+STAGES = ("encode", "denoise", "decode")
+"""Of a run in stages. "run" is all of them as one program."""
+
+ATTENTION_RATE = 0.35
+"""Share of the matrix rate that the attention kernel reaches at head size 64, by its static schedule; the shape of the
+matrix unit allows 0.40 (`python -m benchmarks.attention`)."""
+
+OTHER_RATE = 0.6
+"""Share of the matrix rate for all other products, with the norms and copies between them."""
+
+METHOD = (
+    f"work / ({ATTENTION_RATE} of the matrix rate in attention, {OTHER_RATE} elsewhere), or the arguments' bytes over "
+    "the memory's rate if that is more, plus bytes on the wire over the rate of a link; nothing overlaps"
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run, on each chip unless said otherwise.
+
+    runs: how often the program runs (the denoising step: once a step); what follows is of one run.
+    hbm_gib_per_chip: arguments, results and temporaries at the peak.
+    flops: over all chips.
+    estimated_s: of all runs; see METHOD.
+    """
+
+    name: str
+    runs: int
+    hbm_gib_per_chip: float
+    argument_gib: float
+    temp_gib: float
+    flops: int
+    collectives: dict[str, Traffic]
+    collective_bytes: int
+    compile_s: float
+    estimated_s: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All stages of a run on one mesh."""
+
+    topology: str
+    mesh: tuple[int, int, int]
+    size: Size
+    stages: tuple[Stage, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def estimated_s(self) -> float:
+        return sum(stage.estimated_s for stage in self.stages)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to be forecast; as the arguments of the pipeline."""
+
+    manifest: checkpoint.Manifest
+    dtype: str = "bfloat16"
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    prompts: int = 1
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    scheduler: str | None = None
+
+    @property
+    def batch(self) -> int:
+        """What the transformer sees at once: twice the prompts, with guidance."""
+        return self.prompts * (2 if self.guidance_scale > 1 else 1)
+
+    def size(self) -> Size:
+        """Sizes filled in and checked."""
+        assert self.manifest.transformer and self.manifest.vae
+        return resolve_size(
+            self.manifest.transformer,
+            self.manifest.vae,
+            self.manifest.release,
+            num_frames=self.num_frames,
+            height=self.height,
+            width=self.width,
+        )
+
+
+def forecast(
+    request: Request, topology: str, mesh: tuple[int, int, int], stages: Sequence[str] = STAGES
+) -> Iterator[Stage]:
+    """The stages one after the other, as each is compiled.
+
+    Raises:
+        InputError: the model, the size or the mesh cannot be served; nothing is compiled then.
+    """
+    devices = topology_devices(topology)
+    on = sharding.make_mesh(*mesh, devices=devices)
+    check_model(request.manifest, "the model", request.dtype, on)
+    sharding.check_batch(on, request.batch)
+    size = request.size()
+    for name in stages:
+        yield _stage(name, request, size, on, chip_of(topology))
+
+
+def meshes(devices: int) -> list[tuple[int, int, int]]:
+    """Every (dp, sp, tp) over so many devices."""
+    parts = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
+
+
+def best_mesh(
+    request: Request, topology: str, report: Callable[[tuple[int, int, int], Stage | InputError], None]
+) -> tuple[int, int, int]:
+    """The mesh over all chips of a topology with the least time for denoising among those that fit.
+
+    Args:
+        report: called with each mesh that was tried, and its denoising stage or why it cannot be.
+
+    Raises:
+        InputError: none fits.
+    """
+    found = []
+    for mesh in meshes(len(topology_devices(topology))):
+        try:
+            (stage,) = forecast(request, topology, mesh, ["denoise"])
+        except InputError as e:
+            report(mesh, e)
+            continue
+        report(mesh, stage)
+        if stage.fits:
+            found.append((stage.estimated_s, mesh))
+    if not found:
+        raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
+    return min(found)[1]
+
+
+def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> Stage:
+    f, args, runs = _program(name, request, size)
+    placed = [_placed(arg, mesh, component) for component, arg in args]
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(f).lower(*placed).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+    flops = count_flops(f, *(arg for _, arg in args))
+    traffic = collectives(compiled.as_text())
+    wire = sum(t.wire_bytes for t in traffic.values())
+    return Stage(
+        name=name,
+        runs=runs,
+        hbm_gib_per_chip=peak / GIB,
+        argument_gib=memory.argument_size_in_bytes / GIB,
+        temp_gib=memory.temp_size_in_bytes / GIB,
+        flops=flops.total,
+        collectives=traffic,
+        collective_bytes=wire,
+        compile_s=seconds,
+        estimated_s=runs * _seconds(flops, memory.argument_size_in_bytes, wire, mesh.size, chip),
+        fits=peak <= chip.hbm,
+    )
+
+
+def _seconds(flops: Flops, argument_bytes: int, wire_bytes: int, chips: int, chip: Chip) -> float:
+    work = (flops.kernels / ATTENTION_RATE + flops.rest / OTHER_RATE) / (chips * chip.flops)
+    return max(work, argument_bytes / chip.bandwidth) + wire_bytes / chip.link
+
+
+def _program(name: str, request: Request, size: Size) -> tuple[Callable[..., Any], list[tuple[str | None, Any]], int]:
+    """A stage's function, its arguments as (component whose parameters they are, shapes), and how often it runs."""
+    manifest = request.manifest
+    assert manifest.transformer and manifest.vae and manifest.tokenizer and manifest.scheduler
+    encoder, transformer, vae = ((component, _weights(component, request)) for component in COMPONENTS)
+    shape = (size.latent_height, size.latent_width, manifest.vae.latent_channels)
+    guided = request.batch // request.prompts
+    length = manifest.tokenizer.max_length
+
+    def ids(batch: int) -> tuple[None, Any]:
+        return None, jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    if name == "encode":
+        return programs.encode, [encoder, ids(request.prompts)], guided
+    to_frames = manifest.vae.scaling_factor, "uint8", None
+    if name == "decode":
+        z = jax.ShapeDtypeStruct((request.prompts, size.latent_frames - size.extra_latents, *shape), jnp.float32)
+        return programs.make_decode(*to_frames), [vae, (None, z)], 1
+    sampler = make_scheduler(dataclasses.replace(manifest.scheduler, kind=request.scheduler or manifest.scheduler.kind))
+    plan = sampler.plan(request.num_inference_steps)
+    guidance = guidance_scales(plan.timesteps, request.num_inference_steps, request.guidance_scale, False)
+    x = jax.ShapeDtypeStruct((request.prompts, size.latent_frames, *shape), jnp.float32)
+    start = jax.eval_shape(lambda x: (plan, jnp.asarray(guidance), jax.random.key(0), (x, sampler.init_state(x))), x)
+    *tables, carry = ((None, arg) for arg in start)
+    if name == "run":
+        run = programs.make_run(sampler, to_frames[0], size.extra_latents, *to_frames[1:])
+        return run, [encoder, transformer, vae, ids(request.batch), *tables, carry], 1
+    width = manifest.transformer.text_width
+    both = jax.ShapeDtypeStruct((request.batch, length, width), jnp.dtype(request.dtype))
+    step = (None, jax.ShapeDtypeStruct((), jnp.int32))
+    return programs.make_step(sampler), [transformer, (None, both), *tables, step, carry], request.num_inference_steps
+
+
+def _weights(component: str, request: Request) -> Any:
+    module = checkpoint.abstract(component, getattr(request.manifest, component))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(request.dtype)), module)
+
+
+def _placed(arg: Any, mesh: Mesh, component: str | None) -> Any:
+    """The same shapes, where they will lie: weights by the table, the rest whole on every device."""
+
+    def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        if component is None:
+            where = NamedSharding(mesh, PartitionSpec())
+        else:
+            where = sharding.parameter_sharding(mesh, component, checkpoint.parameter_name(path), leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(place, arg)
+
+
+def describe(forecast: Forecast) -> str:
+    """The stages as a table, for people."""
+    size, mesh = forecast.size, forecast.mesh
+    head = (
+        f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}"
+    )
+    rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
+    rows += [
+        (
+            f"{s.name} x{s.runs}" if s.runs > 1 else s.name,
+            f"{s.hbm_gib_per_chip:.2f}",
+            f"{s.argument_gib:.2f}",
+            f"{s.temp_gib:.2f}",
+            f"{s.flops / 1e12:.1f}",
+            f"{s.collective_bytes / 2**20:.1f}",
+            f"{s.compile_s:.0f}",
+            f"{s.estimated_s:.2f}",
+            "yes" if s.fits else "NO",
+        )
+        for s in forecast.stages
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}"
+
+
+__all__ = ["Forecast", "Request", "Stage", "best_mesh", "describe", "forecast", "meshes", "topology_devices"]

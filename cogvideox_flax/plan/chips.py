@@ -1,0 +1,73 @@
+"""What one chip of each kind holds and does, as published, and how to compile for chips that are not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from cogvideox_flax.errors import InputError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """hbm: bytes that programs may use; flops: of bfloat16 products, per second; bandwidth, link: bytes per second."""
+
+    hbm: int
+    flops: float
+    bandwidth: float
+    link: float
+
+
+CHIPS = {
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9),
+    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9),
+    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9),
+}
+"""Kind, as topologies call it -> chip. A link's rate is an assumption: what one direction of a ring may carry."""
+
+
+def chip_of(topology: str) -> Chip:
+    """The chip of a topology such as "v6e:2x4".
+
+    Raises:
+        InputError: an unknown kind.
+    """
+    kind = topology.split(":")[0]
+    if kind not in CHIPS:
+        raise InputError(f"unknown chip {kind!r} in topology {topology!r}; known are {', '.join(CHIPS)}, as in v6e:2x4")
+    return CHIPS[kind]
+
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+}
+"""What libtpu wants to hear where it only compiles, and to keep quiet about it."""
+
+
+def topology_devices(topology: str) -> Sequence[jax.Device]:
+    """The chips of a topology such as "v6e:2x4", which need not be there.
+
+    Raises:
+        InputError: libtpu is missing, or it does not know the topology.
+    """
+    chip_of(topology)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(topology, "tpu").devices
+    except ModuleNotFoundError as e:
+        raise InputError(f"a plan needs libtpu, the compiler for TPUs ({e}): pip install 'jax[tpu]'") from e
+    except (RuntimeError, ValueError, NotImplementedError) as e:
+        raise InputError(f"no topology {topology!r}: {str(e).splitlines()[0]}; try v6e:2x4, v6e:1x1 or v5e:2x4") from e

@@ -1,0 +1,81 @@
+"""Floating-point operations of a function, counted in its jaxpr: exact, and loops count as often as they run.
+
+The compiler's own cost analysis counts the body of a loop once and a Pallas kernel not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+@dataclass(frozen=True)
+class Flops:
+    """A multiply-add is two. `kernels` is the part inside Pallas kernels, here attention; `rest` all other products."""
+
+    rest: int = 0
+    kernels: int = 0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.rest + other.rest, self.kernels + other.kernels)
+
+    def __mul__(self, times: int) -> Flops:
+        return Flops(times * self.rest, times * self.kernels)
+
+    @property
+    def total(self) -> int:
+        return self.rest + self.kernels
+
+
+def count_flops(f: Callable[..., Any], *args: Any) -> Flops:
+    """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
+
+    Where a function has forms for several platforms, the one with the least work counts: the others pad more.
+
+    Raises:
+        ValueError: a loop whose length is not known before it runs, or a kernel that does not say what it costs.
+    """
+    return _count(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def _count(jaxpr: Jaxpr) -> Flops:
+    total = Flops()
+    for eqn in jaxpr.eqns:
+        params, name = eqn.params, eqn.primitive.name
+        if name == "dot_general":
+            ((contracted, _), _) = params["dimension_numbers"]
+            left = eqn.invars[0].aval.shape
+            total += Flops(2 * prod(eqn.outvars[0].aval.shape) * prod(left[i] for i in contracted))
+        elif name == "conv_general_dilated":
+            kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
+            taps = prod(kernel[i] for i in spec[1:])  # input channels of a group, and space
+            total += Flops(2 * prod(eqn.outvars[0].aval.shape) * taps)
+        elif name == "pallas_call":
+            if params.get("cost_estimate") is None:
+                raise ValueError(f"the kernel {params.get('name')} does not say what it costs")
+            total += Flops(kernels=int(params["cost_estimate"].flops))
+        elif name == "scan":
+            total += _count(params["jaxpr"].jaxpr) * params["length"]
+        elif name == "cond":
+            total += min((_count(branch.jaxpr) for branch in params["branches"]), key=lambda found: found.total)
+        elif name == "while" and _count(params["body_jaxpr"].jaxpr).total:
+            raise ValueError("a loop whose length is not known does products")
+        else:
+            for inner in _inner(params):
+                total += _count(inner)
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    """The function that a call runs; of one with its own derivative, not the derivative."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        found = params.get(key)
+        if isinstance(found, ClosedJaxpr):
+            yield found.jaxpr
+        elif isinstance(found, Jaxpr):
+            yield found

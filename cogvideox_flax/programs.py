@@ -1,0 +1,118 @@
+"""The stages of a run as pure functions: what `pipeline` jits to run them and `plan` compiles to forecast them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, UInt8
+
+from cogvideox_flax import sharding
+from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.schedulers import Plan, Scheduler
+from cogvideox_flax.video import to_uint8
+
+OFS = 2.0
+"""The motion scalar that the released pipeline gives to releases that take one."""
+
+Carry = tuple[Float32[Array, "B T h w C"], Any]
+"""Latents and the sampler's state, from step to step."""
+
+
+def encode(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
+    """Token ids to the features that the transformer reads."""
+    return encoder(ids)
+
+
+def make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
+    """One denoising step with this sampler, to be jitted alone or scanned."""
+
+    def step(
+        transformer: Transformer,
+        both: Float[Array, "GB L E"],
+        plan: Plan,
+        guidance: Float32[Array, " N"],
+        draw: Array,
+        i: Int32[Array, ""],
+        carry: Carry,
+    ) -> tuple[Carry, Array]:
+        """both: [negative, positive] embeddings, or positive alone. draw: a key, or all steps' noise."""
+        x, state = carry
+        guided = both.shape[0] == 2 * x.shape[0]
+        ofs = None if transformer.config.ofs_width is None else OFS
+        inputs = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
+        v = transformer(inputs, both, plan.timesteps[i], ofs).astype(jnp.float32)
+        if guided:
+            without, with_prompt = jnp.split(v, 2)
+            v = without + guidance[i] * (with_prompt - without)
+        noise = None
+        if sampler.needs_noise:
+            is_key = jnp.issubdtype(draw.dtype, jax.dtypes.prng_key)
+            noise = normal(jax.random.fold_in(draw, i), x.shape) if is_key else draw[i]
+        x, state = sampler.step(plan, i, v, x, state, noise)
+        return (x, state), jnp.isfinite(x).all()
+
+    return step
+
+
+def make_loop(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
+    """All denoising steps: the arguments of a step without its number; finite or not is said of each step."""
+    step = make_step(sampler)
+
+    def loop(*args: Any) -> tuple[Carry, Array]:
+        *fixed, carry = args
+        steps = jnp.arange(fixed[3].shape[0])
+        return jax.lax.scan(lambda carry, i: step(*fixed, i, carry), carry, steps)
+
+    return loop
+
+
+def make_decode(
+    scaling_factor: float, output_type: str, tiles: Tiling | None
+) -> Callable[..., tuple[UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"], Array]]:
+    """Scaled latents to frames, and whether all of it is finite.
+
+    output_type: "uint8", or "float" for float32 in [0, 1].
+    """
+
+    def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> tuple[Array, Array]:
+        video = vae.decode(z / scaling_factor, tiling=tiles, slicing=len(z) > 1).astype(jnp.float32)
+        frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+        return frames, jnp.isfinite(video).all()
+
+    return decode
+
+
+def make_run(
+    sampler: Scheduler, scaling_factor: float, extra_latents: int, output_type: str, tiles: Tiling | None
+) -> Callable[..., tuple[UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"], Array, Array]]:
+    """The whole run as one program, token ids to frames; arguments as for the stages, extra latents dropped between."""
+    loop, to_frames = make_loop(sampler), make_decode(scaling_factor, output_type, tiles)
+
+    def run(
+        encoder: TextEncoder,
+        transformer: Transformer,
+        vae: Autoencoder,
+        ids: Int32[Array, "GB L"],
+        plan: Plan,
+        guidance: Float32[Array, " N"],
+        draw: Array,
+        carry: Carry,
+    ) -> tuple[Array, Array, Array]:
+        """Returns the frames, whether each step was finite, and whether the frames are."""
+        both = encode(encoder, ids)
+        (x, _), steps_finite = loop(transformer, both, plan, guidance, draw, carry)
+        frames, finite = to_frames(vae, x[:, extra_latents:])
+        return frames, steps_finite, finite
+
+    return run
+
+
+def normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
+    """Standard normal whose row b depends on the key and b alone, not on the size of the batch."""
+    keys = jax.vmap(lambda b: jax.random.fold_in(key, b))(jnp.arange(shape[0]))
+    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], jnp.float32))(keys)

@@ -1,0 +1,180 @@
+"""Forecasts: work counted exactly, traffic read from real programs, stages compiled for chips that are not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from cogvideox_flax import cli, sharding
+from cogvideox_flax.attention import attend, splash
+from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
+from cogvideox_flax.config import RELEASES
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.hub import EMBEDDED
+from cogvideox_flax.plan import Request, best_mesh, forecast, meshes
+from cogvideox_flax.plan.chips import CHIPS
+from cogvideox_flax.plan.collectives import Traffic, collectives
+from cogvideox_flax.plan.flops import Flops, count_flops
+
+
+def zeros(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# --- work
+
+
+def test_products_and_convolutions_are_counted():
+    assert count_flops(jnp.matmul, zeros(5, 3, 4), zeros(5, 4, 7)) == Flops(2 * 5 * 3 * 4 * 7)
+    conv = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
+    assert count_flops(conv, zeros(2, 8, 9, 4), zeros(3, 3, 4, 6)).total == 2 * 2 * 8 * 9 * 6 * 3 * 3 * 4
+
+
+def test_loops_count_as_often_as_they_run():
+    def f(x, ws):
+        return jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, _: (x @ w, None), x, length=3)[0], None), x, ws)[0]
+
+    assert count_flops(f, zeros(4, 4), zeros(5, 4, 4)) == Flops(15 * 2 * 4**3)
+    with pytest.raises(ValueError, match="length is not known"):
+        count_flops(lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: x @ x, x), zeros(4, 4), jnp.int32(3))
+
+
+def test_attention_counts_what_it_must_do_and_no_padding():
+    shape = zeros(2, 1500, 3, 64)
+    assert count_flops(attend, shape, shape, shape) == Flops(kernels=4 * 2 * 3 * 1500 * 1500 * 64)
+    gradient = lambda q: splash.attend(q, q, q).sum()  # noqa: E731
+    assert count_flops(jax.grad(gradient), shape).kernels > 0
+
+
+def test_a_denoising_step_is_the_textbook_count():
+    """12 d^2 weights a layer, 2 operations each a token, and 4 d of attention a pair of tokens."""
+    config = dataclasses.replace(RELEASES["cogvideox1.5-5b"].transformer, layers=3)
+    latents, context = zeros(2, 22, 96, 170, 16), zeros(2, 226, 4096)
+    tokens, d = 11 * 48 * 85 + 226, 3072
+    found = count_flops(lambda m, x, c: m(x, c, 3), abstract("transformer", config), latents, context)
+    assert tokens == 45_106 and found.kernels == 2 * 3 * 4 * d * tokens**2
+    linear = 2 * 3 * 24 * d**2 * tokens
+    assert linear < found.rest < 1.03 * linear
+
+
+# --- traffic
+
+
+def traffic_of(f, mesh, *specs):
+    args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p)) for s, p in specs]
+    return collectives(jax.jit(f).lower(*args).compile().as_text())
+
+
+def test_traffic_of_known_programs():
+    mesh = sharding.make_mesh(1, 2, 4)
+    P = PartitionSpec
+
+    def summed(x, ws):
+        def layer(x, w):
+            y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P()))
+            return y, None
+
+        return jax.lax.scan(layer, x, ws)[0]
+
+    found = traffic_of(summed, mesh, ((8, 64), P(None, "tp")), ((6, 64, 64), P(None, "tp", None)))
+    reduced = found["all-reduce"]
+    assert reduced.count == 6 and reduced.tensor_bytes == 6 * 8 * 64 * 4
+    assert reduced.wire_bytes == pytest.approx(2 * 3 / 4 * reduced.tensor_bytes)
+
+    exchange = jax.shard_map(
+        lambda x: jax.lax.all_to_all(x, "tp", 1, 0, tiled=True), mesh=mesh, in_specs=P("tp"), out_specs=P(None, "tp")
+    )
+    found = traffic_of(exchange, mesh, ((16, 32), P("tp")))
+    assert found["all-to-all"] == Traffic(1, 16 * 32 * 4 // 4, 16 * 32 * 4 // 4 * 3 // 4)
+    gathered = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))  # noqa: E731
+    found = traffic_of(gathered, mesh, ((16, 32), P("sp")))
+    assert found == {"all-gather": Traffic(1, 16 * 32 * 4, 16 * 32 * 4 // 2)}
+
+
+def test_no_traffic_on_one_device():
+    assert collectives(jax.jit(jnp.sin).lower(zeros(3)).compile().as_text()) == {}
+    with pytest.raises(ValueError, match="no HLO"):
+        collectives("nonsense")
+
+
+# --- stages
+
+
+@pytest.fixture(scope="module")
+def request_(request):
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
+    return Request(read_manifest(EMBEDDED), dtype="float32", num_inference_steps=10)
+
+
+def test_stages_of_the_embedded_model(request_):
+    one = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1))}
+    assert list(one) == ["encode", "denoise", "decode"] and one["denoise"].runs == 10
+    weights = sum(leaf.size for leaf in jax.tree.leaves(abstract("transformer", request_.manifest.transformer))) * 4
+    for stage in one.values():
+        assert stage.fits and not stage.collectives and stage.flops > 0 and stage.estimated_s > 0
+        assert stage.hbm_gib_per_chip >= stage.argument_gib + stage.temp_gib > 0
+    assert weights / 2**30 <= one["denoise"].argument_gib < 1.2 * weights / 2**30 + 0.01
+
+    split = {stage.name: stage for stage in forecast(request_, "v6e:2x4", (2, 2, 2), ["denoise"])}["denoise"]
+    assert split.flops == one["denoise"].flops and split.collective_bytes > 0
+    assert split.argument_gib < one["denoise"].argument_gib
+
+
+def test_the_whole_run_is_one_program(request_):
+    (run,) = forecast(request_, "v6e:1x1", (1, 1, 1), ["run"])
+    parts = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1))}
+    assert run.flops == sum(stage.flops * stage.runs for stage in parts.values())
+    assert run.argument_gib > parts["denoise"].argument_gib
+
+
+def test_what_does_not_fit_is_said(request_, monkeypatch):
+    monkeypatch.setitem(CHIPS, "v6e", dataclasses.replace(CHIPS["v6e"], hbm=2**20))
+    (stage,) = forecast(request_, "v6e:1x1", (1, 1, 1), ["encode"])
+    assert not stage.fits
+    tried = []
+    with pytest.raises(InputError, match="no mesh of v6e:1x1 fits"):
+        best_mesh(request_, "v6e:1x1", lambda mesh, found: tried.append(mesh))
+    assert tried == [(1, 1, 1)]
+
+
+def test_meshes_are_all_factorings():
+    assert len(meshes(8)) == 10 and all(a * b * c == 8 for a, b, c in meshes(8))
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "message"),
+    [
+        ("v6e:2x4", (3, 1, 1), "does not divide"),
+        ("v6e:2x4", (4, 4, 1), "needs 16 devices; there are 8"),
+        ("v9z:2x4", (1, 1, 1), "unknown chip 'v9z'"),
+        ("v6e:3x9x1", (1, 1, 1), "no topology"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_compiling(request_, topology, mesh, message):
+    with pytest.raises(InputError, match=message):
+        next(forecast(request_, topology, mesh))
+
+
+def test_command(request_, capsys):
+    command = ["plan", "--topology", "v6e:1x1", "--mesh", "1,1,1", "--stages", "encode", "--quiet"]
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["stages"]
+    assert {"hbm_gib_per_chip", "argument_gib", "temp_gib", "flops", "collective_bytes", "compile_s", "fits"} <= set(
+        row
+    )
+    assert row["name"] == "encode" and found["fits"] is True
+    assert cli.main(command) == 0
+    assert "encode x2" in capsys.readouterr().out
+    assert cli.main(["plan", "--release", "cogvideox-5b", "--mesh", "1,1,1", "--height", "481", "--quiet"]) == 2
+    assert "height is 481" in capsys.readouterr().err
+
+
+def test_a_release_is_known_before_there_is_a_checkpoint():
+    manifest = Manifest.of_release(RELEASES["cogvideox-2b"])
+    assert manifest.release is RELEASES["cogvideox-2b"] and not manifest.weights

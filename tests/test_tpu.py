@@ -1,0 +1,79 @@
+"""Programs for TPUs, compiled here for chips that are not: errors, layouts and memory are the real compiler's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from benchmarks import tpu
+from cogvideox_flax.attention import Blocks, attend
+from cogvideox_flax.attention.blocks import choose_blocks
+
+pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
+
+SMALL = Blocks(q=256, kv=1024, chunk=512, slice=256)
+
+
+def compile_for(topology, f, *shapes, dtype=jnp.bfloat16):
+    mesh = tpu.topology_mesh(topology)
+    place = NamedSharding(mesh, PartitionSpec())
+    with jax.set_mesh(mesh):
+        return jax.jit(f).lower(*(jax.ShapeDtypeStruct(s, dtype, sharding=place) for s in shapes)).compile()
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
+@pytest.mark.parametrize("options", [{}, {"window": (600, 200)}], ids=["full", "window"])
+def test_kernel_compiles(topology, options):
+    shape = (2, 2500, 3, 64)
+
+    def f(q, k, v):
+        return attend(q, k, v, kv_len=jnp.array([2500, 1234]), backend="splash", blocks=SMALL, **options)
+
+    assert "tpu_custom_call" in compile_for(topology, f, shape, shape, shape).as_text()
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(48, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float32)])
+def test_kernel_compiles_for_other_heads_and_dtypes(dim, dtype):
+    shape = (1, 1500, 2, dim)
+    f = lambda q, k, v: attend(q, k, v, backend="splash", blocks=SMALL)  # noqa: E731
+    compile_for("v6e:2x4", f, shape, shape, shape, dtype=dtype)
+
+
+def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
+    shape = (1, 17776, 2, 64)
+    compiled = compile_for("v6e:2x4", attend, shape, shape, shape)
+    assert "tpu_custom_call" in compiled.as_text()
+    padded = 4 * 2 * 17776 * 128 * 2  # q, k, v and the result, lanes filled up
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * padded
+    short = (1, 300, 2, 64)
+    assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, short, short, short).as_text()
+
+
+def test_stock_kernel_compiles():
+    shape = (1, 2500, 2, 64)
+    compile_for("v6e:2x4", lambda q, k, v: attend(q, k, v, backend="stock"), shape, shape, shape)
+
+
+@pytest.mark.parametrize("tokens", [17776, 39826, 45106, 180_000])
+def test_table_fits_the_chip(tokens):
+    choose_blocks(tokens, tokens, 64, jnp.bfloat16).check(tokens, 64, jnp.bfloat16)
+
+
+def test_forecast_of_the_kernel(tmp_path):
+    """The benchmark reads a schedule: never below the matrix unit's least, never absurd."""
+    out = tmp_path / "attention.json"
+    command = [sys.executable, "-m", "benchmarks.attention", "--tokens", "2000", "--heads", "1", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["floor_ms"] == pytest.approx(1e3 * 1.25 * 2000**2 / 1024 / 1.75e9)
+    assert row["floor_ms"] < row["bounded_ms"] < row["referred_ms"] < 3 * row["floor_ms"]
+    assert math.isfinite(row["compile_s"]) and "| 2000 |" in done.stdout
