@@ -56,7 +56,7 @@ def main() -> int:
     args = parser.parse_args()
     start = time.perf_counter()
     with tpu.dumped() as dump:
-        shape = partial(_Shape, heads=args.heads, dim=args.head_dim)
+        shape = partial(Shape, heads=args.heads, dim=args.head_dim)
         if args.search:
             search(dump, [shape(n) for n in args.tokens])
         rows = [forecast(dump, shape(n)) for n in args.tokens]
@@ -79,7 +79,9 @@ def main() -> int:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
+    """Attention of one chip: tokens, heads times batch, head size."""
+
     tokens: int
     heads: int
     dim: int
@@ -95,7 +97,7 @@ class _Shape:
         return [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))] * 3, mesh
 
 
-def _compile(dump: Path, shape: _Shape, f: Any, name: str) -> tuple[list[tpu.KernelSchedule], float]:
+def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.KernelSchedule], float]:
     """The schedules of f's kernels of this name, and the seconds of the compile."""
     import jax
 
@@ -106,7 +108,7 @@ def _compile(dump: Path, shape: _Shape, f: Any, name: str) -> tuple[list[tpu.Ker
     return tpu.kernel_schedules(dump, name), time.perf_counter() - start
 
 
-def forecast(dump: Path, shape: _Shape, blocks: Any = None) -> Forecast:
+def forecast(dump: Path, shape: Shape, blocks: Any = None) -> Forecast:
     """What the kernel takes with these tile sizes, or with those of its table."""
     import jax.numpy as jnp
 
@@ -121,8 +123,8 @@ def forecast(dump: Path, shape: _Shape, blocks: Any = None) -> Forecast:
         grid = shape.heads * math.ceil(queries / width)
         bounded, referred = bounded + grid * for_bounded, referred + grid * for_referred
     floor = MXU_CYCLES * shape.heads * shape.tokens**2 / 1024
-    ms = [1e3 * n / tpu.CLOCK for n in (bounded, referred, floor)]
-    return Forecast(shape.tokens, asdict(blocks), *ms, seconds)
+    ms = 1e3 / tpu.CLOCK
+    return Forecast(shape.tokens, asdict(blocks), ms * bounded, ms * referred, ms * floor, seconds)
 
 
 def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
@@ -149,7 +151,7 @@ def cycles(schedule: tpu.KernelSchedule, tokens: int, blocks: Any) -> tuple[int,
     return total[0], total[1]
 
 
-def stock_ms(dump: Path, shape: _Shape) -> float:
+def stock_ms(dump: Path, shape: Shape) -> float:
     """JAX's own kernel, correctly masked."""
     from cogvideox_flax.attention import stock
 
@@ -160,7 +162,7 @@ def stock_ms(dump: Path, shape: _Shape) -> float:
     return 1e3 * shape.heads * steps * (schedule.step + inner) / tpu.CLOCK
 
 
-def search(dump: Path, shapes: list[_Shape]) -> None:
+def search(dump: Path, shapes: list[Shape]) -> None:
     """Try tile sizes at each length, first around 8 slices a chunk, then other chunks for the best; write the table."""
     from cogvideox_flax.attention import blocks as sizes
     from cogvideox_flax.errors import InputError
@@ -169,7 +171,7 @@ def search(dump: Path, shapes: list[_Shape]) -> None:
     for shape in shapes:
         kv = -(-shape.tokens // sizes.LANES) * sizes.LANES
 
-        def attempt(q: int, chunk: int, piece: int, shape: _Shape = shape, kv: int = kv) -> tuple[float, Any]:
+        def attempt(q: int, chunk: int, piece: int, shape: Shape = shape, kv: int = kv) -> tuple[float, Any]:
             blocks = sizes.Blocks(q, kv, chunk, piece)
             try:
                 found = forecast(dump, shape, blocks)

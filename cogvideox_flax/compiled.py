@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,7 +21,7 @@ def keep_compiled(folder: Path) -> Path | None:
     Returns:
         Where they are kept; None if the choice was the user's.
     """
-    config = jax.config
+    config: Any = jax.config  # its attributes are made at run time
     if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
         return None
     place = folder / _host()

@@ -509,7 +509,7 @@ class CogVideoXPipeline:
             else jnp.asarray(latents, jnp.float32)
         )
         draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
-        return plan, guidance, draw, (x, sampler.init_state(x))
+        return plan, jnp.asarray(guidance), draw, (x, sampler.init_state(x))
 
     def _steps(
         self, program: _Program, fixed: tuple, carry: tuple, plan: Plan

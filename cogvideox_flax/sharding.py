@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -62,7 +63,10 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, devices: Sequence[jax.Devic
     need = dp * sp * tp
     if min(dp, sp, tp) < 1 or need > len(devices):
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
-    return jax.make_mesh((dp, sp, tp), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:need])
+    kinds = (AxisType.Auto,) * 3
+    if need < len(devices):  # a part of a slice has no topology that the order could follow
+        return Mesh(np.array(devices[:need]).reshape(dp, sp, tp), AXES, axis_types=kinds)
+    return jax.make_mesh((dp, sp, tp), AXES, axis_types=kinds, devices=devices)
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:

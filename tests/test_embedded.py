@@ -20,7 +20,7 @@ STEPS = 20
 ITEMS = make_items(24, seed=77)  # half of them combinations that training never showed
 PROMPTS = [item.clip.prompt for item in ITEMS]
 
-BARS = {"colour": 80, "size": 60, "background": 85, "count": 55}
+BARS = {"colour": 90, "size": 85, "direction": 80, "background": 90, "count": 85}
 """Percent, well below what the checkpoint reaches on these prompts."""
 
 pytestmark = pytest.mark.skipif(not hub.EMBEDDED.is_dir(), reason=f"no embedded checkpoint at {hub.EMBEDDED}")
@@ -57,6 +57,19 @@ def test_the_text_decides(pipe, frames):
     assert percent(frames, PROMPTS[1:] + PROMPTS[:1])["colour"] <= 50
     unread = generate(pipe, [""] * 24)
     assert percent(unread)["colour"] <= 50
+
+
+@pytest.mark.parametrize(
+    ("axis", "motions"),
+    [(3, {"left", "right"}), (2, {"up", "down"}), (1, {"left", "right", "up", "down"})],
+    ids=["width", "height", "time"],
+)
+def test_a_flipped_axis_is_seen(frames, axis, motions):
+    chosen = [i for i, item in enumerate(ITEMS) if {thing.motion for thing in item.clip.scene.things} <= motions]
+    prompts = [PROMPTS[i] for i in chosen]
+    assert len(chosen) >= 4
+    assert percent(frames[chosen], prompts)["direction"] >= BARS["direction"] - 10
+    assert percent(np.flip(frames, axis)[chosen], prompts)["direction"] <= 20
 
 
 def test_another_noise_schedule_is_seen(pipe, frames):

@@ -229,7 +229,7 @@ def test_nan_names_the_step(layout, tmp_path):
 def test_one_program_is_the_same_run(pipe, guidance_scale):
     options = {"guidance_scale": guidance_scale, "output_type": "float", "num_inference_steps": 3}
     staged, at_once = (generate(pipe, one_program=x, **options) for x in (False, True))
-    np.testing.assert_allclose(staged.frames, at_once.frames, atol=1e-5)
+    np.testing.assert_allclose(staged.frames, at_once.frames, atol=1e-4)  # as on another mesh: sums in other orders
     assert staged.metadata == at_once.metadata
 
 

@@ -16,10 +16,12 @@ from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.hub import EMBEDDED
-from cogvideox_flax.plan import Request, best_mesh, forecast, meshes
-from cogvideox_flax.plan.chips import CHIPS
+from cogvideox_flax.plan import STAGES, Request, best_mesh, forecast, meshes, program_of
+from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import Flops, count_flops
+from cogvideox_flax.plan.hlo import Program, sizes
+from cogvideox_flax.plan.timing import seconds_outside_kernels
 
 
 def zeros(*shape):
@@ -67,7 +69,7 @@ def test_a_denoising_step_is_the_textbook_count():
 
 def traffic_of(f, mesh, *specs):
     args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p)) for s, p in specs]
-    return collectives(jax.jit(f).lower(*args).compile().as_text())
+    return collectives(Program(jax.jit(f).lower(*args).compile().as_text()))
 
 
 def test_traffic_of_known_programs():
@@ -97,9 +99,32 @@ def test_traffic_of_known_programs():
 
 
 def test_no_traffic_on_one_device():
-    assert collectives(jax.jit(jnp.sin).lower(zeros(3)).compile().as_text()) == {}
+    assert collectives(Program(jax.jit(jnp.sin).lower(zeros(3)).compile().as_text())) == {}
     with pytest.raises(ValueError, match="no HLO"):
-        collectives("nonsense")
+        Program("nonsense")
+
+
+# --- time
+
+
+def test_types_are_read():
+    assert sizes("bf16[3,5]{1,0:T(8,128)(2,1)}") == [30] and sizes("(s32[], f32[2,2]{1,0}, pred[7])") == [4, 16, 7]
+    assert sizes("(f32[4]{0:T(128)S(1)}, f32[2]{0})", hbm_only=True) == [8]
+
+
+def test_time_of_products_grows_with_their_number(request_):
+    (mesh,) = [sharding.make_mesh(devices=topology_devices("v6e:2x4"))]
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def seconds(layers):
+        args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in ((2048, 2048), (layers, 2048, 2048))]
+        f = lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]  # noqa: E731
+        with jax.set_mesh(mesh):
+            return seconds_outside_kernels(Program(jax.jit(f).lower(*args).compile().as_text()), CHIPS["v6e"])
+
+    few, many = seconds(5), seconds(15)
+    ideal = 10 * 2 * 2048**3 / CHIPS["v6e"].flops
+    assert ideal < many - few < 3 * ideal
 
 
 # --- stages
@@ -112,8 +137,8 @@ def request_(request):
 
 
 def test_stages_of_the_embedded_model(request_):
-    one = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1))}
-    assert list(one) == ["encode", "denoise", "decode"] and one["denoise"].runs == 10
+    one = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1), ["encode", "denoise"])}
+    assert list(one) == ["encode", "denoise"] and one["denoise"].runs == 10
     weights = sum(leaf.size for leaf in jax.tree.leaves(abstract("transformer", request_.manifest.transformer))) * 4
     for stage in one.values():
         assert stage.fits and not stage.collectives and stage.flops > 0 and stage.estimated_s > 0
@@ -125,18 +150,25 @@ def test_stages_of_the_embedded_model(request_):
     assert split.argument_gib < one["denoise"].argument_gib
 
 
-def test_the_whole_run_is_one_program(request_):
-    (run,) = forecast(request_, "v6e:1x1", (1, 1, 1), ["run"])
-    parts = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1))}
-    assert run.flops == sum(stage.flops * stage.runs for stage in parts.values())
-    assert run.argument_gib > parts["denoise"].argument_gib
+def test_the_whole_run_does_what_its_stages_do(request_):
+    def work(name):
+        f, args, runs = program_of(name, request_, request_.size())
+        return runs * count_flops(f, *(arg for _, arg in args)).total
+
+    assert work("run") == sum(map(work, STAGES)) > 0
+
+
+@pytest.mark.slow  # the decoder takes minutes to compile
+def test_decoder_and_whole_run_compile(request_):
+    for stage in forecast(request_, "v6e:1x1", (1, 1, 1), ["decode", "run"]):
+        assert stage.fits and stage.flops > 0 and not stage.collectives
 
 
 def test_what_does_not_fit_is_said(request_, monkeypatch):
     monkeypatch.setitem(CHIPS, "v6e", dataclasses.replace(CHIPS["v6e"], hbm=2**20))
     (stage,) = forecast(request_, "v6e:1x1", (1, 1, 1), ["encode"])
     assert not stage.fits
-    tried = []
+    tried: list[tuple[int, int, int]] = []
     with pytest.raises(InputError, match="no mesh of v6e:1x1 fits"):
         best_mesh(request_, "v6e:1x1", lambda mesh, found: tried.append(mesh))
     assert tried == [(1, 1, 1)]

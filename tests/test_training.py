@@ -266,10 +266,10 @@ def test_training_reaches_the_target(tmp_path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 101))
     assert lines[-1]["loss"] < 0.05 < lines[0]["loss"]
-    plot_metrics(tmp_path / "metrics.jsonl", ["loss", "learning_rate"], tmp_path / "loss.png")
+    plot_metrics([tmp_path / "metrics.jsonl"], ["loss", "learning_rate"], tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 5000
     with pytest.raises(InputError, match="no metric 'nothing'"):
-        plot_metrics(tmp_path / "metrics.jsonl", ["nothing"], tmp_path / "loss.png")
+        plot_metrics([tmp_path / "metrics.jsonl"], ["nothing"], tmp_path / "loss.png")
 
 
 def test_stopped_and_resumed_is_the_same_run(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def attend(
         kv_len = jnp.clip(kv_len, 1, k.shape[1])
     if smooth_k:
         k = _smooth(k, kv_len)
-    options = {"interpret": interpret} if interpret else {}
+    options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"blocks": blocks} if blocks is not None else {}
     return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len)
 

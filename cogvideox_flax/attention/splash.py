@@ -254,7 +254,13 @@ def _attend(static: tuple[Window | None, Blocks | None, bool], q: Array, k: Arra
     keys = _columns(k, blocks.kv).swapaxes(1, 2), _tiles(_columns(v, blocks.kv))
 
     def some(first: int, last: int, width: int) -> Array:
-        call = _call(dataclasses.replace(blocks, q=width), window, first, k.shape[1], interpret)
+        pairs = batch * heads * (last - first) * k.shape[1]
+        cost = pl.CostEstimate(
+            flops=4 * pairs * dim,
+            transcendentals=pairs,
+            bytes_accessed=2 * batch * heads * (last - first + k.shape[1]) * dim * q.dtype.itemsize,
+        )
+        call = _call(dataclasses.replace(blocks, q=width), window, first, k.shape[1], cost, interpret)
         return call(*scalars, _columns(scaled[:, first:last].astype(q.dtype), width), *keys)[:, :dim, : last - first]
 
     parts, first = [], 0
@@ -275,7 +281,7 @@ def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
 
 
 def _call(
-    blocks: Blocks, window: Window | None, first: int, keys: int, interpret: bool
+    blocks: Blocks, window: Window | None, first: int, keys: int, cost: pl.CostEstimate, interpret: bool
 ) -> Callable[..., Float[Array, "BN K q"]]:
     """The kernel for queries from number `first` on.
 
@@ -312,11 +318,7 @@ def _call(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=blocks.vmem_limit(keys, dim, q.dtype),
             ),
-            cost_estimate=pl.CostEstimate(
-                flops=4 * heads * queries * keys * dim,
-                transcendentals=heads * queries * keys,
-                bytes_accessed=2 * heads * (queries + keys) * dim * q.dtype.itemsize,
-            ),
+            cost_estimate=cost,
             interpret=interpret,
             name=NAME,
         )(lengths, bounded, q, k, v)

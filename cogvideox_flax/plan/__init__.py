@@ -22,7 +22,9 @@ from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
-from cogvideox_flax.plan.flops import Flops, count_flops
+from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.plan.timing import seconds_outside_kernels
 from cogvideox_flax.schedulers import guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 
@@ -33,12 +35,9 @@ ATTENTION_RATE = 0.35
 """Share of the matrix rate that the attention kernel reaches at head size 64, by its static schedule; the shape of the
 matrix unit allows 0.40 (`python -m benchmarks.attention`)."""
 
-OTHER_RATE = 0.6
-"""Share of the matrix rate for all other products, with the norms and copies between them."""
-
 METHOD = (
-    f"work / ({ATTENTION_RATE} of the matrix rate in attention, {OTHER_RATE} elsewhere), or the arguments' bytes over "
-    "the memory's rate if that is more, plus bytes on the wire over the rate of a link; nothing overlaps"
+    f"attention at {ATTENTION_RATE} of the matrix rate; other operations by the compiler's cycles, or by their bytes "
+    "over the memory's rate if that is more; bytes on the wire over the rate of a link; nothing overlaps"
 )
 
 
@@ -49,6 +48,7 @@ class Stage:
     runs: how often the program runs (the denoising step: once a step); what follows is of one run.
     hbm_gib_per_chip: arguments, results and temporaries at the peak.
     flops: over all chips.
+    outside_s, wire_s: modelled seconds outside the attention kernel, and of the collectives.
     estimated_s: of all runs; see METHOD.
     """
 
@@ -61,6 +61,8 @@ class Stage:
     collectives: dict[str, Traffic]
     collective_bytes: int
     compile_s: float
+    outside_s: float
+    wire_s: float
     estimated_s: float
     fits: bool
 
@@ -165,13 +167,14 @@ def best_mesh(
 
 
 def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> Stage:
-    f, args, runs = _program(name, request, size)
+    f, args, runs = program_of(name, request, size)
     placed = [_placed(arg, mesh, component) for component, arg in args]
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         compiled = jax.jit(f).lower(*placed).compile()
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None and text is not None
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -179,8 +182,11 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
         - memory.alias_size_in_bytes
     )
     flops = count_flops(f, *(arg for _, arg in args))
-    traffic = collectives(compiled.as_text())
+    program = Program(text)
+    traffic = collectives(program)
     wire = sum(t.wire_bytes for t in traffic.values())
+    outside = seconds_outside_kernels(program, chip)
+    attention = flops.kernels / (ATTENTION_RATE * mesh.size * chip.flops)
     return Stage(
         name=name,
         runs=runs,
@@ -191,17 +197,14 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
         collectives=traffic,
         collective_bytes=wire,
         compile_s=seconds,
-        estimated_s=runs * _seconds(flops, memory.argument_size_in_bytes, wire, mesh.size, chip),
+        outside_s=outside,
+        wire_s=wire / chip.link,
+        estimated_s=runs * (outside + attention + wire / chip.link),
         fits=peak <= chip.hbm,
     )
 
 
-def _seconds(flops: Flops, argument_bytes: int, wire_bytes: int, chips: int, chip: Chip) -> float:
-    work = (flops.kernels / ATTENTION_RATE + flops.rest / OTHER_RATE) / (chips * chip.flops)
-    return max(work, argument_bytes / chip.bandwidth) + wire_bytes / chip.link
-
-
-def _program(name: str, request: Request, size: Size) -> tuple[Callable[..., Any], list[tuple[str | None, Any]], int]:
+def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., Any], list[tuple[str | None, Any]], int]:
     """A stage's function, its arguments as (component whose parameters they are, shapes), and how often it runs."""
     manifest = request.manifest
     assert manifest.transformer and manifest.vae and manifest.tokenizer and manifest.scheduler
@@ -279,4 +282,15 @@ def describe(forecast: Forecast) -> str:
     return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}"
 
 
-__all__ = ["Forecast", "Request", "Stage", "best_mesh", "describe", "forecast", "meshes", "topology_devices"]
+__all__ = [
+    "STAGES",
+    "Forecast",
+    "Request",
+    "Stage",
+    "best_mesh",
+    "describe",
+    "forecast",
+    "meshes",
+    "program_of",
+    "topology_devices",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,21 +16,23 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """hbm: bytes that programs may use; flops: of bfloat16 products, per second; bandwidth, link: bytes per second."""
+    """hbm: bytes that programs may use. A second: flops of bfloat16 products; bandwidth, link, bytes; clock, cycles."""
 
     hbm: int
     flops: float
     bandwidth: float
     link: float
+    clock: float
 
 
 CHIPS = {
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9),
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9),
-    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9),
-    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1640e9, 90e9, 1.75e9),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 45e9, 1.5e9),
+    "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9),
+    "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9),
 }
-"""Kind, as topologies call it -> chip. A link's rate is an assumption: what one direction of a ring may carry."""
+"""Kind, as topologies call it -> chip. Clocks are derived from the
+matrix rate; a link's rate is an assumption: what one direction of a ring may carry."""
 
 
 def chip_of(topology: str) -> Chip:
@@ -65,8 +68,11 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
+    # a host has a square of chips, unless there are not so many
+    sides = [int(n) for n in topology.split(":")[1].split("x")] if re.fullmatch(r"\w+:\d+(x\d+)*", topology) else []
+    host = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
     try:
-        return topologies.get_topology_desc(topology, "tpu").devices
+        return topologies.get_topology_desc(topology, "tpu", **host).devices
     except ModuleNotFoundError as e:
         raise InputError(f"a plan needs libtpu, the compiler for TPUs ({e}): pip install 'jax[tpu]'") from e
     except (RuntimeError, ValueError, NotImplementedError) as e:

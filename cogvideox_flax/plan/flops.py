@@ -47,14 +47,14 @@ def _count(jaxpr: Jaxpr) -> Flops:
     total = Flops()
     for eqn in jaxpr.eqns:
         params, name = eqn.params, eqn.primitive.name
+        shapes: list[Any] = [getattr(x.aval, "shape", ()) for x in (*eqn.invars, *eqn.outvars)]
         if name == "dot_general":
             ((contracted, _), _) = params["dimension_numbers"]
-            left = eqn.invars[0].aval.shape
-            total += Flops(2 * prod(eqn.outvars[0].aval.shape) * prod(left[i] for i in contracted))
+            total += Flops(2 * prod(shapes[2]) * prod(shapes[0][i] for i in contracted))
         elif name == "conv_general_dilated":
-            kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
-            taps = prod(kernel[i] for i in spec[1:])  # input channels of a group, and space
-            total += Flops(2 * prod(eqn.outvars[0].aval.shape) * taps)
+            spec = params["dimension_numbers"].rhs_spec
+            taps = prod(shapes[1][i] for i in spec[1:])  # input channels of a group, and space
+            total += Flops(2 * prod(shapes[2]) * taps)
         elif name == "pallas_call":
             if params.get("cost_estimate") is None:
                 raise ValueError(f"the kernel {params.get('name')} does not say what it costs")

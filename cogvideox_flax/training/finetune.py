@@ -226,7 +226,7 @@ def finetune(plan: Plan, *, stop_after: Callable[[int], bool] | None = None, pro
             result = save_lora(out, trained)
         else:
             result = _save_checkpoint(plan, pipe.manifest, native, trained)
-        plot_metrics(out / "training" / "metrics.jsonl", ("loss", "gradient_norm"), out / "loss.png")
+        plot_metrics([out / "training" / "metrics.jsonl"], ("loss", "gradient_norm"), out / "loss.png")
         return result
 
 

@@ -43,23 +43,30 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def plot_metrics(path: Path, names: Sequence[str], out: Path) -> None:
+def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None:
     """Draw metrics over steps, one panel each with a running mean, as a PNG.
 
+    Args:
+        paths: metrics files; of several, each goes on where the one before it ended.
+
     Raises:
-        InputError: the file holds no line with one of the names.
+        InputError: the files hold no line with one of the names.
     """
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    lines = read_metrics(path)
+    lines: list[dict[str, float]] = []
+    for path in paths:
+        start = lines[-1]["step"] if lines else 0
+        lines += [line | {"step": start + line["step"]} for line in read_metrics(path)]
     figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 3.5), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         points = [(line["step"], line[name]) for line in lines if name in line]
         if not points:
-            raise InputError(f"{path} has no metric {name!r}; it has {sorted({k for line in lines for k in line})}")
+            has = sorted({k for line in lines for k in line})
+            raise InputError(f"{', '.join(map(str, paths))}: no metric {name!r}; there are {has}")
         steps, values = zip(*points, strict=True)
         axis.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)
         axis.plot(steps, _running_mean(values, max(1, len(values) // 50)), color="tab:blue")

@@ -41,6 +41,7 @@ from cogvideox_flax.training.embedded.settings import (
     Run,
 )
 from cogvideox_flax.training.loop import State, to_the_end
+from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
@@ -127,8 +128,10 @@ def train_transformer(run: Run) -> State:
 
 
 def export(run: Run) -> None:
-    """The averaged weights as a native checkpoint, RUN/checkpoint."""
+    """The averaged weights as a native checkpoint, RUN/checkpoint, and the loss on the way, RUN/training.png."""
     state = train_transformer(run)
+    files = [run.folder / name / "metrics.jsonl" for name in ("transformer", f"transformer-cool-{run.stop}")]
+    plot_metrics(files, ("loss", "loss_noisy", "loss_clean"), run.folder / "training.png")
     modules = jax.device_get(state.result) | {"vae": jax.device_get(train_vae(run))}
     write_checkpoint(run, modules, run.stop + int(state.step))
 

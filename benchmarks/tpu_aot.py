@@ -1,0 +1,125 @@
+"""What the releases need and take on TPUs, from programs compiled without one: no time here is measured.
+
+    python -m benchmarks.tpu_aot [--cases 768p 720p ...] [--stages denoise] [--json FILE]
+
+Memory, collectives and the number of operations are the compiler's and exact. Time is a model, per denoising step and
+chip: the attention kernel by its static schedule (`benchmarks.attention`, heads whose scores are bounded), all other
+operations by the compiler's cycles or their bytes, collectives by their bytes over an assumed link. Nothing overlaps
+and nothing waits in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tpu
+
+
+@dataclass(frozen=True)
+class Case:
+    """One release at one size on one mesh."""
+
+    release: str
+    height: int
+    width: int
+    num_frames: int
+    topology: str
+    mesh: tuple[int, int, int]
+
+
+_768P = Case("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1))
+_720P = replace(_768P, height=720, width=1280)
+_480P = Case("cogvideox-5b", 480, 720, 49, "v6e:1x1", (1, 1, 1))
+
+CASES = {
+    "768p": _768P,
+    "768p-tp": replace(_768P, mesh=(2, 1, 4)),
+    "768p-161": replace(_768P, num_frames=161),
+    "720p": _720P,
+    "720p-4": replace(_720P, topology="v6e:2x2", mesh=(2, 2, 1)),
+    "5b": _480P,
+    "2b": replace(_480P, release="cogvideox-2b"),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tpu_aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=" ".join(CASES))
+    parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=["denoise"])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    rows = []
+    with tpu.dumped() as dump:
+        print("| case | mesh | stage | HBM GiB | args | temp | TFLOP | collectives | wire GB | compile s | seconds |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        for name in args.cases:
+            for row in forecast(dump, CASES[name], args.stages):
+                rows.append({"case": name} | row)
+                print(_line(name, row), flush=True)
+    print(f"\n{time.perf_counter() - start:.0f} s in all; seconds are modelled: kernel + other operations + wire")
+    if args.json:
+        args.json.write_text(json.dumps({"versions": tpu.versions(), "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
+    """A row per stage; `seconds` of one run of it, with its parts."""
+    from benchmarks import attention
+    from cogvideox_flax import plan
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.config import get_release
+
+    release = get_release(case.release)
+    request = plan.Request(
+        Manifest.of_release(release), num_frames=case.num_frames, height=case.height, width=case.width
+    )
+    rows = []
+    for stage in plan.forecast(request, case.topology, case.mesh, stages):
+        row: dict[str, Any] = asdict(case) | asdict(stage)
+        row["seconds"] = row.pop("estimated_s") / stage.runs
+        if stage.name == "denoise":
+            config, size = release.transformer, request.size()
+            dp, sp, tp = case.mesh
+            tokens = config.text_length + (
+                size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
+            ) // (config.patch_size**2)
+            heads = config.heads // (sp * tp)
+            shape = attention.Shape(tokens, heads * request.batch // dp, config.head_dim)
+            row["attention_s"] = config.layers * attention.forecast(dump, shape).bounded_ms / 1e3
+            row["seconds"] = row["attention_s"] + stage.outside_s + stage.wire_s
+        rows.append(row)
+    return rows
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{t['count']} {kind}" for kind, t in row["collectives"].items()) or "none"
+    parts = f"{row['seconds']:.3f}"
+    if "attention_s" in row:
+        parts += f" = {row['attention_s']:.3f} + {row['outside_s']:.3f} + {row['wire_s']:.3f}"
+    cells = [
+        name,
+        ",".join(map(str, row["mesh"])),
+        row["name"],
+        f"{row['hbm_gib_per_chip']:.2f}",
+        f"{row['argument_gib']:.2f}",
+        f"{row['temp_gib']:.2f}",
+        f"{row['flops'] / 1e12:.0f}",
+        kinds,
+        f"{row['collective_bytes'] / 1e9:.2f}",
+        f"{row['compile_s']:.0f}",
+        parts,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Optimised HLO text of a compiled program: its operations, each with how often it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+_OP = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\((?P<rest>.*)$")
+_TENSOR = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\](\{[^}]*\})?")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+_BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "s4": 1, "u4": 1}
+
+_CALLERS = {"call", "conditional", "async-start"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of the program.
+
+    text: its line, with all attributes.
+    """
+
+    name: str
+    kind: str
+    type: str
+    operands: tuple[str, ...]
+    text: str
+
+    def called(self) -> list[str]:
+        """Names of the computations that it runs or applies."""
+        found = re.findall(r"(?:calls|to_apply|body|called_computations)=\{?%?([\w.-]+)", self.text)
+        for group in re.findall(r"branch_computations=\{([^}]*)\}", self.text):
+            found += [name.strip().lstrip("%") for name in group.split(",")]
+        return found
+
+
+class Program:
+    """The computations of an HLO module.
+
+    Raises:
+        ValueError: the text is no HLO module.
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Op]] = {}
+        self.entry = ""
+        current: dict[str, Op] | None = None
+        for line in text.splitlines():
+            head = re.match(r"^(ENTRY )?%?([\w.-]+) \(.*\{\s*$", line)
+            if head:
+                current = self.computations.setdefault(head[2], {})
+                self.entry = head[2] if head[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and (match := _OP.match(line)):
+                arguments = match["rest"].split("), ")[0]
+                operands = tuple(re.findall(r"%([\w.-]+)", arguments))
+                current[match["name"]] = Op(match["name"], match["op"], match["type"], operands, line)
+        if not self.entry:
+            raise ValueError("this is no HLO module: it has no entry computation")
+
+    def run(self) -> Iterator[tuple[dict[str, Op], Op, int]]:
+        """Every operation that runs, with its computation and how often; fusions and reductions are one operation.
+
+        Of the branches of a conditional, all are counted.
+
+        Raises:
+            ValueError: a loop does not say how often it runs.
+        """
+        yield from self._run(self.entry, 1)
+
+    def _run(self, name: str, times: int) -> Iterator[tuple[dict[str, Op], Op, int]]:
+        ops = self.computations[name]
+        for op in ops.values():
+            if op.kind == "while":
+                yield from self._run(op.called()[-1], times * self._rounds(op))
+            elif op.kind in _CALLERS:
+                for inner in op.called():
+                    yield from self._run(inner, times)
+            else:
+                yield ops, op, times
+
+    def _rounds(self, loop: Op) -> int:
+        """How often a loop runs: as noted, or the bound that its condition holds a counter from 0 against."""
+        if noted := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.text):
+            return int(noted[1])
+        condition = re.search(r"condition=%?([\w.-]+)", loop.text)
+        ops = self.computations[condition[1]].values() if condition else []
+        bounds = [found for op in ops if op.kind == "constant" and (found := re.search(r"constant\((\d+)\)", op.text))]
+        compares = [op for op in ops if op.kind == "compare" and "direction=LT" in op.text]
+        if len(bounds) != 1 or len(compares) != 1:
+            raise ValueError(f"a loop does not say how often it runs: {loop.text.strip()[:200]}")
+        return int(bounds[0][1])
+
+    def read_bytes(self, ops: dict[str, Op], op: Op) -> int:
+        """Bytes of slow memory that an operation reads; of an operand that it only slices, the slice."""
+        inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
+        total = 0
+        for i, name in enumerate(op.operands):
+            if name not in ops:
+                continue
+            whole = sum(sizes(ops[name].type, hbm_only=True))
+            if op.kind == "dynamic-slice":
+                whole = min(whole, sum(sizes(op.type))) if i == 0 else 0
+            elif op.kind == "fusion" and inner is not None and whole:
+                whole = min(whole, self._read_of_parameter(inner, i, whole))
+            total += whole
+        return total
+
+    def _read_of_parameter(self, ops: dict[str, Op], index: int, whole: int) -> int:
+        """Bytes that a fusion reads of its parameter of this number."""
+        parameter = next((o for o in ops.values() if o.kind == "parameter" and f"parameter({index})" in o.text), None)
+        if parameter is None:
+            return whole
+        total = 0
+        for op in ops.values():
+            if parameter.name not in op.operands:
+                continue
+            position = op.operands.index(parameter.name)
+            inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
+            if op.kind == "dynamic-slice" and position == 0:
+                total += sum(sizes(op.type))
+            elif op.kind == "fusion" and inner is not None:
+                total += self._read_of_parameter(inner, position, whole)
+            else:
+                return whole
+        return total
+
+    def inside(self, op: Op) -> Iterator[Op]:
+        """What a fusion is made of."""
+        for name in op.called():
+            for inner in self.computations.get(name, {}).values():
+                yield inner
+                yield from self.inside(inner)
+
+
+def sizes(type_text: str, *, hbm_only: bool = False) -> list[int]:
+    """Bytes of each tensor of a type; with hbm_only, not of those that live in a chip's fast memory."""
+    return [
+        _BYTES.get(kind, 4) * prod(int(n) for n in dims.split(",") if n)
+        for kind, dims, layout in _TENSOR.findall(type_text)
+        if not (hbm_only and "S(1)" in layout)
+    ]
