@@ -136,6 +136,8 @@ def cycles(schedule: tpu.KernelSchedule, tokens: int, blocks: Any) -> tuple[int,
     """Cycles of one block of queries against all keys: without a reference, and with one that need not be redone."""
     names = ["chunk", "slice", "piece"] if blocks.slice < blocks.chunk else ["chunk", "piece"]
     again = [name + suffix for name in names[:-1] for suffix in ("", " again")] + ["piece"]
+    if len(schedule.loops) != len(names) + len(again):
+        raise SystemExit(f"the schedule at {tokens} tokens has {len(schedule.loops)} loops, not one for each part")
     free = dict(zip(names, schedule.loops, strict=False))
     referred = dict(zip(again, schedule.loops[len(names) :], strict=True))
     total = []

@@ -184,7 +184,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
         before = programs()
         done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", folder, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
-    assert before and programs() == before
+    assert before and programs() == before, done.stderr
     mine = env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
     done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", "third", cwd=tmp_path, env=mine)
     assert done.returncode == 0 and programs() == before  # the user's choice stands
