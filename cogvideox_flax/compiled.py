@@ -22,7 +22,7 @@ def keep_compiled(folder: Path) -> Path | None:
         Where they are kept; None if the choice was the user's.
     """
     config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir is not None or not config.jax_enable_compilation_cache:
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return None
     place = folder / _host()
     config.update("jax_compilation_cache_dir", str(place))

@@ -16,7 +16,6 @@ os.environ.update(
     ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     TPU_LOG_DIR="disabled",
     HF_HUB_DISABLE_TELEMETRY="1",
-    JAX_ENABLE_COMPILATION_CACHE="0",  # every run compiles what it tests
 )
 
 _cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends

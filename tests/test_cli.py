@@ -175,7 +175,7 @@ def test_quiet_also_while_converting(layout, tmp_path):
 
 
 def test_a_second_start_compiles_nothing(tmp_path):
-    env = {"COGVIDEOX_HOME": str(tmp_path / "home"), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    env = {"COGVIDEOX_HOME": str(tmp_path / "home"), "JAX_COMPILATION_CACHE_DIR": ""}
 
     def programs():
         return {path.name for path in (tmp_path / "home" / "compiled").glob("*/*-cache")}
