@@ -102,6 +102,7 @@ def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.Kern
     import jax
 
     arguments, mesh = shape.arguments()
+    tpu.empty(dump)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         jax.jit(f).lower(*arguments).compile()

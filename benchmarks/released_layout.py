@@ -157,14 +157,15 @@ def save_layout(
     *,
     transformer: Any = None,
     vae: Any = None,
+    text_encoder: Any = None,
     text_length: int = 10,
     spiece: Path | None = None,
 ) -> Path:
-    """A whole small checkpoint; transformer and vae may be given, the rest is random."""
+    """A whole small checkpoint; its modules may be given, the rest is random."""
     transformer = transformer or randomise(build("transformer", release, small=True, max_text_seq_length=text_length))
     transformer.save_pretrained(folder / "transformer")
     (vae or randomise(build("vae", release, small=True))).save_pretrained(folder / "vae")
-    randomise(build("text_encoder", release, small=True)).save_pretrained(folder / "text_encoder")
+    (text_encoder or randomise(build("text_encoder", release, small=True))).save_pretrained(folder / "text_encoder")
     _save_rest(folder, release, spiece)
     return folder
 

@@ -83,9 +83,14 @@ def kernel_schedules(dump: Path, name: str) -> list[KernelSchedule]:
     if not found:
         raise FileNotFoundError(f"no schedule of a kernel named {name} in {dump}")
     schedules = [KernelSchedule(path.read_text()) for path in found]
+    empty(dump)
+    return schedules
+
+
+def empty(dump: Path) -> None:
+    """Forget the schedules of earlier compiles."""
     for path in dump.iterdir():
         path.unlink()
-    return schedules
 
 
 def versions() -> dict[str, str]:

@@ -69,18 +69,31 @@ def rotary(grid: tuple[int, int, int], head_dim: int, base: tuple[int, int] | No
     return cos, sin
 
 
-def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
-    """Rotate neighbouring channel pairs (2i, 2i + 1) of the last S_video tokens; those before (text) stay.
-
-    Computed in float32, returned in x's dtype. Source: RoFormer (arXiv 2104.09864); interleaved as in diffusers.
-    """
+def padded(table: Rotary, before: int, behind: int) -> Rotary:
+    """A table for so many tokens more, which rotate by zero: what stands around the video in the joint sequence."""
     cos, sin = table
-    text = x.shape[1] - cos.shape[0]
-    # text tokens rotate by zero, which keeps the sequence in one piece
-    cos = jnp.pad(cos, ((text, 0), (0, 0)), constant_values=1.0)[:, None, :]
-    sin = jnp.pad(sin, ((text, 0), (0, 0)))[:, None, :]
-    even, odd = jnp.moveaxis(x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2), -1, 0)
-    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape).astype(x.dtype)
+    rows = ((before, behind), (0, 0))
+    return jnp.pad(cos, rows, constant_values=1.0), jnp.pad(sin, rows)
+
+
+def pairs_apart(x: Float[Array, "*batch channels"], head_dim: int) -> Float[Array, "*batch channels"]:
+    """Channels of each head in the order that `rotate` wants: of all pairs (2i, 2i + 1) the first, then the second.
+
+    Checkpoints keep pairs side by side, as diffusers does. There a rotation would shuffle neighbours, which on a TPU
+    takes several copies of all queries and keys; to order the weights that make them is next to nothing.
+    """
+    return x.reshape(*x.shape[:-1], -1, head_dim // 2, 2).swapaxes(-1, -2).reshape(x.shape)
+
+
+def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
+    """Rotate the channel pairs (i, i + K / 2) of each token by its row of the table.
+
+    Computed in float32, returned in x's dtype. Source: RoFormer (arXiv 2104.09864).
+    """
+    cos, sin = (part[:, None, None, :] for part in table)
+    y = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # the halves are exchanged by a flip, which a TPU does in passing; cut apart, they would be written and joined again
+    return (y * cos + jnp.flip(y, -2) * jnp.concatenate([-sin, sin], -2)).reshape(x.shape).astype(x.dtype)
 
 
 def _sincos_1d(positions: np.ndarray, dim: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,10 +99,11 @@ def test_jit_is_at_home_in_pipeline_and_kernels():
             assert "jax.jit(" not in text and "@jax.jit" not in text and "nnx.jit" not in text, path
 
 
-def test_models_never_mention_meshes():
+def test_models_name_logical_axes_and_never_a_mesh():
     for path in files("cogvideox_flax/models"):
-        names = imports(path)
-        assert not any("sharding" in name for name in names), path
+        text = path.read_text()
+        assert not any(name.startswith("jax.sharding") for name in imports(path)), path
+        assert not re.search(r"[\"'](dp|sp|tp)[\"']|mesh", text, re.IGNORECASE), path
 
 
 def test_import_is_quick_and_starts_no_device():

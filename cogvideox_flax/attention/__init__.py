@@ -87,8 +87,8 @@ def attend(
     if isinstance(kv_len, int | np.integer):
         if not 1 <= kv_len <= k.shape[1]:
             raise InputError(f"kv_len must be between 1 and the number of keys, {k.shape[1]}; got {kv_len}")
-        k, v, kv_len = k[:, :kv_len], v[:, :kv_len], None
-    if kv_len is not None:
+        kv_len = int(kv_len)
+    elif kv_len is not None:
         kv_len = jnp.asarray(kv_len, jnp.int32)
         if kv_len.shape != q.shape[:1]:
             raise InputError(f"kv_len must be an int or one int per batch element, {q.shape[:1]}; got {kv_len.shape}")
@@ -100,10 +100,11 @@ def attend(
     return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len)
 
 
-def _smooth(k: Float[Array, "B S N K"], kv_len: Int[Array, " B"] | None) -> Float[Array, "B S N K"]:
+def _smooth(k: Float[Array, "B S N K"], kv_len: int | Int[Array, " B"] | None) -> Float[Array, "B S N K"]:
     """Keys without the mean of the real ones."""
     wide = k.astype(jnp.float32)
-    real = None if kv_len is None else (jnp.arange(k.shape[1]) < kv_len[:, None])[:, :, None, None]
+    lengths = jnp.reshape(jnp.asarray(k.shape[1] if kv_len is None else kv_len), (-1, 1))
+    real = (jnp.arange(k.shape[1]) < lengths)[:, :, None, None]
     return (wide - wide.mean(1, keepdims=True, where=real)).astype(k.dtype)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, precision
+from cogvideox_flax.layers import Linear, Order, precision
 from cogvideox_flax.models.transformer import Transformer
 
 TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
@@ -44,13 +44,15 @@ class LoRALinear(nnx.Module):
     def scale(self) -> float:
         return self.alpha / self.a.shape[-1]
 
-    def float32(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
+    def float32(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float32[Array, "*batch out"]:
         """The sum before rounding to the input's dtype, for callers that compute on."""
         thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
-        return self.base.float32(x) + self.scale * _matmul(thin, self.b[...].astype(x.dtype))
+        b = self.b[...] if order is None else order(self.b[...])
+        return self.base.float32(x, order) + self.scale * _matmul(thin, b.astype(x.dtype))
 
-    def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        return self.float32(x).astype(x.dtype)
+    def __call__(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float[Array, "*batch out"]:
+        """order: as for `layers.Linear`."""
+        return self.float32(x, order).astype(x.dtype)
 
     def merged(self) -> Linear:
         """The plain linear map of stacked blocks that computes the same: kernel + alpha / rank * a @ b.

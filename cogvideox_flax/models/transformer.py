@@ -6,13 +6,15 @@ Source: CogVideoX (arXiv 2408.06072); diffusers `CogVideoXTransformer3DModel` de
 from __future__ import annotations
 
 import logging
+import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from cogvideox_flax import rope
+from cogvideox_flax import rope, sharding
 from cogvideox_flax.attention import attend
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
@@ -36,12 +38,17 @@ class Attention(nnx.Module):
         self.out = Linear(width, width, rngs=rngs)
         self.heads = config.heads
 
-    def float32(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> Float32[Array, "B S D"]:
-        q, k, v = (f(x).reshape(*x.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        q, k = self.norm_q(q), self.norm_k(k)
+    def float32(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None, length: int) -> Float32[Array, "B S D"]:
+        """Tokens past `length` are padding, which no token attends to."""
+        # channels of q and k in another order change no score; this one keeps the pairs that rotate apart
+        order = None if rotary is None else partial(rope.pairs_apart, head_dim=self.norm_q.scale.shape[-1])
+        # the barrier has them written in x's dtype, before the norms read them more than once
+        q, k, v = jax.lax.optimization_barrier((self.q(x, order), self.k(x, order), self.v(x)))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
+        q, k = self.norm_q(q, order), self.norm_k(k, order)
         if rotary is not None:
             q, k = rope.rotate(q, rotary), rope.rotate(k, rotary)
-        return self.out.float32(attend(q, k, v).reshape(x.shape))
+        return self.out.float32(attend(q, k, v, kv_len=length).reshape(x.shape))
 
 
 class Block(nnx.Module):
@@ -63,9 +70,10 @@ class Block(nnx.Module):
         emb: Float32[Array, "B E"],
         is_text: Bool[Array, "S 1"],
         rotary: rope.Rotary | None,
+        length: int,
     ) -> Float32[Array, "B S D"]:
         y, gate = self.norm1(x, emb, is_text)
-        x = x + per_stream(gate, is_text) * self.attn.float32(y, rotary)
+        x = x + per_stream(gate, is_text) * self.attn.float32(y, rotary, length)
         y, gate = self.norm2(x, emb, is_text)
         return x + per_stream(gate, is_text) * self.mlp.float32(y)
 
@@ -142,28 +150,41 @@ class Transformer(nnx.Module):
             emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width))
 
         text = self.text_proj.float32(context.astype(jnp.float32))
-        video = self.patch_embed.float32(patches.reshape(batch, -1, patches.shape[-1]))
-        x = self._add_positions(jnp.concatenate([text, video], 1), text_length, grid)
-        rotary = rope.rotary(grid, config.head_dim, _rotary_base(config)) if config.rotary else None
+        # text has the first places; padded while a token is still narrow
+        length = text_length + frames * rows * columns
+        tokens = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
+        x = self.patch_embed.float32(_spread(sharding.pad_tokens(tokens)))
+        x = jax.lax.dynamic_update_slice_in_dim(x, text, 0, 1)
+        padding = x.shape[1] - length
+        positions = self._positions(text_length, grid)
+        if positions is not None:
+            x = x + jnp.pad(positions, ((0, padding), (0, 0)))
+        rotary = None
+        if config.rotary:
+            rotary = rope.padded(
+                rope.rotary(grid, config.head_dim, _rotary_base(config)), before=text_length, behind=padding
+            )
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
-            return block(x, emb, is_text, rotary), None
+            return block(_spread(x), emb, is_text, rotary, length), None
 
         # a scan's body needs no barrier against common subexpressions
         x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, self.blocks)
 
-        x = self.norm_out(self.norm_final(x[:, text_length:]), emb)
-        return unpatchify(self.proj_out.float32(x).reshape(batch, *grid, -1), config)
+        # cut when a token is narrow again
+        x = self.proj_out.float32(self.norm_out(self.norm_final(x), emb))
+        x = sharding.constrain(_spread(x), "batch", None, None)[:, text_length:length]
+        return unpatchify(x.reshape(batch, *grid, -1), config)
 
-    def _add_positions(
-        self, x: Float32[Array, "B S D"], text_length: int, grid: tuple[int, int, int]
-    ) -> Float32[Array, "B S D"]:
+    def _positions(self, text_length: int, grid: tuple[int, int, int]) -> Float32[Array, "S D"] | None:
+        """What is added to the tokens; None where position is told by rotation alone."""
         config = self.config
-        if self.pos_embedding is not None and self.pos_embedding.shape[0] == x.shape[1]:
-            return x + self.pos_embedding[...].astype(jnp.float32)
+        length = text_length + math.prod(grid)
+        if self.pos_embedding is not None and self.pos_embedding.shape[0] == length:
+            return self.pos_embedding[...].astype(jnp.float32)
         if config.rotary and not config.learned_positions:
-            return x
+            return None
         if config.learned_positions:
             log.warning(
                 "this release learned its positions for %d frames; at another count the reference replaces them by "
@@ -171,7 +192,7 @@ class Transformer(nnx.Module):
                 config.sample_frames,
             )
         video = rope.sincos(grid, config.width, config.spatial_interpolation_scale, config.temporal_interpolation_scale)
-        return x + jnp.pad(video, ((text_length, 0), (0, 0)))
+        return jnp.pad(video, ((text_length, 0), (0, 0)))
 
     def _check(self, latents: Array, context: Array, ofs: object) -> None:
         config = self.config
@@ -196,6 +217,11 @@ class Transformer(nnx.Module):
             raise InputError(
                 "this release needs ofs (2.0 in the released pipeline)" if ofs is None else "this release takes no ofs"
             )
+
+
+def _spread(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Tokens lie on the devices that share them; all but attention is done where they lie."""
+    return sharding.constrain(x, "batch", "tokens", None)
 
 
 def patchify(x: Float[Array, "B T H W C"], config: TransformerConfig) -> Float[Array, "B t h w P"]:

@@ -21,9 +21,13 @@ def seconds_outside_kernels(program: Program, chip: Chip) -> float:
     """Of one run on one chip, without its collectives and Pallas kernels."""
     total = 0.0
     for ops, op, times in program.run():
-        if op.kind in _FREE or op.kind.endswith("-done") or kind_of(op) or _is_kernel(op):
+        if op.kind in _FREE or kind_of(op) or _is_kernel(op) or op.kind.endswith("-start"):
             continue
-        seconds = (sum(sizes(op.type, hbm_only=True)) + program.read_bytes(ops, op)) / chip.bandwidth
+        if op.kind.endswith("-done"):  # of a copy in the background: what was moved, and not what it was cut from
+            moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
+        else:
+            moved = sum(sizes(op.type, hbm_only=True)) + program.read_bytes(ops, op)
+        seconds = moved / chip.bandwidth
         if op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op)):
             cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
             seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)

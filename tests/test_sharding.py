@@ -1,0 +1,111 @@
+"""The same numbers on every mesh of eight devices, whatever divides, and only the traffic that was meant."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import convert_component, make_text_encoder, make_transformer, save_layout
+
+from cogvideox_flax import CogVideoXPipeline, sharding
+from cogvideox_flax.attention import attend
+from cogvideox_flax.checkpoint import load_transformer
+from cogvideox_flax.plan.collectives import collectives
+from cogvideox_flax.plan.hlo import Program
+from conversion.convert import convert
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2)]
+PROMPTS = ["a red circle", "a blue square", "a small circle moves to the left", "white"]
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    """A checkpoint of eight heads, so that all meshes can take it."""
+    folder = tmp_path_factory.mktemp("sharding")
+    layout = save_layout(
+        folder / "hf",
+        "cogvideox1.5-5b",
+        transformer=make_transformer("cogvideox1.5-5b", num_attention_heads=8),
+        text_encoder=make_text_encoder(num_heads=8),
+    )
+    convert(layout, folder / "native")
+    return folder / "native"
+
+
+def generate(native, mesh):
+    pipe = CogVideoXPipeline.from_pretrained(native, "float32", mesh)
+    size = {"num_frames": 9, "height": 64, "width": 112, "num_inference_steps": 2}
+    return pipe(PROMPTS, **size, output_type="float", scheduler="dpm", seed=3, progress=False).frames
+
+
+@pytest.fixture(scope="module")
+def alone(native):
+    return generate(native, None)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_same_video_on_every_mesh(native, alone, mesh):
+    assert np.ptp(alone) > 0.5
+    np.testing.assert_allclose(generate(native, sharding.make_mesh(*mesh)), alone, atol=1e-4)
+
+
+@pytest.mark.parametrize("release", ["cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b"])
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 2), (1, 8, 1)], ids=str)
+def test_tokens_and_heads_that_do_not_divide(release, mesh, tmp_path):
+    """Six heads over four or eight devices, 10 + 105 or 10 + 210 tokens; each release's kind of positions."""
+    reference = make_transformer(release, num_attention_heads=6)
+    native = convert_component("transformer", reference, tmp_path)
+    random = np.random.default_rng(0)
+    latents = random.normal(size=(2, 6, 10, 14, 16)).astype(np.float32)
+    context = random.normal(size=(2, 10, 40)).astype(np.float32)
+
+    def run(model):
+        return jax.jit(lambda m, x, c: m(x, c, jnp.array([999, 321])))(model, latents, context)
+
+    on = sharding.make_mesh(*mesh)
+    with jax.set_mesh(on):
+        spread = run(load_transformer(native, mesh=on))
+    np.testing.assert_allclose(spread, run(load_transformer(native)), atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, (7, 3)])
+@pytest.mark.parametrize("kv_len", [None, 30, [37, 20]])
+def test_attention_by_exchange(window, kv_len):
+    """Keys that are not real are never read, wherever the exchange puts them."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(2, 37, 6, 16)), jnp.float32) for _ in range(3))
+    real = jnp.arange(37) < jnp.broadcast_to(jnp.asarray(37 if kv_len is None else kv_len), 2)[:, None]
+    k, v = (jnp.where(real[:, :, None, None], x, 1e30) for x in (k, v))
+    lengths = jnp.array(kv_len) if isinstance(kv_len, list) else kv_len
+    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, window=window, smooth_k=window is None))
+    with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
+        spread = call(q, k, v)
+    assert jnp.isfinite(spread).all()
+    # rows whose window holds no real key mean nothing
+    sees = real.cumsum(1)[:, -1:] + (np.inf if window is None else window[0]) > jnp.arange(37)
+    np.testing.assert_allclose(spread[sees], call(q, k, v)[sees], atol=2e-5)
+
+
+def test_gradients_pass_the_exchange():
+    random = np.random.default_rng(0)
+    args = [jnp.asarray(random.normal(size=(2, 21, 6, 8)), jnp.float32) for _ in range(3)]
+    grad = jax.jit(jax.grad(lambda *args: jnp.square(attend(*args)).sum(), argnums=(0, 1, 2)))
+    expected = grad(*args)
+    with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
+        for ours, theirs in zip(grad(*args), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_sequence_parallel_layers_only_exchange(native):
+    """Four all-to-alls a layer; else only tokens before they are embedded and after they are projected out move."""
+    mesh = sharding.make_mesh(1, 8, 1)
+    model = load_transformer(native, mesh=mesh)
+    latents, context = jnp.zeros((2, 4, 8, 14, 16)), jnp.zeros((2, 10, 40))
+    with jax.set_mesh(mesh):
+        call = jax.jit(lambda m, x, c: m(x, c, 999))
+        text = call.lower(model, latents, context).compile().as_text()
+    found = collectives(Program(text))
+    assert found["all-to-all"].count == 4 * model.config.layers
+    narrow = 4 * 2 * 128 * 2 * 2 * 2 * 16  # float32, batch, tokens padded to 8 * 16, patches of 2x2x2x16
+    assert all(kind == "all-to-all" or t.tensor_bytes <= narrow for kind, t in found.items()), found
