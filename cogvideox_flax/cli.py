@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # a command imports what it needs, so that wrong options and 
     from jax.sharding import Mesh
 
     from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.execution import Watch
     from cogvideox_flax.pipeline import CogVideoXPipeline
     from cogvideox_flax.stages import Settings
 
@@ -108,12 +109,22 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--tiling", action="store_true", help="decode in tiles: less memory, slightly different")
     decoding.add_argument("--fps", type=_positive, help="default: the release's")
 
+    looking = argparse.ArgumentParser(add_help=False)
+    looking.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers and prints")
+    looking.add_argument("--memory", action="store_true", help="say after each stage what the devices hold")
+    looking.add_argument(
+        "--profile", type=_path, metavar="DIR", help="write a profiler's trace of some denoising steps"
+    )
+    looking.add_argument(
+        "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="counted from 0; default: 1-2"
+    )
+
     def command(name: str, run: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help, parents=list(parents))
         sub.set_defaults(run=run)
         return sub
 
-    sub = command("generate", generate, "prompt to video", prompt, model, sampling, decoding)
+    sub = command("generate", generate, "prompt to video", prompt, model, sampling, decoding, looking)
     sub.add_argument(
         "--out",
         type=_path,
@@ -121,14 +132,15 @@ def _parser() -> argparse.ArgumentParser:
         help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several prompts number their files",
     )
     sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
-    sub = command("encode", encode, "stage 1: prompts to embeddings", prompt, model)
+    sub = command("encode", encode, "stage 1: prompts to embeddings", prompt, model, looking)
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
-    sub = command("denoise", denoise, "stage 2: embeddings to latents; default: the settings in DIR", model, sampling)
+    what = "stage 2: embeddings to latents; default: the settings in DIR"
+    sub = command("denoise", denoise, what, model, sampling, looking)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
-    sub = command("decode", decode, "stage 3: latents to a video", model, decoding)
+    sub = command("decode", decode, "stage 3: latents to a video", model, decoding, looking)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
     sub = command("train", train, "fine-tune a model on a folder of clips")
@@ -184,6 +196,14 @@ def _lora(text: str) -> dict[str, Any]:
         return {"file": text, "scale": 1.0}
 
 
+def _steps(text: str) -> tuple[int, int]:
+    """'3-5' -> (3, 5); '3' is that step alone."""
+    first, _, last = text.partition("-")
+    if not first.isdecimal() or not (last or first).isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a step or two, such as 3 or 3-5; got {text!r}")
+    return int(first), int(last or first)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more; got {text!r}")
@@ -202,6 +222,15 @@ def generate(args: argparse.Namespace) -> None:
     run = _check(args, folder, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
     pipe, settings = _open(args, run)
     quiet = {"progress": not args.quiet}
+    pipe.check_memory(
+        pipe.size(settings.frames, settings.height, settings.width),
+        len(prompts),
+        num_inference_steps=settings.num_inference_steps,
+        guidance_scale=settings.guidance_scale,
+        scheduler=settings.scheduler,
+        stages=STAGES[: 2 if latents_only or args.tiling else 3],
+        **quiet,
+    )
     with stages.workplace(folder, temporary=args.dir is None):
         stages.encode(pipe, settings, folder, **quiet)
         pipe.release("text_encoder")
@@ -422,6 +451,8 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
         revision=args.revision,
     )
     stages.check_folder(folder, stages.space_needed(resolved, manifest))
+    if hasattr(args, "compiled_loop"):
+        _watch(args).check(resolved.num_inference_steps, args.compiled_loop)
     return _Run(resolved, manifest, mesh)
 
 
@@ -453,7 +484,15 @@ def _load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXP
     from cogvideox_flax.pipeline import CogVideoXPipeline
 
     keep_compiled(hub.cache_dir() / "compiled")
-    return CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+    pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+    pipe.watch = _watch(args)
+    return pipe
+
+
+def _watch(args: argparse.Namespace) -> Watch:
+    from cogvideox_flax.execution import Watch
+
+    return Watch(not args.no_jit, args.memory, args.profile, args.profile_steps)
 
 
 def _take_over(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Text to video: prompts in, frames out. The only home of `jax.jit` outside kernels and training.
+"""Text to video: prompts in, frames out.
 
 A run has three stages, each usable by itself: `encode_prompts`, `denoise`, `decode_latents`.
 """
@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
@@ -26,10 +25,12 @@ from cogvideox_flax import checkpoint, hub, programs, sharding
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say
 from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.plan import STAGES, Request, placed, program_of
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
@@ -77,47 +78,6 @@ class Video:
         return paths
 
 
-def compiler_options(dtype: str) -> dict[str, str]:
-    """What to tell XLA for weights of this dtype.
-
-    Its CPU backend widens bfloat16 operands to float32 and, unless told not to, moves that out of the loop over layers:
-    a float32 copy of all weights at once, 21 GiB beside the 10 GiB of a 5B transformer.
-    """
-    if jax.default_backend() == "cpu" and dtype != "float32":
-        return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
-    return {}
-
-
-class _Program:
-    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling."""
-
-    def __init__(self, name: str, f: Callable[..., Any], dtype: str):
-        self.name = name
-        self._jit = jax.jit(f, compiler_options=compiler_options(dtype))
-        self._compiled: dict[Any, Callable[..., Any]] = {}
-
-    def prepare(self, *args: Any, announce: bool) -> Callable[..., Any]:
-        """The executable for arguments of these shapes."""
-        leaves, tree = jax.tree.flatten(args)
-        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key not in self._compiled:
-            _say(f"compiling the {self.name} ...", announce)
-            start = time.perf_counter()
-            self._compiled[key] = self._jit.lower(*args).compile()
-            _say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
-        return self._compiled[key]
-
-    def __call__(self, *args: Any, announce: bool) -> Any:
-        return self.prepare(*args, announce=announce)(*args)
-
-
-def _say(message: str, announce: bool) -> None:
-    if announce:
-        tqdm.write(message, file=sys.stderr)
-    else:
-        log.info(message)
-
-
 class CogVideoXPipeline:
     """Text to video with CogVideoX-2b, 5b or 1.5-5B.
 
@@ -129,6 +89,7 @@ class CogVideoXPipeline:
         scheduler: the checkpoint's own sampler, DDIM or DPM.
         released_as: the release that the transformer's architecture belongs to, or None.
         loras: the adapters that are part of the transformer's weights.
+        watch: what to look at while it runs: memory, a profile, operations one by one.
     """
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
@@ -150,7 +111,8 @@ class CogVideoXPipeline:
         )
         self.loras: list[LoRARecord] = []
         self._loaded: dict[str, Any] = {}
-        self._programs: dict[Any, _Program] = {}
+        self.watch = Watch()
+        self._programs = Programs(dtype, mesh)
 
     @classmethod
     def from_pretrained(
@@ -313,6 +275,7 @@ class CogVideoXPipeline:
             check_tiling(self.vae_config)
         self._check_arrays(size, len(prompts), num_inference_steps, sampler, latents, noise)
         _check_loop(compiled_loop or one_program, callback)
+        self.watch.check(num_inference_steps, compiled_loop or one_program)
         settings = {
             "num_frames": size.num_frames,
             "height": size.height,
@@ -332,8 +295,17 @@ class CogVideoXPipeline:
             start = self._start(sampler, size, len(prompts), schedule, seed, latents, noise)
             frames = self._all_at_once(sampler, size, ids, start, output_type, tiling, progress)
             settings["steps_done"] = len(start[0])
-            return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
+            return Video(fetch(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 
+        self.check_memory(
+            size,
+            len(prompts),
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            scheduler=sampler,
+            stages=STAGES[: 2 if tiling or output_type != "uint8" else 3],
+            progress=progress,
+        )
         context, negative = self.encode_prompts(prompts, negatives if guidance_scale > 1 else None, progress=progress)
         denoised, steps_done = self.denoise(
             context,
@@ -356,7 +328,7 @@ class CogVideoXPipeline:
             kept = denoised[:, size.extra_latents :]
             frames = self.decode_latents(kept, output_type=output_type, tiling=tiling, progress=progress)
         settings["steps_done"] = steps_done
-        return Video(np.asarray(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
+        return Video(fetch(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
 
     def metadata(
         self, prompts: list[str], negatives: list[str], seed: int | None, settings: dict[str, Any]
@@ -383,6 +355,42 @@ class CogVideoXPipeline:
             self._schedulers[scheduler] = make_scheduler(dataclasses.replace(self.scheduler.config, kind=scheduler))
         return self._schedulers[scheduler]
 
+    def check_memory(
+        self,
+        size: Size,
+        prompts: int = 1,
+        *,
+        num_inference_steps: int = 50,
+        guidance_scale: float = 6.0,
+        scheduler: str | Scheduler | None = None,
+        stages: Sequence[str] = STAGES,
+        progress: bool = True,
+    ) -> None:
+        """Compile the stages before anything is loaded, and refuse what the devices cannot hold.
+
+        What is compiled is what then runs, so this costs no time of its own. Devices that do not say what they have
+        (CPUs) are taken to have enough.
+
+        Raises:
+            InputError: with the numbers and what to change.
+        """
+        limit = memory_limit(self.mesh)
+        if limit is None or not self.watch.jit:
+            return
+        sampler = self.get_scheduler(scheduler)
+        of_size = size.num_frames, size.height, size.width
+        sampling = prompts, num_inference_steps, guidance_scale, sampler.config.kind
+        request = Request(self.manifest, self.dtype, *of_size, *sampling)
+        made = {
+            "encode": ("text encoder", "encode"),
+            "denoise": ("denoising step", ("step", sampler)),
+            "decode": ("VAE decoder", ("decode", "uint8", None)),
+        }
+        for stage in stages:
+            f, args, _ = program_of(stage, request, size)
+            program = self._programs.get(*made[stage], lambda f=f: f)
+            program.check_memory(*placed(args, self.mesh), limit=limit, announce=progress)
+
     def _check_arrays(
         self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None
     ) -> None:
@@ -399,18 +407,8 @@ class CogVideoXPipeline:
         """[B, T, h, w, C] of the latents that are denoised."""
         return batch, size.latent_frames, size.latent_height, size.latent_width, self.vae_config.latent_channels
 
-    def _program(self, name: str, key: Any, make: Callable[[], Callable[..., Any]]) -> _Program:
-        """One jitted function per key, made when it is first wanted."""
-        if key not in self._programs:
-            self._programs[key] = _Program(name, make(), self.dtype)
-        return self._programs[key]
-
-    def _on_mesh(self) -> Any:
-        return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
-
-    def _put(self, tree: Any) -> Any:
-        """Everything but weights is small and lies whole on every device between programs."""
-        return jax.device_put(tree, NamedSharding(self.mesh, PartitionSpec()) if self.mesh is not None else None)
+    def _run(self, program: Program, *args: Any, announce: bool) -> Any:
+        return program(*args, announce=announce, jit=self.watch.jit)
 
     def encode_prompts(
         self, prompts: Sequence[str], negatives: Sequence[str] | None = None, *, progress: bool = True
@@ -420,12 +418,11 @@ class CogVideoXPipeline:
         Raises:
             InputError: the text encoder gives NaN or infinity.
         """
-        program = self._program("text encoder", "encode", lambda: programs.encode)
+        program = self._programs.get("text encoder", "encode", lambda: programs.encode)
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once
-            with self._on_mesh():
-                embeddings = program(self.text_encoder, self._put(ids), announce=progress)
+            embeddings = self._run(program, self.text_encoder, self._programs.put(ids), announce=progress)
             if not jnp.isfinite(embeddings).all():
                 raise InputError(
                     f"the text encoder gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the "
@@ -433,7 +430,9 @@ class CogVideoXPipeline:
                 )
             return embeddings
 
-        return encode(prompts), encode(negatives) if negatives is not None else None
+        result = encode(prompts), encode(negatives) if negatives is not None else None
+        self.watch.stage(program.name)
+        return result
 
     def denoise(
         self,
@@ -467,13 +466,13 @@ class CogVideoXPipeline:
         both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
         schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
         plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise)
-        fixed = (self.transformer, *self._put((both, plan, *tables)))
+        fixed = (self.transformer, *self._programs.put((both, plan, *tables)))
         if compiled_loop:
             return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
 
-        program = self._program("denoising step", ("step", sampler), lambda: programs.make_step(sampler))
-        with self._on_mesh():
-            program.prepare(*fixed, *self._put((jnp.int32(0), carry)), announce=progress)
+        program = self._programs.get("denoising step", ("step", sampler), lambda: programs.make_step(sampler))
+        if self.watch.jit:
+            program.prepare(*fixed, *self._programs.put((jnp.int32(0), carry)), announce=progress)
         done = 0
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
         with tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress) as bar:
@@ -481,8 +480,9 @@ class CogVideoXPipeline:
                 bar.update()
                 done += 1
                 if callback is not None and callback(done - 1, int(plan.timesteps[done - 1]), x):
-                    _say(f"stopped by the callback after step {done} of {len(plan)}", progress)
+                    say(f"stopped by the callback after step {done} of {len(plan)}", progress)
                     break
+        self.watch.stage("denoising")
         return x, done
 
     def _start(
@@ -506,7 +506,7 @@ class CogVideoXPipeline:
         x = (
             programs.normal(latent_key, self.latent_shape(size, batch))
             if latents is None
-            else jnp.asarray(latents, jnp.float32)
+            else jnp.array(latents, jnp.float32)  # a copy: its memory may be given away
         )
         draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
         return plan, jnp.asarray(guidance), draw, (x, sampler.init_state(x))
@@ -516,9 +516,10 @@ class CogVideoXPipeline:
     ) -> Iterator[Float32[Array, "B T h w C"]]:
         """Yields the latents after each step, when they are really there."""
         for i in range(len(plan)):
-            with self._on_mesh():
-                carry, finite = program(*fixed, *self._put((jnp.int32(i), carry)), announce=False)
-            if not bool(finite):
+            with self.watch.step(i):
+                carry, finite = self._run(program, *fixed, *self._programs.put((jnp.int32(i), carry)), announce=False)
+                fine = bool(finite)
+            if not fine:
                 raise self._non_finite(i, plan)
             yield carry[0]
 
@@ -531,9 +532,11 @@ class CogVideoXPipeline:
     ) -> Float32[Array, "B T h w C"]:
         """All steps as one program: a scan over the step."""
 
-        program = self._program("denoising loop", ("loop", sampler), lambda: programs.make_loop(sampler))
-        with self._on_mesh():
-            (x, _), finite = program(*fixed, self._put(carry), announce=progress)
+        last = len(fixed)  # the carry, whose memory the result takes
+        make = partial(programs.make_loop, sampler)
+        program = self._programs.get("denoising loop", ("loop", sampler), make, donate=[last])
+        (x, _), finite = self._run(program, *fixed, self._programs.put(carry), announce=progress)
+        self.watch.stage(program.name)
         if not finite.all():
             bad = int(jnp.argmin(finite))
             raise self._non_finite(bad, plan)
@@ -552,10 +555,11 @@ class CogVideoXPipeline:
         """Ids to frames as one program."""
         tiles = Tiling.official(self.vae_config) if tiling else None
         made = sampler, self.vae_config.scaling_factor, size.extra_latents, output_type, tiles
-        program = self._program("whole run", ("run", *made), lambda: programs.make_run(*made))
+        program = self._programs.get("whole run", ("run", *made), lambda: programs.make_run(*made))
         parts = self.text_encoder, self.transformer, self.vae
-        with self._on_mesh():
-            frames, steps_finite, finite = program(*parts, *self._put((ids, *start)), announce=progress)
+        given = self._programs.put((ids, *start))
+        frames, steps_finite, finite = self._run(program, *parts, *given, announce=progress)
+        self.watch.stage(program.name)
         if not steps_finite.all():
             raise self._non_finite(int(jnp.argmin(steps_finite)), start[0])
         if not finite:
@@ -577,9 +581,10 @@ class CogVideoXPipeline:
         """
         tiles = Tiling.official(self.vae_config) if tiling else None
         decode = programs.make_decode(self.vae_config.scaling_factor, output_type, tiles)
-        program = self._program("VAE decoder", ("decode", output_type, tiles), lambda: decode)
-        with self._on_mesh():
-            frames, finite = program(self.vae, self._put(jnp.asarray(latents, jnp.float32)), announce=progress)
+        program = self._programs.get("VAE decoder", ("decode", output_type, tiles), lambda: decode)
+        z = self._programs.put(jnp.asarray(latents, jnp.float32))
+        frames, finite = self._run(program, self.vae, z, announce=progress)
+        self.watch.stage(program.name)
         if not finite:
             raise self._bad_frames()
         return frames

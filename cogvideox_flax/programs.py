@@ -54,7 +54,7 @@ def make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
             is_key = jnp.issubdtype(draw.dtype, jax.dtypes.prng_key)
             noise = normal(jax.random.fold_in(draw, i), x.shape) if is_key else draw[i]
         x, state = sampler.step(plan, i, v, x, state, noise)
-        return (x, state), jnp.isfinite(x).all()
+        return jax.tree.map(sharding.constrain, (x, state)), jnp.isfinite(x).all()
 
     return step
 

@@ -29,6 +29,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.execution import fetch
 from cogvideox_flax.lora import LoRARecord, describe_lora
 from cogvideox_flax.pipeline import CogVideoXPipeline, Video
 from cogvideox_flax.schedulers import make_scheduler
@@ -284,7 +285,7 @@ def encode(pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progres
         return
     context, negative = pipe.encode_prompts(settings.prompt, settings.negative_prompt, progress=progress)
     assert negative is not None
-    tensors = {"prompt_embeds": np.asarray(context), "negative_prompt_embeds": np.asarray(negative)}
+    tensors = {"prompt_embeds": fetch(context), "negative_prompt_embeds": fetch(negative)}
     stagefiles.save(
         path,
         tensors,
@@ -345,7 +346,7 @@ def denoise(
         progress=progress,
         compiled_loop=compiled_loop,
     )
-    kept = np.asarray(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3)
+    kept = fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3)
     stagefiles.save(
         path, {"latents": np.ascontiguousarray(kept)}, {"settings": key, **_of_latents(dataclasses.asdict(settings))}
     )
@@ -386,7 +387,7 @@ def decode(
     """
     settings = read_settings(folder)
     frames = pipe.decode_latents(read_latents(folder, settings, pipe.vae_config), tiling=tiling, progress=progress)
-    return Video(np.asarray(frames), fps or settings.get("fps", pipe.fps), _describe(pipe, settings))
+    return Video(fetch(frames), fps or settings.get("fps", pipe.fps), _describe(pipe, settings))
 
 
 def save_latents(pipe: CogVideoXPipeline, folder: Path, path: Path) -> Path:

@@ -14,14 +14,16 @@ from flax import nnx
 from reference import SHARED, convert_component, make_vae, relative_error, rms_error
 
 from benchmarks.released_layout import build
+from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models import causal_conv
+from cogvideox_flax.models import causal_conv, conv_kernel
 from cogvideox_flax.models.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.causal_conv import CausalConv3d, conv3d
 from cogvideox_flax.models.group_norm import GroupNormSiLU, SpatialNormSiLU
 from cogvideox_flax.models.tiling import Tiling
+from cogvideox_flax.sharding import picture
 from conversion.mapping import plan
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
@@ -332,39 +334,135 @@ def random(key, *shape):
     return jax.random.normal(jax.random.key(key), shape)
 
 
+ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
+"""Stride -> zeros around a whole picture."""
+
+
 @pytest.mark.parametrize(("taps", "stride"), [(3, 1), (1, 1), (1, 2)])
-def test_convolutions_of_all_backends_agree(taps, stride):
-    x, kernel = random(0, 2, 4 + taps - 1, 6, 10, 5), random(1, taps, 3, 3, 5, 7)
-    native = partial(causal_conv._native, stride=stride)
-    expected = jit(native)(x, kernel)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
+    x, kernel, bias = random(0, 2, 4 + taps - 1, 6, 10, 5), random(1, taps, 3, 3, 5, 7), random(3, 7)
+    residual = random(4, 2, 4, 6 // stride, 10 // stride, 7) if with_residual else None
+
+    def native(x, kernel, bias, residual):
+        y = causal_conv._native(x, kernel, stride=stride, padding=ZEROS[stride]) + bias
+        return y if residual is None else y + residual
+
+    ours = partial(conv3d, stride=stride)
+    args = x, kernel, bias, residual
+    expected = jit(native)(*args)
     assert expected.shape == (2, 4, 6 // stride, 10 // stride, 7)
-    assert relative_error(jit(partial(causal_conv._folded, stride=stride))(x, kernel), expected) < ROUNDING_BAR
-    assert relative_error(jit(partial(conv3d, stride=stride))(x, kernel), expected) < ROUNDING_BAR
+    assert relative_error(jit(ours)(*args), expected) < ROUNDING_BAR
 
     dy = random(2, *expected.shape)
-    gradients = {
-        f: jit(lambda x, kernel, dy, f=f: jax.vjp(f, x, kernel)[1](dy))(x, kernel, dy)
-        for f in (native, partial(conv3d, stride=stride))
-    }
-    gradients["native backward"] = jit(partial(causal_conv._native_backward, stride=stride))(x, kernel, dy)
-    for ours in gradients.values():
-        for a, b in zip(ours, gradients[native], strict=True):
-            assert relative_error(a, b) < ROUNDING_BAR
+    gradients = [jit(lambda *args, f=f: jax.vjp(f, *args)[1](dy))(*args) for f in (native, ours)]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert relative_error(a, b) < ROUNDING_BAR
+    backward = jit(partial(causal_conv._native_backward, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
+    for a, b in zip(backward, gradients[0][:2], strict=True):
+        assert relative_error(a, b) < ROUNDING_BAR
 
 
 @pytest.mark.parametrize(
-    ("platform", "frames", "operand", "count"),
+    ("shape", "kernel", "residual"),
     [
-        ("cpu", 8, "1x6x10x5xf32", 3),
-        ("tpu", 8, "8x6x10x15xbf16", 1),
-        ("tpu", 9, "1x11x6x10x5xbf16", 1),
-        ("cuda", 8, "1x10x6x10x5xbf16", 1),
+        ((1, 4, 6, 10, 128), (3, 3, 3, 128, 128), True),
+        ((2, 3, 7, 13, 256), (3, 3, 3, 256, 128), False),
+        ((1, 2, 5, 33, 128), (1, 3, 3, 128, 512), True),  # more channels than go at a time
+        ((1, 3, 11, 700, 128), (3, 3, 3, 128, 128), False),  # rows that only one divides, and more than one product
+        ((1, 3, 4, 9, 16), (3, 3, 3, 16, 128), False),  # latents
+        ((1, 3, 4, 9, 128), (3, 3, 3, 128, 3), True),  # colours
     ],
 )
-def test_each_backend_gets_its_convolution(platform, frames, operand, count):
-    x, kernel = jnp.zeros((1, frames + 2, 6, 10, 5), jnp.bfloat16), jnp.zeros((3, 3, 3, 5, 7), jnp.bfloat16)
-    text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=(platform,)).as_text()
+def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
+    x, kernel, bias = random(0, *shape), random(1, *kernel), random(2, kernel[-1])
+    y = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1]) + bias
+    residual = random(3, *y.shape) if residual else None
+    expected = y if residual is None else y + residual
+    found = conv_kernel.convolve(x, kernel, bias, residual, interpret=True)
+    assert relative_error(found, expected) < ROUNDING_BAR
+    rows = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)))  # as where neighbours gave theirs
+    found = conv_kernel.convolve(rows, kernel, bias, residual, padding=((0, 0), (1, 1)), interpret=True)
+    assert relative_error(found, expected) < ROUNDING_BAR
+
+
+def test_the_kernel_rounds_once():
+    x, kernel, bias = random(0, 1, 3, 6, 10, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
+    x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    residual = random(3, 1, 1, 4, 8, 128).astype(jnp.bfloat16)
+    sum_ = causal_conv._native(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
+    found = conv_kernel.convolve(x, kernel, bias, residual, padding=((0, 0), (0, 0)), interpret=True)
+    assert found.dtype == jnp.bfloat16
+    assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("platform", "channels", "stride", "operand", "count"),
+    [
+        ("cpu", 128, 1, "1x6x10x128xf32", 3),
+        ("tpu", 128, 1, None, 0),  # the kernel
+        ("tpu", 5, 1, None, 0),
+        ("tpu", 128, 2, "1x11x6x10x128xbf16", 1),
+        ("cuda", 128, 1, "1x11x6x10x128xbf16", 1),
+    ],
+)
+def test_each_backend_gets_its_convolution(platform, channels, stride, operand, count):
+    x = jnp.zeros((1, 9 + 2, 6, 10, channels), jnp.bfloat16)
+    kernel = jnp.zeros((3, 3, 3, channels, 128), jnp.bfloat16)
+    call = jax.jit(partial(conv3d, stride=stride))
+    text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
     assert re.findall(r"stablehlo\.convolution.*?: \(tensor<(\w+)>", text) == [operand] * count
+    assert (conv_kernel.NAME in text) == (platform == "tpu" and not count)
+
+
+@pytest.mark.parametrize(("mesh", "batch"), [((1, 4, 1), 1), ((2, 1, 2), 2), ((8, 1, 1), 1), ((2, 3, 1), 1)], ids=str)
+def test_pictures_split_over_devices(pair, mesh, batch):
+    """Latents of 8x12: rows, clips and rows, rows again, rows and columns."""
+    z, video = latent(3, 8, 12, batch), clip(9, 64, 96, batch)
+    expected = decode(pair[1], z, None, False), encode(pair[1], video, None, False)
+    with jax.set_mesh(sharding.make_mesh(*mesh)):
+        found = decode(pair[1], z, None, False), encode(pair[1], video, None, False)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert relative_error(ours, theirs) < FLOAT32_BAR
+
+
+def test_gradients_go_back_over_the_edges():
+    x, kernel, bias, residual = (
+        random(0, 1, 5, 6, 8, 3),
+        random(1, 3, 3, 3, 3, 4),
+        random(2, 4),
+        random(3, 1, 3, 6, 8, 4),
+    )
+
+    @jit
+    def gradients(*args):
+        def loss(x, *rest):
+            with sharding.split_picture(x) as x:
+                return jnp.square(conv3d(x, *rest)).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*args)
+
+    expected = gradients(x, kernel, bias, residual)
+    for mesh in ((1, 2, 1), (2, 2, 2)):
+        with jax.set_mesh(sharding.make_mesh(*mesh)):
+            for ours, theirs in zip(gradients(x, kernel, bias, residual), expected, strict=True):
+                assert relative_error(ours, theirs) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "mesh", "rows", "columns"),
+    [
+        (96, 170, (2, 4, 1), 8, 1),  # 768x1360
+        (90, 160, (2, 4, 1), 1, 8),  # 720x1280
+        (60, 90, (2, 4, 1), 4, 2),  # 480x720
+        (60, 90, (1, 8, 1), 1, 1),  # one axis of eight is never cut in two
+        (7, 11, (2, 2, 2), 1, 1),
+    ],
+)
+def test_how_a_picture_is_split(height, width, mesh, rows, columns):
+    found = picture._split(height, width, tuple(n for n in zip(sharding.AXES, mesh, strict=True) if n[1] > 1))
+    sizes = dict(zip(sharding.AXES, mesh, strict=True))
+    assert tuple(np.prod([sizes[n] for n in names], dtype=int) for names in found) == (rows, columns)
 
 
 def test_an_image_sees_itself_through_every_tap():

@@ -17,7 +17,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import abstract
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.pipeline import compiler_options
+from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.video import read_metadata, read_video
 from conversion.convert import convert
 

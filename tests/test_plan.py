@@ -127,6 +127,16 @@ def test_time_of_products_grows_with_their_number(request_):
     assert ideal < many - few < 3 * ideal
 
 
+def test_an_update_in_place_moves_the_update():
+    def f(buffer, row, i):
+        return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.sin(row), i, 0)
+
+    args = zeros(4096, 128), zeros(1, 128), jax.ShapeDtypeStruct((), jnp.int32)
+    program = Program(jax.jit(f, donate_argnums=0).lower(*args).compile().as_text())
+    moved = [program.written_bytes(ops, op) + program.read_bytes(ops, op) for ops, op, _ in program.run()]
+    assert 512 <= sum(n for n in moved if n < 4096 * 512) < 4096 * 8
+
+
 # --- stages
 
 

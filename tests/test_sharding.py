@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +54,28 @@ def alone(native):
 def test_same_video_on_every_mesh(native, alone, mesh):
     assert np.ptp(alone) > 0.5
     np.testing.assert_allclose(generate(native, sharding.make_mesh(*mesh)), alone, atol=1e-4)
+
+
+def test_two_hosts_share_a_run(native, alone, tmp_path):
+    """Two processes of four devices each, joined by jax.distributed: both have the whole video, the same as ever."""
+    script = Path(__file__).with_name("one_of_two_hosts.py")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(script.parents[1])}
+    files = [tmp_path / f"{n}.npy" for n in range(2)]
+    hosts = [
+        subprocess.Popen([sys.executable, script, str(n), str(port), native, file], env=env, stderr=subprocess.PIPE)
+        for n, file in enumerate(files)
+    ]
+    try:
+        said = [host.communicate(timeout=240)[1].decode() for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    for host, text, file in zip(hosts, said, files, strict=True):
+        assert host.returncode == 0, text[-3000:]
+        np.testing.assert_allclose(np.load(file), alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("release", ["cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b"])

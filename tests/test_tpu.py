@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import tpu
+from benchmarks import convolution, tpu
 from cogvideox_flax.attention import Blocks, attend
 from cogvideox_flax.attention.blocks import choose_blocks
+from cogvideox_flax.models import conv_kernel
+from cogvideox_flax.models.causal_conv import conv3d
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
 
@@ -77,3 +79,23 @@ def test_forecast_of_the_kernel(tmp_path):
     assert row["floor_ms"] == pytest.approx(1e3 * 12 * 1.25 * 45106**2 / 1024 / 1.75e9)
     assert row["floor_ms"] < row["bounded_ms"] < row["referred_ms"] < 3 * row["floor_ms"]
     assert math.isfinite(row["compile_s"]) and "| 45106 |" in done.stdout
+
+
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
+@pytest.mark.parametrize("channels", [(16, 128), (128, 3), (256, 256)], ids=str)
+def test_convolution_compiles(topology, channels):
+    """Rows that only eleven divides, columns that fill no tile; latents in, colours out."""
+    shapes = (1, 4, 11, 37, channels[0]), (3, 3, 3, *channels), (channels[1],), (1, 2, 11, 37, channels[1])
+
+    def f(x, kernel, bias, residual):
+        return conv3d(x, kernel, bias, residual)
+
+    text = compile_for(topology, f, *shapes).as_text()
+    assert conv_kernel.NAME in text and " convolution(" not in text
+
+
+def test_forecast_of_a_convolution(tmp_path):
+    """By the static schedule, at 256 channels: within the matrix unit's rate, and close to it."""
+    with tpu.dumped() as dump:
+        found = convolution.kernel(dump, convolution.Case(4, 24, 340, 256, 256))
+    assert 0.8 < found["share"] < 1

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from cogvideox_flax import sharding
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import Linear, stack
@@ -252,7 +253,7 @@ class Autoencoder(nnx.Module):
         _check(video, "video", self.config.in_channels, factor)
         plan = _plan(tiling, Tiling.encode_plan, factor)
         run = partial(_in_chunks, self.encoder, size=ENCODE_CHUNK)
-        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), plan, slicing)
+        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), plan, slicing, factor)
         mean, logvar = jnp.split(moments, 2, -1)
         return mean, logvar.clip(*LOGVAR_RANGE)
 
@@ -275,7 +276,7 @@ class Autoencoder(nnx.Module):
         _check(z, "latent", self.config.latent_channels, 1)
         plan = _plan(tiling, Tiling.decode_plan, self.config.spatial_compression)
         run = partial(_in_chunks, self.decoder, size=DECODE_CHUNK)
-        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), plan, slicing)
+        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), plan, slicing, 1)
 
 
 def _check(x: Array, name: str, channels: int, factor: int) -> None:
@@ -299,9 +300,15 @@ def _plan(tiling: Tiling | None, make: Callable[[Tiling, int], Plan], factor: in
     return make(tiling, factor)
 
 
-def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bool) -> Array:
-    """`run` on x: clip by clip if `slicing`, tile by tile if `plan` applies."""
-    whole = run if plan is None or not plan.applies(x) else partial(tiled, run, plan=plan)
+def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bool, factor: int) -> Array:
+    """`run` on x: clip by clip if `slicing`, tile by tile if `plan` applies, else split over the devices."""
+
+    def whole(x: Array) -> Array:
+        if plan is not None and plan.applies(x):
+            return tiled(run, x, plan=plan)
+        with sharding.split_picture(x, factor) as x:
+            return run(x)
+
     if not slicing:
         return whole(x)
     return jax.lax.map(lambda clip: whole(clip[None])[0], x)

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from cogvideox_flax import sharding
 from cogvideox_flax.layers import precision
+from cogvideox_flax.models import conv_kernel
 
 TAPS = 3
 """Kernel size in time, height and width. A causal convolution looks at the frame itself and the two before it."""
 
-SUBLANES = 8
-"""Rows of a TPU's vector register."""
+Padding = tuple[tuple[int, int], tuple[int, int]]
+"""Zeros before and after the rows, and the columns."""
 
 
 class CausalConv3d(nnx.Module):
@@ -50,13 +52,12 @@ class CausalConv3d(nnx.Module):
         x = x.astype(self.kernel.dtype)
         past = [x[:, :1]] * (TAPS - 1) if cache is None else [cache]
         padded = jnp.concatenate([*past, x], 1)
+        kernel = self.kernel[...]
         if cache is None and x.shape[1] == 1 and x.dtype == jnp.float32:
             # An image: all taps see the same frame. In a narrower dtype the summed kernel would be rounded once more.
-            y = conv3d(x, self.kernel[...].sum(0, keepdims=True))
+            y = conv3d(x, kernel.sum(0, keepdims=True), self.bias[...], residual)
         else:
-            y = conv3d(padded, self.kernel[...])
-        y = y + self.bias[...].astype(jnp.float32)
-        y = y.astype(x.dtype) if residual is None else (y + residual.astype(jnp.float32)).astype(residual.dtype)
+            y = conv3d(padded, kernel, self.bias[...], residual)
         return y, padded[:, -(TAPS - 1) :]
 
 
@@ -73,61 +74,74 @@ class SpatialConv(nnx.Module):
         self.stride = stride
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H/s W/s C"]:
-        y = conv3d(x.astype(self.kernel.dtype), self.kernel[...][None], self.stride)
-        return (y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        y = conv3d(x.astype(self.kernel.dtype), self.kernel[...][None], self.bias[...], stride=self.stride)
+        return y.astype(x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def conv3d(
-    x: Float[Array, "B T+kt-1 H W I"], kernel: Float[Array, "kt 3 3 I O"], stride: int = 1
+    x: Float[Array, "B T+kt-1 H W I"],
+    kernel: Float[Array, "kt 3 3 I O"],
+    bias: Float[Array, " O"],
+    residual: Float[Array, "B T H W O"] | None = None,
+    *,
+    stride: int = 1,
 ) -> Float[Array, "B T H/s W/s O"]:
-    """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed and returned in float32.
+    """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
-    How it is put to the compiler depends on the backend; the numbers differ by rounding only. It has a reverse-mode
-    derivative, no forward-mode one.
+    Where pictures are split over devices (`sharding.split_picture`), neighbours exchange their edges. How it is put to
+    the compiler depends on the backend; the numbers differ by rounding only. It has a reverse-mode derivative, no
+    forward-mode one.
+
+    Args:
+        residual: added before the one rounding, which then is to its dtype, else to x's.
     """
+    reach = (1, 1) if stride == 1 else (0, 1)
+    return sharding.over_picture(partial(_conv3d, stride), x, residual, kernel, bias, reach=reach)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+def _conv3d(stride: int, x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding) -> Array:
+    """As `conv3d`, of a picture or a part of one, with these zeros around it."""
+    how = {"stride": stride, "padding": padding}
+
+    def plain(f: Any) -> Any:
+        return lambda x, residual, kernel, bias: _finish(f(x, kernel, **how), x, residual, bias)
+
     return jax.lax.platform_dependent(
         x,
+        residual,
         kernel,
-        cpu=partial(_by_frame, stride=stride, padding=_padding(stride)),
-        tpu=partial(_folded, stride=stride),
-        default=partial(_native, stride=stride),
+        bias,
+        cpu=plain(_by_frame),
+        tpu=partial(_on_tpu, padding=padding) if stride == 1 else plain(_native),
+        default=plain(_native),
     )
 
 
-def _padding(stride: int) -> tuple[int, int]:
-    return (1, 1) if stride == 1 else (0, 1)
+def _on_tpu(x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding) -> Array:
+    return conv_kernel.convolve(x, kernel, bias, residual, padding=padding)
 
 
-def _native(x: Array, kernel: Array, *, stride: int, dtype: Any = jnp.float32) -> Array:
+def _finish(y: Array, x: Array, residual: Array | None, bias: Array) -> Array:
+    y = y + bias.astype(jnp.float32)
+    if residual is None:
+        return y.astype(x.dtype)
+    return (y + residual.astype(jnp.float32)).astype(residual.dtype)
+
+
+def _native(x: Array, kernel: Array, *, stride: int, padding: Padding, dtype: Any = jnp.float32) -> Array:
     return jax.lax.conv_general_dilated(
         x,
         kernel,
         window_strides=(1, stride, stride),
-        padding=((0, 0), _padding(stride), _padding(stride)),
+        padding=((0, 0), *padding),
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         precision=precision(x.dtype),
         preferred_element_type=dtype,
     )
 
 
-def _folded(x: Array, kernel: Array, *, stride: int) -> Array:
-    """One 2-D convolution, the taps in time side by side in the channels and the frames in the batch.
-
-    A TPU lays eight frames on its eight sublanes and then needs no copy of the clip. For other numbers of frames
-    (the first chunk) the 3-D convolution is as fast and takes less memory.
-    """
-    taps = kernel.shape[0]
-    batch, frames = x.shape[0], x.shape[1] - taps + 1
-    if batch * frames % SUBLANES:
-        return _native(x, kernel, stride=stride)
-    x = jnp.concatenate([x[:, i : i + frames] for i in range(taps)], -1)
-    kernel = jnp.concatenate(list(kernel), -2)
-    y = _conv2d(x.reshape(batch * frames, *x.shape[2:]), kernel, stride=stride, padding=_padding(stride))
-    return y.reshape(batch, frames, *y.shape[1:])
-
-
-def _by_frame(x: Array, kernel: Array, *, stride: int, padding: tuple[int, int]) -> Array:
+def _by_frame(x: Array, kernel: Array, *, stride: int, padding: Padding) -> Array:
     """One 2-D convolution per frame and tap: on a CPU two to five times faster than one 3-D convolution."""
     kernel = kernel.astype(jnp.float32)
     taps = kernel.shape[0]
@@ -140,12 +154,12 @@ def _by_frame(x: Array, kernel: Array, *, stride: int, padding: tuple[int, int])
     return jnp.moveaxis(jax.lax.map(frame, jnp.arange(x.shape[1] - taps + 1)), 0, 1)
 
 
-def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: tuple[int, int]) -> Array:
+def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding) -> Array:
     return jax.lax.conv_general_dilated(
         x,
         kernel,
         window_strides=(stride, stride),
-        padding=(padding, padding),
+        padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision(x.dtype),
         preferred_element_type=jnp.float32,
@@ -156,34 +170,42 @@ def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: tuple[int, int
 # only, and reorders others only outside of loops: in a scan over layers, the derived gradient runs 35 times slower.
 
 
-def _conv3d_forward(x: Array, kernel: Array, stride: int) -> tuple[Array, tuple[Array, Array]]:
-    return conv3d(x, kernel, stride), (x, kernel)
+def _conv3d_forward(
+    stride: int, x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+) -> tuple[Array, tuple[Array | None, ...]]:
+    return _conv3d(stride, x, residual, kernel, bias, padding), (x, residual, kernel, bias)
 
 
-def _conv3d_backward(stride: int, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    return jax.lax.platform_dependent(
-        *saved, dy, cpu=partial(_by_frame_backward, stride=stride), default=partial(_native_backward, stride=stride)
+def _conv3d_backward(
+    stride: int, padding: Padding, saved: tuple[Any, ...], dy: Array
+) -> tuple[Array, Array | None, Array, Array]:
+    x, residual, kernel, bias = saved
+    how = {"stride": stride, "padding": padding}
+    dx, dkernel = jax.lax.platform_dependent(
+        x, kernel, dy, cpu=partial(_by_frame_backward, **how), default=partial(_native_backward, **how)
     )
+    dbias = dy.astype(jnp.float32).sum((0, 1, 2, 3)).astype(bias.dtype)
+    return dx, None if residual is None else dy.astype(residual.dtype), dkernel, dbias
 
 
-def _native_backward(x: Array, kernel: Array, dy: Array, *, stride: int) -> tuple[Array, Array]:
-    _, backward = jax.vjp(partial(_native, stride=stride, dtype=None), x, kernel)
+def _native_backward(x: Array, kernel: Array, dy: Array, *, stride: int, padding: Padding) -> tuple[Array, Array]:
+    _, backward = jax.vjp(partial(_native, stride=stride, padding=padding, dtype=None), x, kernel)
     return backward(dy.astype(x.dtype))
 
 
-def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int) -> tuple[Array, Array]:
-    lo, hi = _padding(stride)
+def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int, padding: Padding) -> tuple[Array, Array]:
     taps, size = kernel.shape[:2]
+    (top, bottom), (left, right) = padding
     batch, frames = dy.shape[:2]
     # zeros between the pixels turn a strided convolution's gradient into that of a plain one
     between = (0, 0, stride - 1)
-    dy = jax.lax.pad(dy, jnp.zeros((), dy.dtype), ((0, 0, 0), (0, 0, 0), between, between, (0, 0, 0)))
+    dy = jax.lax.pad(dy.astype(jnp.float32), jnp.float32(0), ((0, 0, 0), (0, 0, 0), between, between, (0, 0, 0)))
 
     dx = _by_frame(
         jnp.pad(dy, ((0, 0), (taps - 1, taps - 1), (0, 0), (0, 0), (0, 0))),
         kernel[::-1, ::-1, ::-1].swapaxes(-1, -2),
         stride=1,
-        padding=(size - 1 - lo, size - 1 - hi),
+        padding=((size - 1 - top, size - 1 - bottom), (size - 1 - left, size - 1 - right)),
     )
 
     def as_kernel(y: Array) -> Array:  # B T H W C -> H W (B T) C
@@ -191,11 +213,11 @@ def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int) -> tu
 
     dkernel = [
         _conv2d(
-            as_kernel(x[:, i : i + frames].astype(jnp.float32)).transpose(3, 0, 1, 2), as_kernel(dy), padding=(lo, hi)
+            as_kernel(x[:, i : i + frames].astype(jnp.float32)).transpose(3, 0, 1, 2), as_kernel(dy), padding=padding
         ).transpose(1, 2, 0, 3)
         for i in range(taps)
     ]
     return dx.astype(x.dtype), jnp.stack(dkernel).astype(kernel.dtype)
 
 
-conv3d.defvjp(_conv3d_forward, _conv3d_backward)
+_conv3d.defvjp(_conv3d_forward, _conv3d_backward)

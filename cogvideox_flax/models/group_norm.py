@@ -6,13 +6,17 @@ from materialising what it should compute on the way: a float32 copy of a bfloat
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.layers import Linear
-from cogvideox_flax.models.resample import repeat_frames
+from cogvideox_flax.models.resample import repeat_frames, repeat_space
+
+_SUBLANES = 8  # rows of a TPU's register
 
 
 class GroupNorm(nnx.Module):
@@ -72,10 +76,32 @@ class SpatialNormSiLU(nnx.Module):
         y = self.y(z)
         scale, shift = a * y, b * y + self.b(z)
 
-        # The resize in space is a broadcast over the pixels of each latent pixel, with x cut up accordingly.
-        frames, height, width = x.shape[1:4]
-        h, w = z.shape[2:4]
-        scale, shift = (repeat_frames(part, frames)[:, :, :, None, :, None] for part in (scale, shift))
-        cut = x.reshape(x.shape[0], frames, h, height // h, w, width // w, x.shape[-1])
-        cut, scale, shift = jax.lax.optimization_barrier((cut, scale, shift))
-        return jax.nn.silu(cut.astype(jnp.float32) * scale + shift).astype(x.dtype).reshape(x.shape)
+        return jax.lax.platform_dependent(
+            x,
+            scale,
+            shift,
+            # smaller cuts than its registers have rows cost a TPU four copies of x; repeated columns next to nothing
+            tpu=partial(_modulate, cut_columns=x.shape[3] // z.shape[3] % _SUBLANES == 0),
+            default=partial(_modulate, cut_columns=True),
+        )
+
+
+def _modulate(
+    x: Float[Array, "B T H W C"],
+    scale: Float32[Array, "B t h w C"],
+    shift: Float32[Array, "B t h w C"],
+    *,
+    cut_columns: bool,
+) -> Float[Array, "B T H W C"]:
+    """silu(x * scale + shift), the maps resized to x.
+
+    In space that is a broadcast over the pixels of each latent pixel, with x cut up accordingly, or at least its rows.
+    """
+    frames, height, width = x.shape[1:4]
+    if not cut_columns:
+        scale, shift = (repeat_space(part, part.shape[2], width) for part in (scale, shift))
+    h, w = scale.shape[2:4]
+    scale, shift = (repeat_frames(part, frames)[:, :, :, None, :, None] for part in (scale, shift))
+    cut = x.reshape(x.shape[0], frames, h, height // h, w, width // w, x.shape[-1])
+    cut, scale, shift = jax.lax.optimization_barrier((cut, scale, shift))
+    return jax.nn.silu(cut.astype(jnp.float32) * scale + shift).astype(x.dtype).reshape(x.shape)

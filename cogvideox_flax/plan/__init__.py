@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,19 +25,16 @@ from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
-from cogvideox_flax.plan.timing import seconds_outside_kernels
+from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.schedulers import guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
 
-ATTENTION_RATE = 0.35
-"""Share of the matrix rate that the attention kernel reaches at head size 64, by its static schedule; the shape of the
-matrix unit allows 0.40 (`python -m benchmarks.attention`)."""
-
+_RATES = " and ".join(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items())
 METHOD = (
-    f"attention at {ATTENTION_RATE} of the matrix rate; other operations by the compiler's cycles, or by their bytes "
+    f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
     "over the memory's rate if that is more; bytes on the wire over the rate of a link; nothing overlaps"
 )
 
@@ -48,7 +46,7 @@ class Stage:
     runs: how often the program runs (the denoising step: once a step); what follows is of one run.
     hbm_gib_per_chip: arguments, results and temporaries at the peak.
     flops: over all chips.
-    outside_s, wire_s: modelled seconds outside the attention kernel, and of the collectives.
+    kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
     estimated_s: of all runs; see METHOD.
     """
 
@@ -61,6 +59,7 @@ class Stage:
     collectives: dict[str, Traffic]
     collective_bytes: int
     compile_s: float
+    kernels_s: float
     outside_s: float
     wire_s: float
     estimated_s: float
@@ -168,10 +167,10 @@ def best_mesh(
 
 def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> Stage:
     f, args, runs = program_of(name, request, size)
-    placed = [_placed(arg, mesh, component) for component, arg in args]
+    where = placed(args, mesh)
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        compiled = jax.jit(f).lower(*placed).compile()
+        compiled = jax.jit(f).lower(*where).compile()
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
@@ -185,8 +184,7 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     program = Program(text)
     traffic = collectives(program)
     wire = sum(t.wire_bytes for t in traffic.values())
-    outside = seconds_outside_kernels(program, chip)
-    attention = flops.kernels / (ATTENTION_RATE * mesh.size * chip.flops)
+    kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
     return Stage(
         name=name,
         runs=runs,
@@ -197,9 +195,10 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
         collectives=traffic,
         collective_bytes=wire,
         compile_s=seconds,
+        kernels_s=kernels,
         outside_s=outside,
         wire_s=wire / chip.link,
-        estimated_s=runs * (outside + attention + wire / chip.link),
+        estimated_s=runs * (kernels + outside + wire / chip.link),
         fits=peak <= chip.hbm,
     )
 
@@ -242,17 +241,19 @@ def _weights(component: str, request: Request) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(request.dtype)), module)
 
 
-def _placed(arg: Any, mesh: Mesh, component: str | None) -> Any:
-    """The same shapes, where they will lie: weights by the table, the rest whole on every device."""
+def placed(args: Sequence[tuple[str | None, Any]], mesh: Mesh | None) -> list[Any]:
+    """The arguments of `program_of`, where they will lie: weights by the table, the rest whole on every device."""
 
-    def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+    def place(component: str | None, path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        if mesh is None:
+            return leaf
         if component is None:
             where = NamedSharding(mesh, PartitionSpec())
         else:
             where = sharding.parameter_sharding(mesh, component, checkpoint.parameter_name(path), leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    return jax.tree_util.tree_map_with_path(place, arg)
+    return [jax.tree_util.tree_map_with_path(partial(place, component), arg) for component, arg in args]
 
 
 def describe(forecast: Forecast) -> str:
@@ -291,6 +292,7 @@ __all__ = [
     "describe",
     "forecast",
     "meshes",
+    "placed",
     "program_of",
     "topology_devices",
 ]

@@ -94,6 +94,24 @@ class Program:
             raise ValueError(f"a loop does not say how often it runs: {loop.text.strip()[:200]}")
         return int(bounds[0][1])
 
+    def written_bytes(self, ops: dict[str, Op], op: Op) -> int:
+        """Bytes of slow memory that an operation writes; of a tensor that it only updates in place, the update."""
+        where, roots = ops, [op]
+        inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
+        if op.kind == "fusion" and inner is not None:
+            where, roots = inner, [o for o in inner.values() if "ROOT " in o.text]
+            if roots and roots[0].kind == "tuple":
+                roots = [inner[name] for name in roots[0].operands]
+        total = 0
+        for root in roots:
+            while root.kind == "bitcast" and root.operands[0] in where:
+                root = where[root.operands[0]]
+            if root.kind == "dynamic-update-slice" and root.operands[1] in where:
+                total += sum(sizes(where[root.operands[1]].type))
+            else:
+                total += sum(sizes(root.type, hbm_only=True))
+        return total
+
     def read_bytes(self, ops: dict[str, Op], op: Op) -> int:
         """Bytes of slow memory that an operation reads; of an operand that it only slices, the slice."""
         inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
@@ -104,6 +122,8 @@ class Program:
             whole = sum(sizes(ops[name].type, hbm_only=True))
             if op.kind == "dynamic-slice":
                 whole = min(whole, sum(sizes(op.type))) if i == 0 else 0
+            elif op.kind == "dynamic-update-slice" and i == 0:
+                whole = 0
             elif op.kind == "fusion" and inner is not None and whole:
                 whole = min(whole, self._read_of_parameter(inner, i, whole))
             total += whole
@@ -122,6 +142,8 @@ class Program:
             inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
             if op.kind == "dynamic-slice" and position == 0:
                 total += sum(sizes(op.type))
+            elif op.kind == "dynamic-update-slice" and position == 0:
+                continue
             elif op.kind == "fusion" and inner is not None:
                 total += self._read_of_parameter(inner, position, whole)
             else:

@@ -35,9 +35,10 @@ from cogvideox_flax import checkpoint, hub, sharding, stagefiles, stages
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.pipeline import CogVideoXPipeline, compiler_options
+from cogvideox_flax.pipeline import CogVideoXPipeline
 from cogvideox_flax.programs import OFS
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size

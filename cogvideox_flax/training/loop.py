@@ -30,7 +30,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameter_name
 from cogvideox_flax.errors import DivergedError, InputError
-from cogvideox_flax.pipeline import compiler_options
+from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.training.metrics import MetricsLog
 from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from cogvideox_flax.training.snapshots import Snapshots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from cogvideox_flax.training.embedded.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
     CLIPS,
+    DIFFUSION_AGAIN,
     DIFFUSION_BATCH,
     DIFFUSION_COOL,
     DIFFUSION_LOOP,
@@ -117,23 +119,29 @@ def train_transformer(run: Run) -> State:
         prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
         return store.gather(indices) | {"ids": tokenizer(prompts)}
 
-    def later(step: int) -> dict[str, np.ndarray]:
-        return batches(run.stop + step)
-
     stage = partial(to_the_end, frozen=empty, loss=diffusion_loss, mesh=run.mesh)
-    folder = run.folder / "transformer"
-    learned = stage(start, batches=batches, config=DIFFUSION_LOOP, folder=folder, stop_at=run.stop)
-    folder = run.folder / f"transformer-cool-{run.stop}"
-    return stage(learned.params, batches=later, config=DIFFUSION_COOL, folder=folder)
+    first, *others = (run.folder / name for name in run.stages)
+    state = stage(start, batches=batches, config=DIFFUSION_LOOP, folder=first, stop_at=run.stop)
+    params, seen = state.params, run.stop
+    for n, folder in enumerate(others):
+        config = DIFFUSION_AGAIN if n else DIFFUSION_COOL
+        state = stage(params, batches=partial(_from, batches, seen), config=config, folder=folder)
+        params, seen = state.result, seen + config.steps
+    return state
+
+
+def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int) -> dict[str, np.ndarray]:
+    return batches(start + step)
 
 
 def export(run: Run) -> None:
     """The averaged weights as a native checkpoint, RUN/checkpoint, and the loss on the way, RUN/training.png."""
     state = train_transformer(run)
-    files = [run.folder / name / "metrics.jsonl" for name in ("transformer", f"transformer-cool-{run.stop}")]
+    files = [run.folder / name / "metrics.jsonl" for name in run.stages]
     plot_metrics(files, ("loss", "loss_noisy", "loss_clean"), run.folder / "training.png")
     modules = jax.device_get(state.result) | {"vae": jax.device_get(train_vae(run))}
-    write_checkpoint(run, modules, run.stop + int(state.step))
+    later = DIFFUSION_COOL.steps + (run.rounds - 2) * DIFFUSION_AGAIN.steps if run.rounds > 1 else 0
+    write_checkpoint(run, modules, run.stop + later + int(state.step))
 
 
 def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:

@@ -94,6 +94,14 @@ DIFFUSION_COOL = LoopConfig(
     optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
 )
 """A constant rate for as long as one likes, then a decay to almost nothing: the first part can be gone on with."""
+DIFFUSION_AGAIN = LoopConfig(
+    steps=6500,
+    seed=SEED + 9,
+    ema_decay=0.995,
+    optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
+)
+"""Further rounds, from the cooled weights at half the rate (warm restarts, arXiv 1608.03983): what is small, as the
+difference between a circle and a square, is learned when little else moves."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +111,26 @@ class Run:
     folder: gets all that the stages write, and what they go on from.
     base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
     stop: steps of the transformer at a constant rate, before it is cooled down.
+    rounds: how often it is cooled down in all; each further time from the cooled weights.
     """
 
     folder: Path
     mesh: Mesh | None = None
     base: Path | None = None
     stop: int = DIFFUSION_STOP
+    rounds: int = 1
+
+    @property
+    def stages(self) -> list[str]:
+        """Folders of the transformer's training, in order."""
+        cooled = f"transformer-cool-{self.stop}"
+        return ["transformer", cooled, *(f"{cooled}-{n}" for n in range(2, self.rounds + 1))]
 
     def __post_init__(self) -> None:
         if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
             raise InputError(f"the transformer's steps must be 1 to {DIFFUSION_LOOP.steps}; got {self.stop}")
+        if self.rounds < 1:
+            raise InputError(f"the transformer must be cooled down once or more often; got {self.rounds} rounds")
         if self.base is not None:
             manifest = read_manifest(self.base)
             if (manifest.vae, manifest.text_encoder, manifest.transformer) != (VAE, TEXT, TRANSFORMER):

@@ -1,0 +1,138 @@
+"""The autoencoder's convolution kernel on a v6e chip by its static schedule: no TPU needed, nothing measured.
+
+    python -m benchmarks.convolution [--json FILE]
+
+Each convolution of one decoder chunk of CogVideoX1.5-5B at 768x1360 on eight chips (rows split) is compiled ahead of
+time by libtpu. Bundles times how often they run, at one a cycle of 1.75 GHz, give its time; waits for memory are not in
+it. XLA's own convolution stands beside it, by the compiler's estimate of its cycles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import tpu
+
+TOPOLOGY = "v6e:2x4"
+RATE = 918e12
+"""Bfloat16 products of a v6e chip a second."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Output frames, rows and columns of one chip, channels in and out, taps in time."""
+
+    frames: int
+    rows: int
+    columns: int
+    channels: int
+    out_channels: int
+    taps: int = 3
+
+    @property
+    def flops(self) -> int:
+        pixels = self.frames * self.rows * self.columns
+        return 2 * 9 * self.taps * pixels * self.channels * self.out_channels
+
+
+CASES = (
+    Case(2, 12, 170, 512, 512),
+    Case(2, 24, 340, 512, 512, 1),
+    Case(4, 24, 340, 512, 256),
+    Case(4, 24, 340, 256, 256),
+    Case(8, 48, 680, 256, 256),
+    Case(8, 96, 1360, 256, 256, 1),
+    Case(8, 96, 1360, 256, 128),
+    Case(8, 96, 1360, 128, 128),
+    Case(8, 96, 1360, 128, 3),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convolution",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--without-xla", action="store_true", help="leave XLA's own convolution out")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    rows = []
+    print("| frames, rows, columns | channels | taps | ms | share of the matrix rate | compile s | XLA ms | its s |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tpu.dumped() as dump:
+        for case in CASES:
+            row = asdict(case) | kernel(dump, case) | ({} if args.without_xla else xla(case))
+            rows.append(row)
+            print(
+                f"| {case.frames}, {case.rows}, {case.columns} | {case.channels} to {case.out_channels} | {case.taps} "
+                f"| {row['kernel_ms']:.3f} | {row['share']:.2f} | {row['compile_s']:.1f} "
+                f"| {row.get('xla_ms', float('nan')):.3f} | {row.get('xla_compile_s', float('nan')):.1f} |",
+                flush=True,
+            )
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+    if args.json:
+        record = {"topology": TOPOLOGY, "versions": tpu.versions(), "rows": rows}
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+def _compiled(case: Case, f: Any) -> tuple[Any, float]:
+    """f(x, kernel, bias) for one chip, and the seconds that it took."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = tpu.topology_mesh(TOPOLOGY)
+    place = NamedSharding(mesh, PartitionSpec())
+    shapes = (
+        (1, case.frames + case.taps - 1, case.rows, case.columns, case.channels),
+        (case.taps, 3, 3, case.channels, case.out_channels),
+        (case.out_channels,),
+    )
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(f).lower(*args).compile()
+    return compiled, time.perf_counter() - start
+
+
+def kernel(dump: Path, case: Case) -> dict[str, float]:
+    """Ours."""
+    from cogvideox_flax.models import conv_kernel
+
+    tpu.empty(dump)
+    _, seconds = _compiled(case, lambda x, kernel, bias: conv_kernel.convolve(x, kernel, bias, None))
+    (schedule,) = tpu.kernel_schedules(dump, conv_kernel.NAME)
+    channels, out_channels = (max(n, conv_kernel.LANES) for n in (case.channels, case.out_channels))
+    tiles = conv_kernel.Tiles.of(case.rows, case.columns, channels, out_channels, case.taps, 2)
+    groups = tiles.block // tiles.group
+    steps = tiles.parts * case.frames * (case.rows // tiles.block)
+    cycles = steps * (schedule.step + sum(schedule.loops) * groups)
+    return {
+        "kernel_ms": 1e3 * cycles / tpu.CLOCK,
+        "share": case.flops / RATE / (cycles / tpu.CLOCK),
+        "compile_s": seconds,
+    }
+
+
+def xla(case: Case) -> dict[str, float]:
+    """The compiler's own."""
+    from cogvideox_flax.models.causal_conv import _native
+
+    f = lambda x, kernel, bias: (_native(x, kernel, stride=1, padding=((1, 1), (1, 1))) + bias).astype(x.dtype)  # noqa: E731
+    compiled, seconds = _compiled(case, f)
+    cycles = sum(int(n) for n in re.findall(r'"estimated_cycles":"?(\d+)', compiled.as_text()))
+    return {"xla_ms": 1e3 * cycles / tpu.CLOCK, "xla_compile_s": seconds}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""How a run's programs run: compiled apart from running, on a mesh of one or many hosts, watched where asked."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+from tqdm import tqdm
+
+from cogvideox_flax.errors import InputError
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to look at while a pipeline runs; nothing by default.
+
+    jit: False runs operation by operation (`jax.disable_jit`): slow, but prints and debuggers see values.
+    memory: say after each stage what the devices hold, and where they tell, what they held at most.
+    profile: a folder for a profiler's trace of some denoising steps, for TensorBoard or Perfetto.
+    profile_steps: the first and the last of them, counted from 0. Compiling is never in a trace.
+    """
+
+    jit: bool = True
+    memory: bool = False
+    profile: Path | None = None
+    profile_steps: tuple[int, int] = (1, 2)
+
+    def __post_init__(self) -> None:
+        first, last = self.profile_steps
+        if not 0 <= first <= last:
+            raise InputError(f"profile_steps must be the first and the last step, 0 or more; got {first} and {last}")
+
+    def check(self, steps: int, at_once: bool) -> None:
+        """Refuse a profile of steps that a run does not have.
+
+        Raises:
+            InputError: fewer steps than that, or all of them in one program.
+        """
+        if self.profile is not None and at_once:
+            raise InputError("steps can be profiled one by one only; leave compiled_loop and one_program off")
+        if self.profile is not None and self.profile_steps[1] >= steps:
+            first, last = self.profile_steps
+            raise InputError(f"steps {first} to {last} are to be profiled, but the run has {steps}, counted from 0")
+
+    @contextmanager
+    def step(self, i: int) -> Iterator[None]:
+        """Around step i, up to its result."""
+        first, last = self.profile_steps
+        if self.profile is None or not first <= i <= last:
+            yield
+            return
+        if i == first:
+            jax.profiler.start_trace(str(self.profile))
+        try:
+            with jax.profiler.StepTraceAnnotation("denoise", step_num=i):
+                yield
+        except BaseException:
+            jax.profiler.stop_trace()
+            raise
+        if i == last:
+            jax.profiler.stop_trace()
+            log.info("steps %d to %d are in %s", first, last, self.profile)
+
+    def stage(self, name: str) -> None:
+        """After a stage."""
+        if self.memory:
+            say(f"after the {name}: {describe_memory()}", True)
+
+
+class Programs:
+    """The compiled programs of a pipeline."""
+
+    def __init__(self, dtype: str, mesh: Mesh | None):
+        self.dtype, self.mesh = dtype, mesh
+        self._programs: dict[Any, Program] = {}
+
+    def get(self, name: str, key: Any, make: Callable[[], Callable[..., Any]], donate: Sequence[int] = ()) -> Program:
+        """One program per key, made when it is first wanted. donate: arguments whose memory the result may take."""
+        if key not in self._programs:
+            self._programs[key] = Program(name, make(), self.dtype, self.mesh, donate)
+        return self._programs[key]
+
+    def put(self, tree: Any) -> Any:
+        """Everything but weights is small and lies whole on every device between programs."""
+        if self.mesh is None:
+            return jax.device_put(tree)
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        if jax.process_count() == 1:
+            return jax.device_put(tree, everywhere)
+        return jax.tree.map(lambda x: _put_on_all_hosts(x, everywhere), tree)
+
+
+class Program:
+    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling."""
+
+    def __init__(self, name: str, f: Callable[..., Any], dtype: str, mesh: Mesh | None, donate: Sequence[int] = ()):
+        self.name, self._f, self._mesh = name, f, mesh
+        self._jit = jax.jit(f, compiler_options=compiler_options(dtype), donate_argnums=tuple(donate))
+        self._compiled: dict[Any, Any] = {}
+
+    def prepare(self, *args: Any, announce: bool) -> Any:
+        """The executable for arguments of these shapes, which may be shapes only."""
+        leaves, tree = jax.tree.flatten(args)
+        key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key not in self._compiled:
+            say(f"compiling the {self.name} ...", announce)
+            start = time.perf_counter()
+            with self._on_mesh():
+                self._compiled[key] = self._jit.lower(*args).compile()
+            say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
+        return self._compiled[key]
+
+    def __call__(self, *args: Any, announce: bool, jit: bool = True) -> Any:
+        if not jit:
+            with jax.disable_jit(), self._on_mesh():
+                return self._f(*args)
+        executable = self.prepare(*args, announce=announce)
+        with self._on_mesh():
+            return executable(*args)
+
+    def _on_mesh(self) -> Any:
+        return jax.set_mesh(self._mesh) if self._mesh is not None else nullcontext()
+
+    def check_memory(self, *args: Any, limit: int, announce: bool) -> None:
+        """Compile for these shapes and refuse what a device cannot hold.
+
+        Raises:
+            InputError: with the numbers.
+        """
+        memory = self.prepare(*args, announce=announce).memory_analysis()
+        if memory is None:
+            return
+        needed = (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
+        if needed > limit:
+            raise InputError(
+                f"the {self.name} needs {needed / GIB:.2f} GiB on each device, which has {limit / GIB:.2f} GiB. Take "
+                "fewer frames or pixels, more devices (--mesh; `cogvideox plan` compares meshes), or for the decoder "
+                "--tiling."
+            )
+
+
+def compiler_options(dtype: str) -> dict[str, str]:
+    """What to tell XLA for weights of this dtype.
+
+    Its CPU backend widens bfloat16 operands to float32 and, unless told not to, moves that out of the loop over layers:
+    a float32 copy of all weights at once, 21 GiB beside the 10 GiB of a 5B transformer.
+    """
+    if jax.default_backend() == "cpu" and dtype != "float32":
+        return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+    return {}
+
+
+def fetch(x: Array) -> np.ndarray:
+    """The whole array, on every host."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> Array:
+    """x, which every host has alike, as one array over all of them."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x  # there already: a result of a program
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put_on_all_hosts(jax.random.key_data(x), everywhere))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
+
+
+def memory_limit(mesh: Mesh | None) -> int | None:
+    """Bytes that programs may use on each of this host's devices; None where the devices do not say."""
+    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()] if mesh is not None else []
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices or jax.local_devices()[:1]]
+    return None if None in limits else min(limit for limit in limits if limit is not None)
+
+
+def describe_memory() -> str:
+    """What each of this host's devices holds now, and held at most where it tells."""
+    held: dict[Any, int] = defaultdict(int)
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    parts = []
+    for device in sorted(held, key=lambda d: d.id):
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        most = f", {peak / GIB:.3f} at most" if peak is not None else ""
+        parts.append(f"{device} {held[device] / GIB:.3f} GiB{most}")
+    return "; ".join(parts) or "no arrays"
+
+
+def say(message: str, announce: bool) -> None:
+    """To people where they watch, else to the log."""
+    if announce:
+        tqdm.write(message, file=sys.stderr)
+    else:
+        log.info(message)

@@ -1,0 +1,39 @@
+"""What lies where on a mesh of devices, and what they exchange.
+
+Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (heads and hidden units); the autoencoder,
+which has none of these but the batch, splits pictures over all of them. Everything else names logical axes only.
+"""
+
+from cogvideox_flax.sharding.picture import over_picture, split_picture
+from cogvideox_flax.sharding.tables import (
+    AXES,
+    PARAMS,
+    RULES,
+    check_batch,
+    check_heads,
+    constrain,
+    make_mesh,
+    named,
+    parameter_axes,
+    parameter_sharding,
+    parse_mesh,
+)
+from cogvideox_flax.sharding.tokens import over_heads, pad_tokens
+
+__all__ = [
+    "AXES",
+    "PARAMS",
+    "RULES",
+    "check_batch",
+    "check_heads",
+    "constrain",
+    "make_mesh",
+    "named",
+    "over_heads",
+    "over_picture",
+    "pad_tokens",
+    "parameter_axes",
+    "parameter_sharding",
+    "parse_mesh",
+    "split_picture",
+]

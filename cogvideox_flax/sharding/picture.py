@@ -1,0 +1,124 @@
+"""Pictures split in rows and columns over all devices; what looks beyond a pixel gets its neighbours' edges."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from cogvideox_flax.sharding.tables import RULES
+
+log = logging.getLogger(__name__)
+
+HEIGHT, WIDTH = 2, 3
+"""Axes of `B T H W C`."""
+
+Padding = tuple[tuple[int, int], tuple[int, int]]
+"""Zeros before and after the rows, and the columns."""
+
+_Names = tuple[str, ...]
+_layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", default=None)
+
+
+@contextmanager
+def split_picture(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Float[Array, "B T H W C"]]:
+    """Within, clips lie split as x, which is given back so: x and all clips of a size that is a multiple of x / factor.
+
+    Batches that divide over dp are split there; the rest of the mesh, or all of it, shares each picture: its rows if
+    they divide, else columns or both. What divides neither way is done by as many devices as can, and the others alike.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        yield x
+        return
+    sizes = dict(mesh.shape)
+    batch = RULES["batch"]
+    shared = x.shape[0] > 1 and x.shape[0] % sizes[batch] == 0
+    free = {name: n for name, n in sizes.items() if n > 1 and not (shared and name == batch)}
+    height, width = x.shape[HEIGHT] // factor, x.shape[WIDTH] // factor
+    rows, columns = _split(height, width, tuple(free.items()))
+    parts = math.prod(sizes[name] for name in rows + columns)
+    if parts < math.prod(free.values()):
+        _log_idle(height, width, math.prod(free.values()), parts)
+    layout = PartitionSpec(batch if shared else None, None, rows or None, columns or None)
+    token = _layout.set(layout)
+    try:
+        yield jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout))
+    finally:
+        _layout.reset(token)
+
+
+@cache
+def _split(height: int, width: int, axes: tuple[tuple[str, int], ...]) -> tuple[_Names, _Names]:
+    """Mesh axes for the rows and for the columns: as many devices as divide, in rows alone if that can be."""
+    sizes = dict(axes)
+    best: tuple[tuple[int, bool, int], tuple[_Names, _Names]] = ((0, False, 0), ((), ()))
+    for choice in itertools.product((HEIGHT, WIDTH, None), repeat=len(axes)):
+        rows, columns = (tuple(n for n, c in zip(sizes, choice, strict=True) if c == axis) for axis in (HEIGHT, WIDTH))
+        down, across = (math.prod(sizes[n] for n in names) for names in (rows, columns))
+        if height % down == 0 and width % across == 0:
+            best = max(best, ((down * across, down == 1 or across == 1, down), (rows, columns)))
+    return best[1]
+
+
+@cache
+def _log_idle(height: int, width: int, devices: int, parts: int) -> None:
+    """Once per size and process: a model is traced many times."""
+    log.info("latents of %dx%d divide over %d of %d devices", height, width, parts, devices)
+
+
+def over_picture(
+    f: Callable[..., Float[Array, "B T H W O"]],
+    x: Float[Array, "B T H W I"],
+    residual: Float[Array, "B T H W O"] | None,
+    *params: Array,
+    reach: tuple[int, int],
+) -> Float[Array, "B T h w O"]:
+    """f on each device's part of the picture, with the neighbours' rows and columns that it reaches.
+
+    Args:
+        f: f(x, residual, *params, padding=): `padding` is what f has to pad x with, since no neighbour is there to.
+        residual: of the result's size, and split like it.
+        params: whole on every device.
+        reach: pixels that f sees before and after each of its own.
+    """
+    layout = _layout.get()
+    if layout is None or (layout[HEIGHT] is None and layout[WIDTH] is None):
+        return f(x, residual, *params, padding=(reach, reach))
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def part(x: Array, residual: Array | None, *params: Array) -> Array:
+        for axis in (HEIGHT, WIDTH):
+            x = _with_edges(x, axis, layout[axis], dict(mesh.shape), reach)
+        padding = tuple(reach if layout[axis] is None else (0, 0) for axis in (HEIGHT, WIDTH))
+        return f(x, residual, *params, padding=padding)
+
+    whole = PartitionSpec()
+    specs: tuple[Any, ...] = (layout, layout, *[whole] * len(params))
+    return jax.shard_map(part, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
+
+
+def _with_edges(x: Array, axis: int, names: Any, sizes: dict[str, int], reach: tuple[int, int]) -> Array:
+    """x between the edges of its neighbours along an axis; beyond the picture these are zeros."""
+    if names is None:
+        return x
+    names = (names,) if isinstance(names, str) else tuple(names)
+    n, (before, after) = math.prod(sizes[name] for name in names), reach
+    parts = [x]
+    if before:
+        edge = jax.lax.slice_in_dim(x, x.shape[axis] - before, None, axis=axis)
+        parts.insert(0, jax.lax.ppermute(edge, names, [(i, i + 1) for i in range(n - 1)]))
+    if after:
+        edge = jax.lax.slice_in_dim(x, 0, after, axis=axis)
+        parts.append(jax.lax.ppermute(edge, names, [(i + 1, i) for i in range(n - 1)]))
+    return jnp.concatenate(parts, axis)

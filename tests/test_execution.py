@@ -1,0 +1,90 @@
+"""Looking into a run, and refusing one before it starts that would not fit."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from reference import save_layout
+
+from cogvideox_flax import CogVideoXPipeline, execution, pipeline
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.execution import Watch
+from conversion.convert import convert
+
+SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("execution")
+    convert(save_layout(folder / "hf", "cogvideox-5b"), folder / "native")
+    return folder / "native"
+
+
+@pytest.fixture
+def pipe(native):
+    return CogVideoXPipeline.from_pretrained(native, dtype="float32")
+
+
+def test_operation_by_operation_gives_the_same(pipe):
+    expected = pipe("red", **SMALL, output_type="float").frames
+    pipe.watch = Watch(jit=False)
+    seen = []
+    jitted = pipe._programs.get("text encoder", "encode", None)._f
+    pipe._programs.get("text encoder", "encode", None)._f = lambda *args: seen.append(args[1]) or jitted(*args)
+    np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
+    assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
+
+
+def test_memory_is_said_after_each_stage(pipe, capsys):
+    pipe.watch = Watch(memory=True)
+    pipe("red", **SMALL)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after the ")]
+    assert [line.split(":")[0] for line in lines] == [
+        "after the text encoder",
+        "after the denoising",
+        "after the VAE decoder",
+    ]
+    held = [float(line.split("GiB")[0].split()[-1]) for line in lines]
+    assert 0 < held[0] <= held[-1]
+
+
+def test_only_the_named_steps_are_profiled(pipe, tmp_path, monkeypatch):
+    marks = []
+    annotation = jax.profiler.StepTraceAnnotation
+    monkeypatch.setattr(
+        jax.profiler, "StepTraceAnnotation", lambda name, step_num: marks.append(step_num) or annotation(name)
+    )
+    pipe.watch = Watch(profile=tmp_path / "trace", profile_steps=(1, 2))
+    pipe("red", **SMALL)
+    assert marks == [1, 2]
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "message"),
+    [((3, 3), {}, "the run has 3, counted from 0"), ((0, 1), {"compiled_loop": True}, "leave compiled_loop")],
+)
+def test_steps_that_cannot_be_profiled_are_refused(pipe, tmp_path, steps, options, message):
+    pipe.watch = Watch(profile=tmp_path, profile_steps=steps)
+    with pytest.raises(InputError, match=message):
+        pipe("red", **SMALL, **options)
+    with pytest.raises(InputError, match="got 2 and 1"):
+        Watch(profile_steps=(2, 1))
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatch):
+    assert execution.memory_limit(None) is None  # a CPU does not say
+    monkeypatch.setattr(pipeline, "memory_limit", lambda mesh: 10_000)
+    with pytest.raises(InputError, match=r"text encoder needs .* GiB on each device, which has"):
+        pipe("red", **SMALL)
+    assert not pipe._loaded
+
+
+def test_what_was_compiled_to_know_is_what_runs(pipe, monkeypatch, caplog):
+    monkeypatch.setattr(pipeline, "memory_limit", lambda mesh: 2**40)
+    with caplog.at_level("INFO", logger="cogvideox_flax"):
+        pipe("red", **SMALL)
+    compiled = [r.message.split(" in ")[0] for r in caplog.records if r.message.startswith("compiled the")]
+    assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]
