@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16; float32 for the embedded model"
     )
-    model.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
+    model.add_argument(
+        "--mesh",
+        metavar="DP,SP,TP",
+        help="devices for batch, tokens, heads; auto: all of them, as the planner says; default: auto, on CPUs 1,1,1",
+    )
     model.add_argument("--quiet", action="store_true", help="no progress")
 
     sampling = argparse.ArgumentParser(add_help=False)
@@ -279,7 +283,8 @@ def decode(args: argparse.Namespace) -> None:
     out = args.out or args.dir / stages.VIDEO_FILE
     _check_output(out, len(before["prompt"]), latents_only=False)
     stages.check_folder(out.absolute().parent)
-    manifest, mesh = _peek(args)
+    manifest = _peek(args)
+    mesh = _mesh(args, manifest, before)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     assert manifest.vae
@@ -430,7 +435,7 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
     """Check a run as far as is possible before anything is converted or loaded."""
     from cogvideox_flax import stages
 
-    manifest, mesh = _peek(args)
+    manifest = _peek(args)
     given = {
         "dtype": args.dtype,
         "frames": getattr(args, "num_frames", None),
@@ -439,6 +444,7 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
     }
     given |= {name: getattr(args, name, None) for name in SAME_NAMES}
     given = {name: value for name, value in given.items() if value is not None}
+    mesh = _mesh(args, manifest, settings | given)
     model = EMBEDDED if args.model is None else args.model
     path = os.path.expanduser(model)
     resolved = stages.Settings.for_model(
@@ -456,16 +462,39 @@ def _check(args: argparse.Namespace, folder: Path, **settings: Any) -> _Run:
     return _Run(resolved, manifest, mesh)
 
 
-def _peek(args: argparse.Namespace) -> tuple[Manifest, Mesh | None]:
+def _peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax import hub
     from cogvideox_flax.checks import check_tiling
-    from cogvideox_flax.sharding import make_mesh, parse_mesh
 
-    mesh = make_mesh(*parse_mesh(args.mesh)) if args.mesh is not None else None
     manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
     if getattr(args, "tiling", False) and manifest.vae is not None:
         check_tiling(manifest.vae)
-    return manifest, mesh
+    return manifest
+
+
+def _mesh(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, Any]) -> Mesh | None:
+    """The mesh that was asked for, or that the planner takes for a run of these settings; None for one device."""
+    import jax
+
+    from cogvideox_flax.sharding import make_mesh, parse_mesh
+
+    if args.mesh not in (None, "auto"):
+        return make_mesh(*parse_mesh(args.mesh))
+    devices = jax.devices()
+    if len(devices) == 1 or (args.mesh is None and devices[0].platform == "cpu"):
+        return None
+    from cogvideox_flax.plan import chip_of_device, choose_mesh
+    from cogvideox_flax.sizes import resolve_size
+
+    if manifest.transformer is None or manifest.vae is None:
+        return None  # no model for a run, as will be said
+    sides = {"num_frames": settings.get("frames")} | {name: settings.get(name) for name in ("height", "width")}
+    size = resolve_size(manifest.transformer, manifest.vae, manifest.release, **sides)
+    guidance = settings.get("guidance_scale", manifest.release.guidance_scale if manifest.release else 6.0)
+    batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
+    found = choose_mesh(manifest.transformer, size, batch, len(devices), chip_of_device(devices[0]))
+    logging.getLogger("cogvideox_flax").info("mesh dp=%d sp=%d tp=%d, as the planner says", *found.mesh)
+    return make_mesh(*found.mesh)
 
 
 def _open(args: argparse.Namespace, run: _Run) -> tuple[CogVideoXPipeline, Settings]:

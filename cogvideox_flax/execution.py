@@ -171,9 +171,9 @@ def compiler_options(dtype: str) -> dict[str, str]:
     return {}
 
 
-def fetch(x: Array) -> np.ndarray:
+def fetch(x: Array | np.ndarray) -> np.ndarray:
     """The whole array, on every host."""
-    if x.is_fully_addressable or x.is_fully_replicated:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 

@@ -137,10 +137,13 @@ def test_options_matter_and_the_empty_prompt_is_one(paths, native, tmp_path):
     np.testing.assert_allclose(latents("--compiled-loop"), base, atol=1e-5 * base.std())
 
 
-def test_mesh(paths, native, tmp_path):
+def test_mesh(paths, native, tmp_path, caplog):
     alone = np.load(paths(*generate(native, tmp_path / "a.npz"))[0])["latents"]
-    spread = np.load(paths(*generate(native, tmp_path / "b.npz", "--mesh", "2,1,1"))[0])["latents"]
-    np.testing.assert_allclose(spread, alone, atol=1e-4 * alone.std())
+    for mesh in ("2,1,1", "auto"):
+        with caplog.at_level("INFO", logger="cogvideox_flax"):
+            spread = np.load(paths(*generate(native, tmp_path / f"{mesh}.npz", "--mesh", mesh))[0])["latents"]
+        np.testing.assert_allclose(spread, alone, atol=1e-4 * alone.std())
+    assert "as the planner says" in caplog.text
 
 
 # --- messages ---

@@ -16,7 +16,7 @@ from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.hub import EMBEDDED
-from cogvideox_flax.plan import STAGES, Request, best_mesh, forecast, meshes, program_of
+from cogvideox_flax.plan import STAGES, Request, best_mesh, choose_mesh, forecast, meshes, program_of
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import Flops, count_flops
@@ -186,6 +186,25 @@ def test_what_does_not_fit_is_said(request_, monkeypatch):
 
 def test_meshes_are_all_factorings():
     assert len(meshes(8)) == 10 and all(a * b * c == 8 for a, b, c in meshes(8))
+
+
+def layout_of(release, frames, height, width, devices, batch=2):
+    manifest = Manifest.of_release(RELEASES[release])
+    size = Request(manifest, num_frames=frames, height=height, width=width).size()
+    return choose_mesh(manifest.transformer, size, batch, devices, CHIPS["v6e"])
+
+
+def test_the_mesh_of_a_run_is_chosen_without_compiling():
+    big = layout_of("cogvideox1.5-5b", 81, 768, 1360, 8)
+    assert big.mesh == (2, 4, 1)
+    # kernels, other operations and wire of the compiled forecast come to 1.1 s
+    assert big.seconds == pytest.approx(1.1, rel=0.1) and 10 * 2**30 < big.nbytes < 15 * 2**30
+    assert layout_of("cogvideox1.5-5b", 81, 768, 1360, 1).mesh == (1, 1, 1)
+    assert layout_of("cogvideox-2b", 49, 480, 720, 4, batch=1).mesh == (1, 4, 1)
+    with pytest.raises(InputError, match=r"needs .* GiB on each of 1 devices"):
+        manifest = Manifest.of_release(RELEASES["cogvideox1.5-5b"])
+        choose_mesh(manifest.transformer, Request(manifest).size(), 2, 1, CHIPS["v5e"])
+    assert layout_of("cogvideox-2b", 9, 480, 720, 7).mesh == (1, 7, 1)  # which nothing else divides over
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.schedulers import guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
@@ -131,12 +132,6 @@ def forecast(
     size = request.size()
     for name in stages:
         yield _stage(name, request, size, on, chip_of(topology))
-
-
-def meshes(devices: int) -> list[tuple[int, int, int]]:
-    """Every (dp, sp, tp) over so many devices."""
-    parts = [n for n in range(1, devices + 1) if devices % n == 0]
-    return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
 
 
 def best_mesh(
@@ -286,11 +281,15 @@ def describe(forecast: Forecast) -> str:
 __all__ = [
     "STAGES",
     "Forecast",
+    "Layout",
     "Request",
     "Stage",
     "best_mesh",
+    "chip_of_device",
+    "choose_mesh",
     "describe",
     "forecast",
+    "layouts",
     "meshes",
     "placed",
     "program_of",

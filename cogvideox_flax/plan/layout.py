@@ -1,0 +1,85 @@
+"""Which mesh to take for a run, without compiling: the modelled time of a denoising step on each, and what it holds.
+
+The parts are those of the compiled forecasts and were read off them (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer
+moves 78 bytes per token and channel outside of matrix products; a tensor-parallel one sums two float32 tensors over its
+devices, a sequence-parallel one exchanges four of the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.plan.chips import CHIPS, Chip
+from cogvideox_flax.plan.timing import KERNEL_RATES
+from cogvideox_flax.sizes import Size
+
+_DENSE_RATE = 0.85  # of the matrix rate that products reach
+_MOVED = 78  # bytes per token and channel of a layer
+_SPARE = 0.85  # of a chip's memory for weights and activations
+_HELD = 60  # bytes per token and channel, over all layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh (dp, sp, tp), modelled seconds of one denoising step on it, and bytes on each device."""
+
+    mesh: tuple[int, int, int]
+    seconds: float
+    nbytes: int
+
+
+def meshes(devices: int) -> list[tuple[int, int, int]]:
+    """Every (dp, sp, tp) over so many devices."""
+    parts = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
+
+
+def layouts(config: TransformerConfig, size: Size, batch: int, devices: int, chip: Chip) -> list[Layout]:
+    """All meshes that can serve this batch (prompts, twice with guidance), the fastest first."""
+    video = size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
+    tokens = config.text_length + video // config.patch_size**2
+    found = []
+    for dp, sp, tp in meshes(devices):
+        if batch % dp or config.heads % tp:
+            continue
+        here = batch // dp * tokens / sp * config.width  # channels of tokens on a device
+        heads = -(-(config.heads // tp) // sp)
+        flops = 4 * tokens**2 * config.head_dim * heads * (batch // dp)
+        seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
+        seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)
+        seconds += _MOVED * here / chip.bandwidth
+        wire = 4 * 2 * here / tp * (1 - 1 / sp) + 2 * 4 * here * 2 * (1 - 1 / tp)
+        weights = 2 * config.layers * (12 + 12 * config.time_width / config.width) * config.width**2
+        nbytes = int(weights / tp + _HELD * here)
+        found.append(Layout((dp, sp, tp), config.layers * (seconds + wire / chip.link), nbytes))
+    return sorted(found, key=lambda layout: layout.seconds)
+
+
+def choose_mesh(config: TransformerConfig, size: Size, batch: int, devices: int, chip: Chip) -> Layout:
+    """The fastest mesh over all devices whose share of weights and activations fits.
+
+    Raises:
+        InputError: none fits.
+    """
+    found = layouts(config, size, batch, devices, chip)
+    fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
+    if not fits:
+        least = min(layout.nbytes for layout in found)
+        raise InputError(
+            f"this run needs {least / 2**30:.1f} GiB on each of {devices} devices, which have "
+            f"{chip.hbm / 2**30:.1f} GiB: take more devices, or fewer frames or pixels"
+        )
+    return fits[0]
+
+
+def chip_of_device(device: jax.Device) -> Chip:
+    """What a device that is there can do; of an unknown kind, a v6e's rates with the memory that it says it has."""
+    kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
+    if kind in CHIPS:
+        return CHIPS[kind]
+    limit = (device.memory_stats() or {}).get("bytes_limit", CHIPS["v6e"].hbm)
+    return Chip(limit, *(getattr(CHIPS["v6e"], name) for name in ("flops", "bandwidth", "link", "clock")))
