@@ -29,6 +29,7 @@ from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.training.embedded.autoencoder import standardise
+from cogvideox_flax.training.embedded.settings import Run
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import Focus, drop_captions, reconstruction, v_prediction
@@ -415,3 +416,14 @@ def test_settings_are_kept_beside_the_run(tmp_path):
     train(START, None, pull, some_batches, QUICK, tmp_path, stop_after=lambda step: step == 1)
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["steps"] == 30 and settings["optimizer"]["learning_rate"] == 0.1
+
+
+def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
+    assert Run(tmp_path, stop=7, rounds=3).stages == [
+        "transformer",
+        "transformer-cool-7",
+        "transformer-cool-7-2",
+        "transformer-cool-7-3",
+    ]
+    with pytest.raises(InputError, match="got 0 rounds"):
+        Run(tmp_path, rounds=0)

@@ -66,6 +66,8 @@ def over_heads(
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
 
     def share(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
+        if parts == 1:
+            return f(q, k[:, :tiles], v[:, :tiles], lengths)
         q, k, v = (_tokens_to_heads(_pad(x, 2, parts), parts) for x in (q, k, v))
         return _heads_to_tokens(f(q, k[:, :tiles], v[:, :tiles], lengths), parts)[:, :, :heads]
 

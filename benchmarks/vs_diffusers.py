@@ -1,0 +1,429 @@
+"""This library beside diffusers on the same machine: same weights, inputs, precision and threads, in the same minutes.
+
+    python -m benchmarks.vs_diffusers                                  # all parts at 240x368, some minutes on two cores
+    python -m benchmarks.vs_diffusers --parts decode --height 480 --width 720 --latent-frames 3 5
+    python -m benchmarks.vs_diffusers --device gpu --dtype bfloat16 --layers 42 --height 480 --width 720
+
+Each side runs in a process of its own, which loads the part, compiles or warms up, and then waits; timed runs
+alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
+result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
+wins by computing something else. Weights are random, in the released widths with fewer layers; speed does not depend on
+their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PARTS = ("text_encoder", "transformer", "encode", "decode", "video")
+SIDES = ("ours", "diffusers")
+STEPS = 4
+"""Of the whole video."""
+RELEASE = "cogvideox-5b"
+COMPONENT = {"encode": "vae", "decode": "vae"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One part at one size."""
+
+    part: str
+    height: int
+    width: int
+    latent_frames: int
+    layers: int
+    dtype: str
+    device: str
+    torch_compile: bool
+
+    @property
+    def frames(self) -> int:
+        return 4 * (self.latent_frames - 1) + 1
+
+    @property
+    def tokens(self) -> int:
+        """Of the transformer."""
+        return 226 + self.latent_frames * (self.height // 16) * (self.width // 16)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vs_diffusers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--height", type=int, default=240)
+    parser.add_argument("--width", type=int, default=368)
+    parser.add_argument("--latent-frames", type=int, nargs="+", default=[3], help="odd; 3 is 9 frames")
+    parser.add_argument("--layers", type=int, default=2, help="of the text encoder and the transformer")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--torch-compile", action="store_true", help="for the other side")
+    parser.add_argument("--repeat", type=int, default=3, help="timed runs of each side")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--worker", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(*args.worker)
+        return 0
+
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
+        write_weights(Path(folder), args.parts, args.layers)
+        print("| part | frames | tokens | ours s | diffusers s | ratio | first s | GiB | ratio | difference |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for part in args.parts:
+            for n in args.latent_frames if part != "text_encoder" else args.latent_frames[:1]:
+                case = Case(part, args.height, args.width, n, args.layers, args.dtype, args.device, args.torch_compile)
+                rows.append(compare(case, Path(folder), args.repeat))
+                print(line(rows[-1]), flush=True)
+    slopes = {part: slope for part in args.parts if (slope := slopes_of(part, rows))}
+    for part, slope in slopes.items():
+        print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
+    names = ("jax", "flax", "torch", "diffusers", "transformers")
+    record = {
+        "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()},
+        "versions": {name: version(name) for name in names},
+        "repeat": args.repeat,
+        "rows": rows,
+        "slopes": slopes,
+    }
+    print(f"\n{os.cpu_count()} cores, " + ", ".join(f"{n} {v}" for n, v in record["versions"].items()))
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    if args.plot:
+        plot(rows, args.plot)
+    return 0
+
+
+def write_weights(folder: Path, parts: list[str], layers: int) -> None:
+    """The components that the parts need, in the released layout and converted."""
+    from benchmarks.released_layout import build, make_scheduler, make_spiece, randomise
+    from conversion.convert import convert
+
+    wanted = {COMPONENT.get(part, part) for part in parts}
+    if "video" in wanted:
+        wanted = {"text_encoder", "transformer", "vae", "video"}
+    changes = {"text_encoder": {"num_layers": layers}, "transformer": {"num_layers": layers}, "vae": {}}
+    for component in sorted(wanted - {"video"}):
+        module = randomise(build(component, RELEASE, small=False, **changes[component]))
+        module.save_pretrained(folder / "hf" / component)
+        del module
+    if "video" not in wanted:
+        convert(folder / "hf", folder / "native", components=sorted(wanted))
+        return
+    make_scheduler("ddim", 1.0).save_pretrained(folder / "hf" / "scheduler")
+    (folder / "hf" / "tokenizer").mkdir()
+    make_spiece(folder / "hf" / "tokenizer" / "spiece.model")
+    (folder / "hf" / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
+    convert(folder / "hf", folder / "native")
+
+
+def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
+    """Both sides on one case."""
+    (folder / "case.json").write_text(json.dumps(asdict(case)))
+    workers = {side: _Worker(side, folder) for side in SIDES}
+    try:
+        for worker in workers.values():
+            worker.start()
+        times: dict[str, list[float]] = {side: [] for side in SIDES}
+        for _ in range(repeat):
+            for side, worker in workers.items():
+                times[side].append(worker.run())
+        peaks = {side: worker.stop() for side, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    ours, theirs = (np.load(folder / f"{side}.npy").astype(np.float64) for side in SIDES)
+    row: dict[str, Any] = asdict(case) | {"frames": case.frames, "tokens": case.tokens}
+    for side in SIDES:
+        row |= {
+            f"{side}_s": statistics.median(times[side]),
+            f"{side}_times": times[side],
+            f"{side}_first_s": workers[side].first,
+            f"{side}_gib": peaks[side],
+        }
+    row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
+    row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
+    row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())
+    return row
+
+
+class _Worker:
+    """One side, as a process that runs once per line it is sent."""
+
+    def __init__(self, side: str, folder: Path):
+        env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        self.first = 0.0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.vs_diffusers", "--worker", side, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def _ask(self, word: str) -> float:
+        assert self._process.stdin and self._process.stdout
+        print(word, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a side stopped at {word!r}; see its message above")
+        return float(answer)
+
+    def start(self) -> None:
+        """Load, and run once: seconds to the first result, loading not included."""
+        self.first = self._ask("first")
+
+    def run(self) -> float:
+        return self._ask("run")
+
+    def stop(self) -> float:
+        """GiB that it held at most."""
+        return self._ask("peak")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def work(side: str, folder: str) -> None:
+    """The loop of a worker; what it prints is for its parent."""
+    where = Path(folder)
+    case = Case(**json.loads((where / "case.json").read_text()))
+    call = None
+    for request in sys.stdin:
+        word = request.strip()
+        if word == "peak":
+            print(_peak_gib(side, case), flush=True)
+            continue
+        if call is None:
+            call = (_ours if side == "ours" else _diffusers)(case, where)
+        start = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+        if word == "first":
+            np.save(where / f"{side}.npy", np.asarray(result, np.float32))
+        print(seconds, flush=True)
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    """The same for both sides, channels last; the transformer gets both halves of guidance."""
+    random = np.random.default_rng(0)
+    h, w, t = case.height // 8, case.width // 8, case.latent_frames
+    make = {
+        "ids": lambda: random.integers(2, 60, (1, 226)).astype(np.int32),
+        "latents": lambda: random.normal(size=(1, t, h, w, 16)).astype(np.float32),
+        "context": lambda: random.normal(size=(2, 226, 4096)).astype(np.float32),
+        "video": lambda: random.uniform(-1, 1, (1, case.frames, case.height, case.width, 3)).astype(np.float32),
+    }
+    return {name: f() for name, f in make.items()}
+
+
+def _ours(case: Case, folder: Path) -> Any:
+    """A function that computes the part with this library and waits for the result."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu" if case.device == "cpu" else "cuda")
+    import jax
+    import jax.numpy as jnp
+
+    from cogvideox_flax import CogVideoXPipeline
+    from cogvideox_flax.checkpoint import LOADERS
+    from cogvideox_flax.execution import compiler_options, fetch
+
+    given = {name: jnp.asarray(x) for name, x in inputs(case).items()}
+    native = folder / "native"
+    if case.part == "video":
+        pipe = CogVideoXPipeline.from_pretrained(native, case.dtype)
+        size = pipe.size(case.frames, case.height, case.width)
+        encode = jax.jit(lambda m, ids: m(ids), compiler_options=compiler_options(case.dtype))
+
+        def video() -> np.ndarray:
+            context = encode(pipe.text_encoder, given["ids"])
+            negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
+            steps = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
+            x, _ = pipe.denoise(context, negative, size, scheduler="ddim", progress=False, **steps)
+            return fetch(pipe.decode_latents(x, output_type="float", progress=False))
+
+        return video
+    component = COMPONENT.get(case.part, case.part)
+    module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
+    functions = {
+        "text_encoder": (lambda m, x: m(x), [given["ids"]]),
+        "transformer": (lambda m, x, c: m(x, c, 999), [jnp.repeat(given["latents"], 2, 0), given["context"]]),
+        "encode": (lambda m, x: m.encode(x)[0], [given["video"]]),
+        "decode": (lambda m, z: m.decode(z), [given["latents"]]),
+    }
+    f, args = functions[case.part]
+    call = jax.jit(f, compiler_options=compiler_options(case.dtype))
+    return lambda: jax.block_until_ready(call(module, *args))
+
+
+def _diffusers(case: Case, folder: Path) -> Any:
+    """The same with diffusers and transformers, its result in our layout."""
+    import torch
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
+    from transformers import T5EncoderModel
+
+    from benchmarks.released_layout import make_scheduler
+
+    device, dtype = ("cuda" if case.device == "gpu" else "cpu"), getattr(torch, case.dtype)
+    classes = {
+        "text_encoder": T5EncoderModel,
+        "transformer": CogVideoXTransformer3DModel,
+        "vae": AutoencoderKLCogVideoX,
+    }
+
+    def load(component: str) -> Any:
+        module = classes[component].from_pretrained(folder / "hf" / component, torch_dtype=dtype).to(device).eval()
+        return torch.compile(module) if case.torch_compile and component == "transformer" else module
+
+    def put(x: np.ndarray) -> Any:
+        return torch.tensor(x).to(device, dtype if x.dtype == np.float32 else torch.long)
+
+    def channels_second(x: np.ndarray) -> Any:
+        return put(x).permute(0, 4, 1, 2, 3).contiguous()
+
+    def take(x: Any) -> np.ndarray:
+        return x.float().cpu().numpy()
+
+    given = inputs(case)
+    latents = put(given["latents"]).permute(0, 1, 4, 2, 3).contiguous()
+    if case.part == "video":
+        scheduler = make_scheduler("ddim", 1.0)
+        pipe = CogVideoXPipeline(None, *(load(c) for c in ("text_encoder", "vae", "transformer")), scheduler)
+        pipe.set_progress_bar_config(disable=True)
+
+        def video() -> np.ndarray:
+            context, negative = (pipe.text_encoder(put(ids))[0] for ids in (given["ids"], np.ones_like(given["ids"])))
+            return pipe(
+                prompt_embeds=context,
+                negative_prompt_embeds=negative,
+                latents=latents,
+                num_inference_steps=STEPS,
+                guidance_scale=6.0,
+                height=case.height,
+                width=case.width,
+                num_frames=case.frames,
+                output_type="np",
+            ).frames
+
+        return _without_gradients(video)
+    module = load(COMPONENT.get(case.part, case.part))
+    if case.part == "text_encoder":
+        ids = put(given["ids"])
+        return _without_gradients(lambda: take(module(ids)[0]))
+    if case.part == "encode":
+        video = channels_second(given["video"])
+        return _without_gradients(lambda: take(module.encode(video).latent_dist.mean.permute(0, 2, 3, 4, 1)))
+    if case.part == "decode":
+        z = channels_second(given["latents"])
+        return _without_gradients(lambda: take(module.decode(z).sample.permute(0, 2, 3, 4, 1)))
+    shape = type("Config", (), {"transformer": module, "vae_scale_factor_spatial": 8})()
+    rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+        shape, case.height, case.width, case.latent_frames, torch.device(device)
+    )
+    both, context, t = latents.repeat(2, 1, 1, 1, 1), put(given["context"]), torch.tensor([999, 999], device=device)
+
+    def step() -> np.ndarray:
+        out = module(both, context, t, image_rotary_emb=rotary, return_dict=False)[0]
+        return take(out.permute(0, 1, 3, 4, 2))
+
+    return _without_gradients(step)
+
+
+def _without_gradients(f: Any) -> Any:
+    import torch
+
+    def call() -> Any:
+        with torch.no_grad():
+            return f()
+
+    return call
+
+
+def _peak_gib(side: str, case: Case) -> float:
+    """Of the process, or on a GPU of the device's memory."""
+    if case.device == "cpu":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if side == "ours":
+        import jax
+
+        return (jax.devices()[0].memory_stats() or {})["peak_bytes_in_use"] / 2**30
+    import torch
+
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def slopes_of(part: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds and GiB per thousand tokens (transformer) or per frame, by least squares; nothing for one size."""
+    mine = [row for row in rows if row["part"] == part]
+    if len(mine) < 2:
+        return {}
+    x = [row["tokens"] / 1000 if part == "transformer" else row["frames"] for row in mine]
+    per = "1000 tokens" if part == "transformer" else "frame"
+    return {
+        f"{side} {unit} per {per}": float(np.polyfit(x, [row[f"{side}_{unit}"] for row in mine], 1)[0])
+        for unit in ("s", "gib")
+        for side in SIDES
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    tokens = row["tokens"] if row["part"] in ("transformer", "video") else 226 if row["part"] == "text_encoder" else ""
+    frames = "" if row["part"] == "text_encoder" else row["frames"]
+    cells = [
+        row["part"],
+        frames,
+        tokens,
+        f"{row['ours_s']:.2f}",
+        f"{row['diffusers_s']:.2f}",
+        f"{row['time_ratio']:.2f}",
+        f"{row['ours_first_s']:.1f}, {row['diffusers_first_s']:.1f}",
+        f"{row['ours_gib']:.2f}, {row['diffusers_gib']:.2f}",
+        f"{row['memory_ratio']:.2f}",
+        f"{row['difference']:.1e}",
+    ]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds and GiB of both sides, part by part."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    labels = [f"{row['part']}\n{row['frames']} frames" for row in rows]
+    x = np.arange(len(rows))
+    figure, axes = plt.subplots(1, 2, figsize=(4 + 1.4 * len(rows), 4))
+    for axis, unit, title in zip(axes, ("s", "gib"), ("seconds", "GiB at most"), strict=True):
+        for i, side in enumerate(SIDES):
+            axis.bar(x + 0.4 * i - 0.2, [row[f"{side}_{unit}"] for row in rows], 0.38, label=side)
+        axis.set_xticks(x, labels, fontsize=8)
+        axis.set_title(title)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
