@@ -92,7 +92,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
             tokens = config.text_length + (
                 size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
             ) // (config.patch_size**2)
-            heads = config.heads // (sp * tp)
+            heads = -(-(config.heads // tp) // sp)
             shape = attention.Shape(tokens, heads * request.batch // dp, config.head_dim)
             row["kernels_s"] = config.layers * attention.forecast(dump, shape).bounded_ms / 1e3
             row["seconds"] = row["kernels_s"] + stage.outside_s + stage.wire_s

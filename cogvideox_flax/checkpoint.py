@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from cogvideox_flax.config import (
     find_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.models import int8
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
@@ -64,7 +66,7 @@ class Manifest:
     vae: VAEConfig | None = None
     scheduler: SchedulerConfig | None = None
     tokenizer: TokenizerConfig | None = None
-    weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source, quantized
 
     @property
     def release(self) -> Release | None:
@@ -78,6 +80,17 @@ class Manifest:
         The 2b release was trained in float16, the others in bfloat16; what is none of them is small.
         """
         return "float32" if self.release is None else "bfloat16"
+
+    def quantized(self, component: str) -> str | None:
+        """How a component's weights are quantized: "int8", or None for floating point."""
+        kind = self.weights.get(component, {}).get("quantized")
+        if kind not in (None, int8.KIND):
+            raise CheckpointError(f"the {component} is stored as {kind!r}, which this version does not know; update it")
+        return kind
+
+    def abstract(self, component: str) -> Any:
+        """A component's module with shapes in place of arrays, as it is stored."""
+        return abstract(component, getattr(self, component), self.quantized(component))
 
     @classmethod
     def of_release(cls, release: Release) -> Manifest:
@@ -137,9 +150,14 @@ def read_manifest(native_dir: str | Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
 
 
-def abstract(component: str, config: Any) -> nnx.Module:
-    """The component's module with shapes in place of arrays; costs no memory."""
-    return jax.eval_shape(lambda: MODELS[component](config, rngs=nnx.Rngs(0)))
+def abstract(component: str, config: Any, quantized: str | None = None) -> nnx.Module:
+    """The component's module with shapes in place of arrays; costs no memory. quantized: None or "int8"."""
+
+    def make() -> nnx.Module:
+        module = MODELS[component](config, rngs=nnx.Rngs(0))
+        return int8.quantize(component, module) if quantized else module
+
+    return jax.eval_shape(make)
 
 
 def parameter_name(path: jax.tree_util.KeyPath) -> str:
@@ -154,6 +172,16 @@ def parameters(module: nnx.Module) -> dict[str, Any]:
     return {parameter_name(path): leaf for path, leaf in leaves}
 
 
+def cast(module: Any, dtype: str) -> Any:
+    """An abstract module as it is when it is loaded in this dtype."""
+
+    def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        kept = _keeps_its_dtype(parameter_name(path), leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else jnp.dtype(dtype))
+
+    return jax.tree_util.tree_map_with_path(one, module)
+
+
 def check_weights(native_dir: str | Path, component: str) -> None:
     """Compare the weight file's header with the config: names, shapes, length. Reads no weights.
 
@@ -162,7 +190,7 @@ def check_weights(native_dir: str | Path, component: str) -> None:
     """
     manifest = read_manifest(native_dir)
     with _open(native_dir, component, manifest) as file:
-        _match(file, abstract(component, getattr(manifest, component)))
+        _match(file, manifest.abstract(component))
 
 
 def verify(native_dir: str | Path) -> None:
@@ -216,7 +244,7 @@ def _match(file: TensorFile, module: nnx.Module) -> None:
 def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Any:
     manifest = read_manifest(native_dir)
     with _open(native_dir, component, manifest) as file:
-        module = abstract(component, getattr(manifest, component))
+        module = manifest.abstract(component)
         _match(file, module)
         if component == "transformer" and manifest.transformer is not None:
             manifest.transformer.check_dtype(np.dtype(dtype or manifest.weights[component]["dtype"]).name)
@@ -224,10 +252,16 @@ def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh 
         arrays = []
         for path, leaf in leaves:
             name = parameter_name(path)
-            target = np.dtype(dtype) if dtype is not None else file.tensors[name].dtype
+            stored = file.tensors[name].dtype
+            target = np.dtype(dtype) if dtype is not None and not _keeps_its_dtype(name, leaf) else stored
             placement = sharding.parameter_sharding(mesh, component, name, leaf.shape) if mesh is not None else None
             arrays.append(_place(file, name, target, placement))
         return jax.tree_util.tree_unflatten(treedef, arrays)
+
+
+def _keeps_its_dtype(name: str, leaf: Any) -> bool:
+    """Integers and their scales are what they are in any precision."""
+    return leaf.dtype == jnp.int8 or bool(re.fullmatch(r"blocks\.(attn|mlp)\.(?!norm_)\w+\.scale", name))
 
 
 def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
@@ -282,7 +316,7 @@ def load_vae(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None
 def save(
     native_dir: str | Path,
     manifest: Manifest,
-    modules: dict[str, nnx.Module],
+    modules: Mapping[str, nnx.Module],
     dtype: str | dict[str, str],
     source: dict[str, Any],
     spiece: str | Path | None = None,
@@ -316,6 +350,9 @@ def save(
             path.parent.mkdir()
             _write(path, component, module, np.dtype(jnp.dtype(kind)))
             records[component] = {"dtype": kind, "sha256": sha256(path), "source": source}
+            if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(module)):
+                records[component]["quantized"] = int8.KIND
+            del module  # before the next one, which may be loaded only now
         if spiece is not None:
             (work / SPIECE_FILE).parent.mkdir()
             shutil.copyfile(spiece, work / SPIECE_FILE)
@@ -332,10 +369,11 @@ def save(
 
 def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:
     arrays = parameters(module)
-    writer = TensorWriter(path, {name: (x.shape, dtype) for name, x in arrays.items()}, {"component": component})
+    kinds = {name: np.dtype(x.dtype) if _keeps_its_dtype(name, x) else dtype for name, x in arrays.items()}
+    writer = TensorWriter(path, {name: (x.shape, kinds[name]) for name, x in arrays.items()}, {"component": component})
     try:
         for name, x in arrays.items():
-            writer.write(name, np.asarray(x).astype(dtype))
+            writer.write(name, np.asarray(x).astype(kinds[name]))
     finally:
         writer.close()
 

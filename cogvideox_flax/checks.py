@@ -80,7 +80,7 @@ def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: 
         sharding.check_heads(mesh, manifest.text_encoder.heads, "text encoder")
         sharding.check_heads(mesh, manifest.transformer.heads, "transformer")
         for component in COMPONENTS:
-            module = checkpoint.abstract(component, getattr(manifest, component))
+            module = manifest.abstract(component)
             for name, leaf in checkpoint.parameters(module).items():
                 sharding.parameter_sharding(mesh, component, name, leaf.shape)
 

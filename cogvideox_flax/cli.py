@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,10 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     looking = argparse.ArgumentParser(add_help=False)
     looking.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers and prints")
     looking.add_argument("--memory", action="store_true", help="say after each stage what the devices hold")
-    looking.add_argument(
+    profiling = argparse.ArgumentParser(add_help=False)
+    profiling.add_argument(
         "--profile", type=_path, metavar="DIR", help="write a profiler's trace of some denoising steps"
     )
-    looking.add_argument(
+    profiling.add_argument(
         "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="counted from 0; default: 1-2"
     )
 
@@ -128,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    sub = command("generate", generate, "prompt to video", prompt, model, sampling, decoding, looking)
+    sub = command("generate", generate, "prompt to video", prompt, model, sampling, decoding, looking, profiling)
     sub.add_argument(
         "--out",
         type=_path,
@@ -139,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("encode", encode, "stage 1: prompts to embeddings", prompt, model, looking)
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
-    sub = command("denoise", denoise, what, model, sampling, looking)
+    sub = command("denoise", denoise, what, model, sampling, looking, profiling)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
@@ -180,6 +182,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub = command("quantize", quantize, "a native checkpoint with int8 weights: half of the memory of bfloat16")
+    sub.add_argument("src", type=_path, metavar="SRC", help="a native checkpoint")
+    sub.add_argument("dst", type=_path, metavar="DST", help="the one to write")
+    sub.add_argument(
+        "--component",
+        nargs="+",
+        choices=("transformer", "text_encoder"),
+        default=("transformer", "text_encoder"),
+        help="default: both",
+    )
     sub = command("info", info, "what a checkpoint is and holds")
     sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
@@ -217,6 +229,7 @@ def _positive(text: str) -> int:
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax import stages
+    from cogvideox_flax.pipeline import checked_stages
 
     prompts = _prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
@@ -232,7 +245,8 @@ def generate(args: argparse.Namespace) -> None:
         num_inference_steps=settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
         scheduler=settings.scheduler,
-        stages=STAGES[: 2 if latents_only or args.tiling else 3],
+        stages=checked_stages(denoise=not args.compiled_loop, decode=not latents_only and not args.tiling),
+        keep=False,
         **quiet,
     )
     with stages.workplace(folder, temporary=args.dir is None):
@@ -356,6 +370,14 @@ def _tried(mesh: tuple[int, int, int], found: Any) -> str:
     return f"{name}: {found.estimated_s:.1f} s of denoising, {found.hbm_gib_per_chip:.1f} GiB per chip{fits}"
 
 
+def quantize(args: argparse.Namespace) -> None:
+    """Write a checkpoint again in int8."""
+    from cogvideox_flax.quantization import quantize_checkpoint
+
+    quantize_checkpoint(args.src, args.dst, args.component)
+    print(args.dst)
+
+
 def info(args: argparse.Namespace) -> None:
     """Describe a checkpoint without loading or converting it."""
     from cogvideox_flax import hub
@@ -387,6 +409,7 @@ def info(args: argparse.Namespace) -> None:
 def _origin(row: dict[str, Any]) -> str:
     if "sha256" not in row:
         return "not converted yet"
+    row = row | {"dtype": row.get("quantized", row.get("dtype", ""))}
     source = row.get("source", {})
     if "recipe" in source:
         return f"{row.get('dtype', ''):9} trained by {source['recipe']}, {source['steps']} steps"
@@ -486,13 +509,20 @@ def _mesh(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, A
     from cogvideox_flax.plan import chip_of_device, choose_mesh
     from cogvideox_flax.sizes import resolve_size
 
-    if manifest.transformer is None or manifest.vae is None:
+    if manifest.transformer is None or manifest.vae is None or manifest.text_encoder is None:
         return None  # no model for a run, as will be said
+    n = len(devices)
+    if args.run is decode:  # pictures go over all axes, and most easily over two of them
+        return make_mesh(2, n // 2, 1) if n % 2 == 0 else make_mesh(1, n, 1)
+    if args.run is encode:
+        parts = math.gcd(n, math.gcd(manifest.text_encoder.heads, manifest.transformer.heads))
+        return make_mesh(1, n // parts, parts)
     sides = {"num_frames": settings.get("frames")} | {name: settings.get(name) for name in ("height", "width")}
     size = resolve_size(manifest.transformer, manifest.vae, manifest.release, **sides)
     guidance = settings.get("guidance_scale", manifest.release.guidance_scale if manifest.release else 6.0)
     batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
-    found = choose_mesh(manifest.transformer, size, batch, len(devices), chip_of_device(devices[0]))
+    dtype = settings.get("dtype", manifest.default_dtype)
+    found = choose_mesh(manifest, size, batch, n, chip_of_device(devices[0]), dtype)
     logging.getLogger("cogvideox_flax").info("mesh dp=%d sp=%d tp=%d, as the planner says", *found.mesh)
     return make_mesh(*found.mesh)
 
@@ -521,7 +551,8 @@ def _load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXP
 def _watch(args: argparse.Namespace) -> Watch:
     from cogvideox_flax.execution import Watch
 
-    return Watch(not args.no_jit, args.memory, args.profile, args.profile_steps)
+    profile = (args.profile, args.profile_steps) if "profile" in args else ()
+    return Watch(not args.no_jit, args.memory, *profile)
 
 
 def _take_over(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Watch:
     jit: False runs operation by operation (`jax.disable_jit`): slow, but prints and debuggers see values.
     memory: say after each stage what the devices hold, and where they tell, what they held at most.
     profile: a folder for a profiler's trace of some denoising steps, for TensorBoard or Perfetto.
-    profile_steps: the first and the last of them, counted from 0. Compiling is never in a trace.
+    profile_steps: the first and the last of them, counted from 0. A jitted program compiles before the first step.
     """
 
     jit: bool = True
@@ -59,23 +59,26 @@ class Watch:
             raise InputError(f"steps {first} to {last} are to be profiled, but the run has {steps}, counted from 0")
 
     @contextmanager
-    def step(self, i: int) -> Iterator[None]:
-        """Around step i, up to its result."""
+    def steps(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+        """Around all steps; gives what is to be around each, up to its result. A trace is written however they end."""
         first, last = self.profile_steps
-        if self.profile is None or not first <= i <= last:
-            yield
-            return
-        if i == first:
-            jax.profiler.start_trace(str(self.profile))
-        try:
-            with jax.profiler.StepTraceAnnotation("denoise", step_num=i):
-                yield
-        except BaseException:
-            jax.profiler.stop_trace()
-            raise
-        if i == last:
-            jax.profiler.stop_trace()
-            log.info("steps %d to %d are in %s", first, last, self.profile)
+        with ExitStack() as trace:
+
+            @contextmanager
+            def step(i: int) -> Iterator[None]:
+                if self.profile is None or not first <= i <= last:
+                    yield
+                    return
+                if i == first:
+                    jax.profiler.start_trace(str(self.profile))
+                    trace.callback(jax.profiler.stop_trace)
+                with jax.profiler.StepTraceAnnotation("denoise", step_num=i):
+                    yield
+                if i == last:
+                    trace.close()
+                    log.info("steps %d to %d are in %s", first, last, self.profile)
+
+            yield step
 
     def stage(self, name: str) -> None:
         """After a stage."""
@@ -137,8 +140,13 @@ class Program:
     def _on_mesh(self) -> Any:
         return jax.set_mesh(self._mesh) if self._mesh is not None else nullcontext()
 
-    def check_memory(self, *args: Any, limit: int, announce: bool) -> None:
+    def check_memory(self, *args: Any, limit: int, held: int, advice: str, announce: bool) -> None:
         """Compile for these shapes and refuse what a device cannot hold.
+
+        Args:
+            limit: bytes that a device has.
+            held: bytes that it holds beside this program.
+            advice: what to do about it, for the error.
 
         Raises:
             InputError: with the numbers.
@@ -152,11 +160,11 @@ class Program:
             + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes
         )
-        if needed > limit:
+        if needed + held > limit:
+            beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
             raise InputError(
-                f"the {self.name} needs {needed / GIB:.2f} GiB on each device, which has {limit / GIB:.2f} GiB. Take "
-                "fewer frames or pixels, more devices (--mesh; `cogvideox plan` compares meshes), or for the decoder "
-                "--tiling."
+                f"the {self.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has {limit / GIB:.2f} "
+                f"GiB. {advice}"
             )
 
 
@@ -181,7 +189,7 @@ def fetch(x: Array | np.ndarray) -> np.ndarray:
 def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> Array:
     """x, which every host has alike, as one array over all of them."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return x  # there already: a result of a program
+        return jax.device_put(x, everywhere)  # a result of a program, which may have left it split
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put_on_all_hosts(jax.random.key_data(x), everywhere))
     host = np.asarray(x)
@@ -198,9 +206,13 @@ def memory_limit(mesh: Mesh | None) -> int | None:
 def describe_memory() -> str:
     """What each of this host's devices holds now, and held at most where it tells."""
     held: dict[Any, int] = defaultdict(int)
+    seen = set()  # an array over several devices and its parts are live arrays both
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
-            held[shard.device] += shard.data.nbytes
+            buffer = shard.device, shard.data.unsafe_buffer_pointer()
+            if buffer not in seen:
+                seen.add(buffer)
+                held[shard.device] += shard.data.nbytes
     parts = []
     for device in sorted(held, key=lambda d: d.id):
         peak = (device.memory_stats() or {}).get("peak_bytes_in_use")

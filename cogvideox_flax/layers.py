@@ -31,6 +31,11 @@ def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
     return jax.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
+def same_arrays(module: T) -> T:
+    """New modules around the same arrays."""
+    return jax.tree.map(lambda leaf: leaf, module)
+
+
 class Linear(nnx.Module):
     """y = x @ kernel + bias, summed in float32 whatever the dtype. kernel: [in, out]."""
 

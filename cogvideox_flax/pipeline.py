@@ -30,7 +30,7 @@ from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.plan import STAGES, Request, placed, program_of
+from cogvideox_flax.plan import STAGES, Request, bytes_per_device, placed, program_of
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
@@ -43,6 +43,13 @@ Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
+
+ADVICE = {
+    "encode": "Split it over more devices (--mesh 1,1,N), or take int8 weights (`cogvideox quantize`).",
+    "denoise": "Take fewer frames or pixels, more devices (`cogvideox plan` compares meshes), or int8 weights.",
+    "decode": "Take fewer frames or pixels, more devices (--mesh), or decode in tiles (--tiling).",
+}
+"""Stage -> what to do when it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +179,10 @@ class CogVideoXPipeline:
 
         Raises:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
-                not a finite number.
+                not a finite number; or the weights are int8.
         """
+        if self.manifest.quantized("transformer"):
+            raise InputError(f"adapters go with floating-point weights; the transformer of {self.native_dir} is int8")
         record = describe_lora(path, scale, self.transformer_config)
         if "transformer" in self._loaded:
             self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
@@ -303,7 +312,9 @@ class CogVideoXPipeline:
             num_inference_steps=num_inference_steps,
             guidance_scale=guidance_scale,
             scheduler=sampler,
-            stages=STAGES[: 2 if tiling or output_type != "uint8" else 3],
+            stages=checked_stages(
+                denoise=not compiled_loop and noise is None, decode=not tiling and output_type == "uint8"
+            ),
             progress=progress,
         )
         context, negative = self.encode_prompts(prompts, negatives if guidance_scale > 1 else None, progress=progress)
@@ -364,12 +375,17 @@ class CogVideoXPipeline:
         guidance_scale: float = 6.0,
         scheduler: str | Scheduler | None = None,
         stages: Sequence[str] = STAGES,
+        keep: bool = True,
         progress: bool = True,
     ) -> None:
         """Compile the stages before anything is loaded, and refuse what the devices cannot hold.
 
         What is compiled is what then runs, so this costs no time of its own. Devices that do not say what they have
-        (CPUs) are taken to have enough.
+        (CPUs) are taken to have enough. Not looked at: runs as one program or with all steps in one, decoding in tiles
+        or to floats.
+
+        Args:
+            keep: the weights of a stage stay when the next one runs.
 
         Raises:
             InputError: with the numbers and what to change.
@@ -379,17 +395,21 @@ class CogVideoXPipeline:
             return
         sampler = self.get_scheduler(scheduler)
         of_size = size.num_frames, size.height, size.width
-        sampling = prompts, num_inference_steps, guidance_scale, sampler.config.kind
+        sampling = prompts, num_inference_steps, guidance_scale, sampler
         request = Request(self.manifest, self.dtype, *of_size, *sampling)
         made = {
             "encode": ("text encoder", "encode"),
             "denoise": ("denoising step", ("step", sampler)),
             "decode": ("VAE decoder", ("decode", "uint8", None)),
         }
+        held = 0
         for stage in stages:
             f, args, _ = program_of(stage, request, size)
             program = self._programs.get(*made[stage], lambda f=f: f)
-            program.check_memory(*placed(args, self.mesh), limit=limit, announce=progress)
+            weights, *rest = placed(args, self.mesh)
+            advice = ADVICE[stage]
+            program.check_memory(weights, *rest, limit=limit, held=held, advice=advice, announce=progress)
+            held += bytes_per_device(weights) if keep else 0
 
     def _check_arrays(
         self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None
@@ -463,7 +483,10 @@ class CogVideoXPipeline:
         sampler = self.get_scheduler(scheduler)
         self._check_arrays(size, len(context), num_inference_steps, sampler, latents, noise)
         _check_loop(compiled_loop, callback)
+        self.watch.check(num_inference_steps, compiled_loop)
+        # float32 whatever the encoder's dtype, as stage files hold it: one program for both ways
         both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
+        both = both.astype(jnp.float32)
         schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
         plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise)
         fixed = (self.transformer, *self._programs.put((both, plan, *tables)))
@@ -475,8 +498,9 @@ class CogVideoXPipeline:
             program.prepare(*fixed, *self._programs.put((jnp.int32(0), carry)), announce=progress)
         done = 0
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
-        with tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress) as bar:
-            for x in self._steps(program, fixed, carry, plan):
+        bar = tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress)
+        with bar, self.watch.steps() as step:
+            for x in self._steps(program, fixed, carry, plan, step):
                 bar.update()
                 done += 1
                 if callback is not None and callback(done - 1, int(plan.timesteps[done - 1]), x):
@@ -512,11 +536,11 @@ class CogVideoXPipeline:
         return plan, jnp.asarray(guidance), draw, (x, sampler.init_state(x))
 
     def _steps(
-        self, program: _Program, fixed: tuple, carry: tuple, plan: Plan
+        self, program: Program, fixed: tuple, carry: tuple, plan: Plan, around: Callable[[int], Any]
     ) -> Iterator[Float32[Array, "B T h w C"]]:
-        """Yields the latents after each step, when they are really there."""
+        """Yields the latents after each step, when they are really there. around: a context for each step's number."""
         for i in range(len(plan)):
-            with self.watch.step(i):
+            with around(i):
                 carry, finite = self._run(program, *fixed, *self._programs.put((jnp.int32(i), carry)), announce=False)
                 fine = bool(finite)
             if not fine:
@@ -594,6 +618,11 @@ class CogVideoXPipeline:
             f"the VAE gives NaN or infinity in {self.dtype}. Decode in --dtype float32; if that gives the same, "
             "download the checkpoint again and convert it again."
         )
+
+
+def checked_stages(*, denoise: bool, decode: bool) -> list[str]:
+    """The stages that `check_memory` is to look at."""
+    return ["encode", *(["denoise"] if denoise else []), *(["decode"] if decode else [])]
 
 
 def _check_loop(compiled_loop: bool, callback: Callback | None) -> None:

@@ -386,6 +386,15 @@ def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     assert relative_error(found, expected) < ROUNDING_BAR
 
 
+@pytest.mark.parametrize("f", [conv3d, partial(conv_kernel.convolve, residual=None, interpret=True)])
+def test_a_wider_result_is_not_rounded_on_the_way(f):
+    x, kernel, bias = (
+        random(i, *s).astype(jnp.bfloat16) for i, s in enumerate(((1, 3, 4, 8, 128), (3, 3, 3, 128, 128), (128,)))
+    )
+    y = f(x, kernel, bias, dtype=jnp.float32)
+    assert y.dtype == jnp.float32 and jnp.mean(y == y.astype(jnp.bfloat16)) < 0.1
+
+
 def test_the_kernel_rounds_once():
     x, kernel, bias = random(0, 1, 3, 6, 10, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
     x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)

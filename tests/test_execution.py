@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import CogVideoXPipeline, execution, pipeline
+from cogvideox_flax import CogVideoXPipeline, cli, execution, pipeline, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import Watch
+from cogvideox_flax.plan import bytes_per_device
 from conversion.convert import convert
 
 SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}
@@ -37,6 +41,21 @@ def test_operation_by_operation_gives_the_same(pipe):
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 
 
+def test_operation_by_operation_on_a_mesh(native, pipe):
+    expected = pipe("red", **SMALL, output_type="float").frames
+    spread = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
+    spread.watch = Watch(jit=False)
+    found = spread("red", **SMALL | {"num_inference_steps": 1}, output_type="float").frames
+    assert found.shape == expected.shape and np.isfinite(found).all()
+
+
+def test_arrays_of_several_devices_are_counted_once():
+    place = NamedSharding(sharding.make_mesh(2, 2, 2), PartitionSpec())
+    x = jax.device_put(np.zeros(2**22, np.float32), place)
+    first = execution.describe_memory()
+    assert x.addressable_shards[0].data.nbytes == 2**24 and execution.describe_memory() == first
+
+
 def test_memory_is_said_after_each_stage(pipe, capsys):
     pipe.watch = Watch(memory=True)
     pipe("red", **SMALL)
@@ -62,6 +81,13 @@ def test_only_the_named_steps_are_profiled(pipe, tmp_path, monkeypatch):
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
 
 
+def test_a_trace_is_written_however_the_steps_end(pipe, tmp_path):
+    for n in range(2):  # a second trace could not start if the first were still open
+        pipe.watch = Watch(profile=tmp_path / str(n), profile_steps=(0, 2))
+        pipe("red", **SMALL, callback=lambda step, *_: step == 0)
+        assert list((tmp_path / str(n)).rglob("*.xplane.pb"))
+
+
 @pytest.mark.parametrize(
     ("steps", "options", "message"),
     [((3, 3), {}, "the run has 3, counted from 0"), ((0, 1), {"compiled_loop": True}, "leave compiled_loop")],
@@ -80,11 +106,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatc
     with pytest.raises(InputError, match=r"text encoder needs .* GiB on each device, which has"):
         pipe("red", **SMALL)
     assert not pipe._loaded
+    # what stays loaded counts: the text encoder's weights are too much for the next stage
+    weights = bytes_per_device(pipe.manifest.abstract("text_encoder"))
+    monkeypatch.setattr(pipeline, "memory_limit", lambda mesh: 40 * 2**20)
+    pipe.check_memory(pipe.size(1, 32, 48))
+    monkeypatch.setattr(pipeline, "bytes_per_device", lambda tree: 40 * 2**20)
+    with pytest.raises(InputError, match=r"denoising step needs .* beside 0\.04 GiB of other weights"):
+        pipe.check_memory(pipe.size(1, 32, 48))
+    assert weights > 0
 
 
-def test_what_was_compiled_to_know_is_what_runs(pipe, monkeypatch, caplog):
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, caplog, staged):
     monkeypatch.setattr(pipeline, "memory_limit", lambda mesh: 2**40)
     with caplog.at_level("INFO", logger="cogvideox_flax"):
-        pipe("red", **SMALL)
+        if staged:
+            command = ["generate", "red", "--model", str(native), "--dtype", "bfloat16", "--steps", "2", "--quiet"]
+            sizes = ["--num-frames", "1", "--height", "32", "--width", "48", "--out", str(tmp_path / "v.mp4")]
+            monkeypatch.setattr(logging.getLogger("cogvideox_flax"), "setLevel", lambda level: None)
+            assert cli.main([*command, *sizes]) == 0
+        else:
+            CogVideoXPipeline.from_pretrained(native, dtype="bfloat16")("red", **SMALL)
     compiled = [r.message.split(" in ")[0] for r in caplog.records if r.message.startswith("compiled the")]
     assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]

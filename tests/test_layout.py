@@ -20,7 +20,7 @@ FLOORS = (
     {"layers", "rope", "attention", "compiled"},
     {"models"},
     {"checkpoint"},
-    {"hub", "stagefiles", "checks"},
+    {"hub", "stagefiles", "checks", "quantization"},
     {"lora", "programs", "execution"},
     {"plan"},
     {"pipeline"},

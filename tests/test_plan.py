@@ -133,8 +133,12 @@ def test_an_update_in_place_moves_the_update():
 
     args = zeros(4096, 128), zeros(1, 128), jax.ShapeDtypeStruct((), jnp.int32)
     program = Program(jax.jit(f, donate_argnums=0).lower(*args).compile().as_text())
-    moved = [program.written_bytes(ops, op) + program.read_bytes(ops, op) for ops, op, _ in program.run()]
-    assert 512 <= sum(n for n in moved if n < 4096 * 512) < 4096 * 8
+    moved = [
+        program.written_bytes(ops, op) + program.read_bytes(ops, op)
+        for ops, op, _ in program.run()
+        if op.kind not in ("parameter", "constant")
+    ]
+    assert 512 <= sum(moved) < 4096 * 8 < 4096 * 512
 
 
 # --- stages
@@ -191,7 +195,7 @@ def test_meshes_are_all_factorings():
 def layout_of(release, frames, height, width, devices, batch=2):
     manifest = Manifest.of_release(RELEASES[release])
     size = Request(manifest, num_frames=frames, height=height, width=width).size()
-    return choose_mesh(manifest.transformer, size, batch, devices, CHIPS["v6e"])
+    return choose_mesh(manifest, size, batch, devices, CHIPS["v6e"])
 
 
 def test_the_mesh_of_a_run_is_chosen_without_compiling():
@@ -203,7 +207,7 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
     assert layout_of("cogvideox-2b", 49, 480, 720, 4, batch=1).mesh == (1, 4, 1)
     with pytest.raises(InputError, match=r"needs .* GiB on each of 1 devices"):
         manifest = Manifest.of_release(RELEASES["cogvideox1.5-5b"])
-        choose_mesh(manifest.transformer, Request(manifest).size(), 2, 1, CHIPS["v5e"])
+        choose_mesh(manifest, Request(manifest).size(), 2, 1, CHIPS["v5e"])
     assert layout_of("cogvideox-2b", 9, 480, 720, 7).mesh == (1, 7, 1)  # which nothing else divides over
 
 

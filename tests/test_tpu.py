@@ -94,6 +94,13 @@ def test_convolution_compiles(topology, channels):
     assert conv_kernel.NAME in text and " convolution(" not in text
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("out_channels", [512, 256])
+def test_wide_convolutions_fit_the_smaller_memory(dtype, out_channels):
+    shapes = (1, 4, 12, 340, 512), (3, 3, 3, 512, out_channels), (out_channels,), (1, 2, 12, 340, out_channels)
+    compile_for("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)
+
+
 def test_forecast_of_a_convolution(tmp_path):
     """By the static schedule, at 256 channels: within the matrix unit's rate, and close to it."""
     with tpu.dumped() as dump:

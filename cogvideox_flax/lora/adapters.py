@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, Order, precision
+from cogvideox_flax.layers import Linear, Order, precision, same_arrays
+from cogvideox_flax.models.int8 import Int8Linear
 from cogvideox_flax.models.transformer import Transformer
 
 TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
@@ -63,7 +64,7 @@ class LoRALinear(nnx.Module):
         scales = jnp.full(len(kernel), self.scale)
         # layer by layer: a float32 copy of all layers at once would be gigabytes
         _, merged = jax.lax.scan(_merge_layer, None, (kernel, self.a[...], self.b[...], scales))
-        linear = _copy(self.base)
+        linear = same_arrays(self.base)
         linear.kernel = nnx.Param(jax.device_put(merged, kernel.sharding))
         return linear
 
@@ -96,7 +97,7 @@ def add_lora(
     if not targets or (unknown := [name for name in targets if name not in TARGETS]):
         wrong = f"unknown LoRA targets {', '.join(unknown)}" if targets else "a LoRA needs at least one target"
         raise InputError(f"{wrong}; known are {', '.join(TARGETS)}")
-    model = _copy(transformer)
+    model = same_arrays(transformer)
     for target in dict.fromkeys(targets):
         layers, width, out = plain_linear(model, target).kernel.shape
         bound = width**-0.5
@@ -137,7 +138,7 @@ def with_parameters(transformer: Transformer, parameters: Mapping[str, Array]) -
 
 def merge_lora(transformer: Transformer) -> Transformer:
     """A plain transformer that computes the same: the adapters are added to the weights, in the weights' dtype."""
-    model = _copy(transformer)
+    model = same_arrays(transformer)
     for target, linear in list(adapters(model)):
         setattr(getattr(model.blocks, TARGETS[target]), target, linear.merged())
     return model
@@ -147,9 +148,11 @@ def plain_linear(transformer: Transformer, target: str) -> Linear:
     """The linear map that is to be adapted.
 
     Raises:
-        InputError: it is adapted already.
+        InputError: it is adapted already, or quantized.
     """
     linear = getattr(getattr(transformer.blocks, TARGETS[target]), target)
+    if isinstance(linear, Int8Linear):
+        raise InputError("adapters go with floating-point weights, and this transformer's are int8")
     if isinstance(linear, LoRALinear):
         raise InputError(f"{target} of this transformer has a LoRA already; merge_lora makes it part of the weights")
     return linear
@@ -164,7 +167,7 @@ def with_adapter(
     mesh: Mesh | None,
 ) -> Transformer:
     """The transformer with one target adapted, the adapter laid out by the table of `sharding`."""
-    model = _copy(transformer)
+    model = same_arrays(transformer)
     part = TARGETS[target]
 
     def place(half: str, value: Any) -> Array:
@@ -186,8 +189,3 @@ def _merge_layer(carry: None, layer: tuple[Array, Array, Array, Array]) -> tuple
 
 def _matmul(x: Array, y: Array) -> Float32[Array, "*batch out"]:
     return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision(x.dtype))
-
-
-def _copy(module: Any) -> Any:
-    """New modules around the same arrays."""
-    return jax.tree.map(lambda leaf: leaf, module)

@@ -74,8 +74,8 @@ class SpatialConv(nnx.Module):
         self.stride = stride
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H/s W/s C"]:
-        y = conv3d(x.astype(self.kernel.dtype), self.kernel[...][None], self.bias[...], stride=self.stride)
-        return y.astype(x.dtype)
+        narrow = x.astype(self.kernel.dtype)
+        return conv3d(narrow, self.kernel[...][None], self.bias[...], stride=self.stride, dtype=x.dtype)
 
 
 def conv3d(
@@ -85,6 +85,7 @@ def conv3d(
     residual: Float[Array, "B T H W O"] | None = None,
     *,
     stride: int = 1,
+    dtype: Any = None,
 ) -> Float[Array, "B T H/s W/s O"]:
     """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
@@ -93,19 +94,24 @@ def conv3d(
     forward-mode one.
 
     Args:
-        residual: added before the one rounding, which then is to its dtype, else to x's.
+        residual: added before the one rounding.
+        dtype: what is rounded to; None is the residual's, or without one x's.
     """
     reach = (1, 1) if stride == 1 else (0, 1)
-    return sharding.over_picture(partial(_conv3d, stride), x, residual, kernel, bias, reach=reach)
+    dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
+    return sharding.over_picture(partial(_conv3d, (stride, dtype)), x, residual, kernel, bias, reach=reach)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 5))
-def _conv3d(stride: int, x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding) -> Array:
-    """As `conv3d`, of a picture or a part of one, with these zeros around it."""
+def _conv3d(
+    static: tuple[int, Any], x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+) -> Array:
+    """As `conv3d`, of a picture or a part of one, with these zeros around it. static: stride, dtype."""
+    stride, dtype = static
     how = {"stride": stride, "padding": padding}
 
     def plain(f: Any) -> Any:
-        return lambda x, residual, kernel, bias: _finish(f(x, kernel, **how), x, residual, bias)
+        return lambda x, residual, kernel, bias: _finish(f(x, kernel, **how), residual, bias, dtype)
 
     return jax.lax.platform_dependent(
         x,
@@ -113,20 +119,18 @@ def _conv3d(stride: int, x: Array, residual: Array | None, kernel: Array, bias: 
         kernel,
         bias,
         cpu=plain(_by_frame),
-        tpu=partial(_on_tpu, padding=padding) if stride == 1 else plain(_native),
+        tpu=partial(_on_tpu, padding=padding, dtype=dtype) if stride == 1 else plain(_native),
         default=plain(_native),
     )
 
 
-def _on_tpu(x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding) -> Array:
-    return conv_kernel.convolve(x, kernel, bias, residual, padding=padding)
+def _on_tpu(x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding, dtype: Any) -> Array:
+    return conv_kernel.convolve(x, kernel, bias, residual, padding=padding, dtype=dtype)
 
 
-def _finish(y: Array, x: Array, residual: Array | None, bias: Array) -> Array:
+def _finish(y: Array, residual: Array | None, bias: Array, dtype: Any) -> Array:
     y = y + bias.astype(jnp.float32)
-    if residual is None:
-        return y.astype(x.dtype)
-    return (y + residual.astype(jnp.float32)).astype(residual.dtype)
+    return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)
 
 
 def _native(x: Array, kernel: Array, *, stride: int, padding: Padding, dtype: Any = jnp.float32) -> Array:
@@ -171,16 +175,16 @@ def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding) -> Ar
 
 
 def _conv3d_forward(
-    stride: int, x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+    static: tuple[int, Any], x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
 ) -> tuple[Array, tuple[Array | None, ...]]:
-    return _conv3d(stride, x, residual, kernel, bias, padding), (x, residual, kernel, bias)
+    return _conv3d(static, x, residual, kernel, bias, padding), (x, residual, kernel, bias)
 
 
 def _conv3d_backward(
-    stride: int, padding: Padding, saved: tuple[Any, ...], dy: Array
+    static: tuple[int, Any], padding: Padding, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Array, Array | None, Array, Array]:
     x, residual, kernel, bias = saved
-    how = {"stride": stride, "padding": padding}
+    how = {"stride": static[0], "padding": padding}
     dx, dkernel = jax.lax.platform_dependent(
         x, kernel, dy, cpu=partial(_by_frame_backward, **how), default=partial(_native_backward, **how)
     )

@@ -28,10 +28,13 @@ TAPS = 3
 """In height and width."""
 
 _ROW_TILE = 16  # rows of a bfloat16 tile: a row of pixels padded to that is whole registers
-_GROUP = 1408  # pixels of one product, about
-_BLOCK_BYTES = 12 * 2**20  # of the input at a time, at most; twice that is held
-_OUT_CHANNELS = 256  # at a time
-_VMEM = 100 * 2**20
+_MIB = 2**20
+_VMEM = 60 * _MIB
+"""Of fast memory; a v5p has 64 MiB, v5e and v6e twice that."""
+_BUDGET = 48 * _MIB
+"""Of that, for what is known to be held."""
+_CHOICES = ((12, 1408, 256), (12, 704, 256), (8, 704, 256), (8, 704, 128), (4, 352, 128), (1, 1, 128))
+"""MiB of the input at a time (twice that is held), pixels of one product, output channels at a time; best first."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,23 @@ class Tiles:
         """For an output of so many rows and columns; channels are multiples of 128."""
         width = _up(columns + 2, _ROW_TILE)
         row_bytes = taps * width * channels * itemsize
-        fits = [n for n in range(1, rows + 1) if rows % n == 0 and (n + 2) * row_bytes <= _BLOCK_BYTES]
-        block = max(fits, default=1)
-        group = max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * width <= _GROUP))
-        part = _OUT_CHANNELS if out_channels % _OUT_CHANNELS == 0 else LANES
-        return cls(width, block, group, part, out_channels // part)
+        for mib, pixels, part in _CHOICES:
+            fits = [n for n in range(1, rows + 1) if rows % n == 0 and (n + 2) * row_bytes <= mib * _MIB]
+            block = max(fits, default=1)
+            group = max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * width <= pixels))
+            part = part if out_channels % part == 0 else LANES
+            tiles = cls(width, block, group, part, out_channels // part)
+            if tiles.nbytes(channels, taps, itemsize) <= _BUDGET:
+                break
+        return tiles
+
+    def nbytes(self, channels: int, taps: int, itemsize: int) -> int:
+        """Fast memory: input, weights, result and residual twice, and one product's operand and sums."""
+        inputs = taps * (self.block + 2) * self.width * channels * itemsize
+        weights = taps * TAPS * channels * TAPS * self.part * itemsize
+        outputs = 2 * self.block * self.width * self.part * itemsize
+        product = self.group * self.width * (taps * TAPS * channels * itemsize + TAPS * self.part * 4)
+        return 2 * (inputs + weights + outputs) + product
 
 
 def convolve(
@@ -68,18 +83,21 @@ def convolve(
     residual: Float[Array, "B T H W O"] | None,
     *,
     padding: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
+    dtype: Any = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H W O"]:
     """Valid in time. Summed in float32, rounded once.
 
     Args:
         x: any float dtype, the kernel's too. Channels that fill no register (the latents, the colours) are padded.
-        residual: added before rounding, which then is to its dtype.
+        residual: added before rounding.
+        dtype: what is rounded to; None is the residual's, or without one x's.
         padding: zeros before and after the rows, and the columns; h and w grow by that and shrink by 2.
     """
+    dtype = dtype or (x.dtype if residual is None else residual.dtype)
     if missing := -kernel.shape[-1] % LANES:
         more = partial(_pad_channels, count=missing)
-        y = convolve(x, more(kernel), more(bias), more(residual), padding=padding, interpret=interpret)
+        y = convolve(x, more(kernel), more(bias), more(residual), padding=padding, dtype=dtype, interpret=interpret)
         return y[..., : kernel.shape[-1]]
     kernel = jnp.pad(kernel, ((0, 0),) * 3 + ((0, -kernel.shape[-2] % LANES), (0, 0)))
     taps, _, _, channels, out_channels = kernel.shape
@@ -105,9 +123,8 @@ def convolve(
         pl.BlockSpec((1, 1, part), lambda n, b, t, r: (n, 0, 0)),
     ]
     args = [x, weights, bias.astype(jnp.float32).reshape(parts, 1, part)]
-    dtype = x.dtype
     if residual is not None:
-        specs, args, dtype = [*specs, here], [*args, residual], residual.dtype
+        specs, args = [*specs, here], [*args, residual]
     shape = (batch, frames, rows, columns, out_channels)
 
     def body(x_ref: Any, weights_ref: Any, bias_ref: Any, *refs: Any) -> None:

@@ -7,6 +7,7 @@ takes. Times are modelled; `METHOD` says how.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
-from cogvideox_flax.schedulers import guidance_scales, make_scheduler
+from cogvideox_flax.schedulers import Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 
 STAGES = ("encode", "denoise", "decode")
@@ -97,7 +98,7 @@ class Request:
     prompts: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 6.0
-    scheduler: str | None = None
+    scheduler: str | Scheduler | None = None
 
     @property
     def batch(self) -> int:
@@ -216,7 +217,7 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., A
     if name == "decode":
         z = jax.ShapeDtypeStruct((request.prompts, size.latent_frames - size.extra_latents, *shape), jnp.float32)
         return programs.make_decode(*to_frames), [vae, (None, z)], 1
-    sampler = make_scheduler(dataclasses.replace(manifest.scheduler, kind=request.scheduler or manifest.scheduler.kind))
+    sampler = _sampler(request)
     plan = sampler.plan(request.num_inference_steps)
     guidance = guidance_scales(plan.timesteps, request.num_inference_steps, request.guidance_scale, False)
     x = jax.ShapeDtypeStruct((request.prompts, size.latent_frames, *shape), jnp.float32)
@@ -226,14 +227,21 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., A
         run = programs.make_run(sampler, to_frames[0], size.extra_latents, *to_frames[1:])
         return run, [encoder, transformer, vae, ids(request.batch), *tables, carry], 1
     width = manifest.transformer.text_width
-    both = jax.ShapeDtypeStruct((request.batch, length, width), jnp.dtype(request.dtype))
+    both = jax.ShapeDtypeStruct((request.batch, length, width), jnp.float32)
     step = (None, jax.ShapeDtypeStruct((), jnp.int32))
     return programs.make_step(sampler), [transformer, (None, both), *tables, step, carry], request.num_inference_steps
 
 
+def _sampler(request: Request) -> Scheduler:
+    if isinstance(request.scheduler, Scheduler):
+        return request.scheduler
+    assert request.manifest.scheduler
+    own = request.manifest.scheduler
+    return make_scheduler(dataclasses.replace(own, kind=request.scheduler or own.kind))
+
+
 def _weights(component: str, request: Request) -> Any:
-    module = checkpoint.abstract(component, getattr(request.manifest, component))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(request.dtype)), module)
+    return checkpoint.cast(request.manifest.abstract(component), request.dtype)
 
 
 def placed(args: Sequence[tuple[str | None, Any]], mesh: Mesh | None) -> list[Any]:
@@ -249,6 +257,17 @@ def placed(args: Sequence[tuple[str | None, Any]], mesh: Mesh | None) -> list[An
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return [jax.tree_util.tree_map_with_path(partial(place, component), arg) for component, arg in args]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Of arrays or shapes, split as they say."""
+
+    def one(leaf: Any) -> int:
+        where = getattr(leaf, "sharding", None)
+        shape = where.shard_shape(leaf.shape) if where is not None else leaf.shape
+        return math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
 
 
 def describe(forecast: Forecast) -> str:
@@ -285,6 +304,7 @@ __all__ = [
     "Request",
     "Stage",
     "best_mesh",
+    "bytes_per_device",
     "chip_of_device",
     "choose_mesh",
     "describe",

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 @dataclass(frozen=True)
 class Flops:
-    """A multiply-add is two. `kernels` is the part inside Pallas kernels, here attention; `rest` all other products."""
+    """A multiply-add is two. `kernels` is the part inside Pallas kernels; `rest` all other products."""
 
     rest: int = 0
     kernels: int = 0

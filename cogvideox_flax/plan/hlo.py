@@ -102,15 +102,13 @@ class Program:
             where, roots = inner, [o for o in inner.values() if "ROOT " in o.text]
             if roots and roots[0].kind == "tuple":
                 roots = [inner[name] for name in roots[0].operands]
-        total = 0
-        for root in roots:
+        results = sizes(op.type, zero_fast=True)
+        for i, root in enumerate(roots if len(roots) == len(results) else []):
             while root.kind == "bitcast" and root.operands[0] in where:
                 root = where[root.operands[0]]
             if root.kind == "dynamic-update-slice" and root.operands[1] in where:
-                total += sum(sizes(where[root.operands[1]].type))
-            else:
-                total += sum(sizes(root.type, hbm_only=True))
-        return total
+                results[i] = min(results[i], sum(sizes(where[root.operands[1]].type)))
+        return sum(results)
 
     def read_bytes(self, ops: dict[str, Op], op: Op) -> int:
         """Bytes of slow memory that an operation reads; of an operand that it only slices, the slice."""
@@ -158,10 +156,12 @@ class Program:
                 yield from self.inside(inner)
 
 
-def sizes(type_text: str, *, hbm_only: bool = False) -> list[int]:
-    """Bytes of each tensor of a type; with hbm_only, not of those that live in a chip's fast memory."""
-    return [
-        _BYTES.get(kind, 4) * prod(int(n) for n in dims.split(",") if n)
-        for kind, dims, layout in _TENSOR.findall(type_text)
-        if not (hbm_only and "S(1)" in layout)
-    ]
+def sizes(type_text: str, *, hbm_only: bool = False, zero_fast: bool = False) -> list[int]:
+    """Bytes of each tensor of a type; those that live in a chip's fast memory left out (hbm_only) or 0 (zero_fast)."""
+    found = []
+    for kind, dims, layout in _TENSOR.findall(type_text):
+        fast = "S(1)" in layout
+        if not (hbm_only and fast):
+            nbytes = _BYTES.get(kind, 4) * prod(int(n) for n in dims.split(",") if n)
+            found.append(0 if zero_fast and fast else nbytes)
+    return found

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
-from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
@@ -38,13 +39,18 @@ def meshes(devices: int) -> list[tuple[int, int, int]]:
     return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
 
 
-def layouts(config: TransformerConfig, size: Size, batch: int, devices: int, chip: Chip) -> list[Layout]:
+def layouts(
+    manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
+) -> list[Layout]:
     """All meshes that can serve this batch (prompts, twice with guidance), the fastest first."""
+    config, encoder = manifest.transformer, manifest.text_encoder
+    assert config and encoder
+    bytes_each = 1 if manifest.quantized("transformer") else jnp.dtype(dtype).itemsize
     video = size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
     tokens = config.text_length + video // config.patch_size**2
     found = []
     for dp, sp, tp in meshes(devices):
-        if batch % dp or config.heads % tp:
+        if batch % dp or config.heads % tp or encoder.heads % tp:
             continue
         here = batch // dp * tokens / sp * config.width  # channels of tokens on a device
         heads = -(-(config.heads // tp) // sp)
@@ -53,19 +59,21 @@ def layouts(config: TransformerConfig, size: Size, batch: int, devices: int, chi
         seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)
         seconds += _MOVED * here / chip.bandwidth
         wire = 4 * 2 * here / tp * (1 - 1 / sp) + 2 * 4 * here * 2 * (1 - 1 / tp)
-        weights = 2 * config.layers * (12 + 12 * config.time_width / config.width) * config.width**2
-        nbytes = int(weights / tp + _HELD * here)
+        maps = config.layers * 12 * config.width * (config.width / tp + config.time_width)  # modulation is on each
+        nbytes = int(bytes_each * maps + _HELD * here)
         found.append(Layout((dp, sp, tp), config.layers * (seconds + wire / chip.link), nbytes))
     return sorted(found, key=lambda layout: layout.seconds)
 
 
-def choose_mesh(config: TransformerConfig, size: Size, batch: int, devices: int, chip: Chip) -> Layout:
+def choose_mesh(
+    manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
+) -> Layout:
     """The fastest mesh over all devices whose share of weights and activations fits.
 
     Raises:
         InputError: none fits.
     """
-    found = layouts(config, size, batch, devices, chip)
+    found = layouts(manifest, size, batch, devices, chip, dtype)
     fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
     if not fits:
         least = min(layout.nbytes for layout in found)
@@ -79,6 +87,7 @@ def choose_mesh(config: TransformerConfig, size: Size, batch: int, devices: int,
 def chip_of_device(device: jax.Device) -> Chip:
     """What a device that is there can do; of an unknown kind, a v6e's rates with the memory that it says it has."""
     kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
+    kind = {"v5": "v5p"}.get(kind, kind)  # as v5p calls itself
     if kind in CHIPS:
         return CHIPS[kind]
     limit = (device.memory_stats() or {}).get("bytes_limit", CHIPS["v6e"].hbm)

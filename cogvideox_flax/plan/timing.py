@@ -30,6 +30,8 @@ def seconds_outside_kernels(program: Program, chip: Chip) -> float:
     for ops, op, times in program.run():
         if op.kind in _FREE or kind_of(op) or _is_kernel(op) or op.kind.endswith("-start"):
             continue
+        if op.kind == "async-done":  # what ran in the background is counted where it stands
+            continue
         if op.kind.endswith("-done"):  # of a copy in the background: what was moved, and not what it was cut from
             moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -24,13 +25,13 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
     "transformer": (
         # with a LoRA, a linear map is the adapter's `base`, and the adapter's own a and b are split as its sides are
         (r"blocks\.attn\.[qkv]\.((base\.)?kernel|b)", (None, None, "heads")),
-        (r"blocks\.attn\.[qkv]\.(base\.)?bias", (None, "heads")),
+        (r"blocks\.attn\.[qkv]\.((base\.)?bias|scale)", (None, "heads")),
         (r"blocks\.attn\.out\.((base\.)?kernel|a)", (None, "heads", None)),
         (r"blocks\.mlp\.up\.((base\.)?kernel|b)", (None, None, "hidden")),
-        (r"blocks\.mlp\.up\.(base\.)?bias", (None, "hidden")),
+        (r"blocks\.mlp\.up\.((base\.)?bias|scale)", (None, "hidden")),
         (r"blocks\.mlp\.down\.((base\.)?kernel|a)", (None, "hidden", None)),
         (r"blocks\.(attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b))", _REPLICATED),
-        (r"blocks\.(attn\.out|mlp\.down)\.(base\.)?bias", _REPLICATED),
+        (r"blocks\.(attn\.out|mlp\.down)\.((base\.)?bias|scale)", _REPLICATED),
         (r"blocks\.(attn\.norm_[qk]|norm[12])\..*", _REPLICATED),
         (r"(patch_embed|text_proj|time_embedding|ofs_embedding|norm_final|norm_out|proj_out)\..*", _REPLICATED),
         (r"pos_embedding", _REPLICATED),
@@ -40,6 +41,10 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
         (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
         (r"blocks\.mlp\.(gate|up)\.kernel", (None, None, "hidden")),
         (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
+        # scales are of int8 weights, one per output
+        (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
+        (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
+        (r"blocks\.(attn\.out|mlp\.down)\.scale", _REPLICATED),
         (r"position_bias", (None, "heads")),
         (r"embedding", (None, "hidden")),
         (r"blocks\.norm_(attn|mlp)\.scale|norm_out\.scale", _REPLICATED),
@@ -62,7 +67,11 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, devices: Sequence[jax.Devic
     kinds = (AxisType.Auto,) * 3
     if need < len(devices):  # a part of a slice has no topology that the order could follow
         return Mesh(np.array(devices[:need]).reshape(dp, sp, tp), AXES, axis_types=kinds)
-    return jax.make_mesh((dp, sp, tp), AXES, axis_types=kinds, devices=devices)
+    try:
+        return jax.make_mesh((dp, sp, tp), AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # an axis longer than the slice is along any of its own
+        ordered = mesh_utils.create_device_mesh((dp, sp, tp), devices, allow_split_physical_axes=True)
+        return Mesh(ordered, AXES, axis_types=kinds)
 
 
 def parse_mesh(text: str) -> tuple[int, int, int]:

@@ -1,0 +1,126 @@
+"""Int8 weights: the arithmetic, the error, the checkpoint, and what they cannot be used for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import save_layout
+
+from cogvideox_flax import CogVideoXPipeline, cli, sharding
+from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, parameters, read_manifest, verify
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import Linear
+from cogvideox_flax.lora import add_lora
+from cogvideox_flax.models import int8
+from cogvideox_flax.quantization import quantize_checkpoint
+from conversion.convert import convert
+
+
+def random(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("int8")
+    convert(save_layout(folder / "hf", "cogvideox-5b"), folder / "native")
+    return folder / "native"
+
+
+@pytest.fixture(scope="module")
+def quantized(native):
+    quantize_checkpoint(native, native.with_name("int8"))
+    return native.with_name("int8")
+
+
+def test_rounding_is_to_the_nearest_of_255_levels():
+    x = random(5, 300).at[2].set(0)
+    rounded, scale = int8.round_to_int8(x, axis=-1)
+    assert rounded.dtype == jnp.int8 and scale.shape == (5, 1)
+    assert jnp.abs(rounded).max(1).tolist() == [127, 127, 0, 127, 127]
+    assert (jnp.abs(rounded * scale - x) <= scale / 2 * 1.0001).all()
+
+
+def test_both_products_of_integers_agree():
+    random_ = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(random_.integers(-127, 128, shape), jnp.int8) for shape in ((7, 12288), (12288, 40)))
+    exact = np.asarray(x, np.int64) @ np.asarray(kernel, np.int64)
+    np.testing.assert_array_equal(int8._int8_product(x, kernel), exact)
+    np.testing.assert_array_equal(int8._float_product(x, kernel), exact)
+    np.testing.assert_array_equal(jax.jit(int8._integer_product)(x, kernel), exact)
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_a_quantized_map_is_the_map_within_its_rounding(activations):
+    linear = jax.vmap(lambda key: Linear(64, 48, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    linear.bias[...] = random(3, 48, seed=2)
+    small = int8._quantized(linear, activations)
+    assert small.kernel.dtype == jnp.int8 and small.scale.shape == (3, 48)
+    x = random(5, 64, seed=1)
+
+    def apply(module):
+        return jax.lax.scan(lambda _, m: (None, m.float32(x)), None, module)[1]
+
+    exact, found = apply(linear), apply(small)
+    error = jnp.sqrt(jnp.square(found - exact).mean()) / exact.std()
+    assert 0 < error < 0.02
+    reverse = jax.lax.scan(lambda _, m: (None, m.float32(x, lambda w: w[..., ::-1])), None, small)[1]
+    np.testing.assert_allclose(reverse, found[..., ::-1], rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoint(native, quantized):
+    verify(quantized)
+    manifest = read_manifest(quantized)
+    assert [manifest.quantized(c) for c in ("transformer", "text_encoder", "vae")] == ["int8", "int8", None]
+    stored = parameters(load_transformer(quantized, dtype="bfloat16"))
+    assert stored["blocks.mlp.up.kernel"].dtype == jnp.int8 and stored["blocks.mlp.up.scale"].dtype == jnp.float32
+    assert stored["blocks.attn.norm_q.scale"].dtype == jnp.bfloat16
+    assert not [name for name, x in stored.items() if x.dtype == jnp.int8 and not name.startswith("blocks.")]
+    again = int8.quantize("transformer", load_transformer(native))
+    for name, x in parameters(again).items():
+        np.testing.assert_array_equal(x, parameters(load_transformer(quantized))[name])
+
+
+def test_error_of_the_modules(native, quantized):
+    ids = jnp.arange(20).reshape(2, 10)
+    exact, found = (load_text_encoder(path)(ids) for path in (native, quantized))
+    assert 0 < jnp.sqrt(jnp.square(found - exact).mean()) / exact.std() < 0.03
+    latents, context = random(2, 3, 8, 12, 16), random(2, 10, 40, seed=1)
+    exact, found = (load_transformer(path)(latents, context, 500) for path in (native, quantized))
+    assert 0 < jnp.sqrt(jnp.square(found - exact).mean()) / exact.std() < 0.05
+
+
+def test_a_run_on_a_mesh_is_the_same(quantized):
+    def run(mesh):
+        pipe = CogVideoXPipeline.from_pretrained(quantized, "float32", mesh)
+        size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+        return pipe("a red circle", **size, output_type="float", progress=False).frames
+
+    # a sum in another order may round to another integer
+    np.testing.assert_allclose(run(sharding.make_mesh(2, 1, 2)), run(None), atol=0.02)
+
+
+def test_the_command_and_its_refusals(native, quantized, tmp_path, capsys):
+    assert cli.main(["quantize", str(native), str(tmp_path / "t"), "--component", "transformer"]) == 0
+    assert read_manifest(tmp_path / "t").quantized("text_encoder") is None
+    assert cli.main(["info", str(tmp_path / "t")]) == 0
+    assert "int8" in capsys.readouterr().out
+    for args, message in (
+        ([native, native], "into itself"),
+        ([quantized, tmp_path / "x"], "is int8 already"),
+        ([tmp_path, tmp_path / "x"], "not a native checkpoint"),
+    ):
+        assert cli.main(["quantize", *map(str, args)]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(InputError, match="no int8 form of 'vae'"):
+        quantize_checkpoint(native, tmp_path / "x", ["vae"])
+
+
+def test_adapters_are_refused(quantized, tmp_path):
+    with pytest.raises(InputError, match="this transformer's are int8"):
+        add_lora(load_transformer(quantized), 4, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match="is int8"):
+        CogVideoXPipeline.from_pretrained(quantized, "float32").load_lora(tmp_path / "any.safetensors")
