@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -271,14 +272,14 @@ def _ours(case: Case, folder: Path) -> Any:
         def video() -> np.ndarray:
             context = encode(pipe.text_encoder, given["ids"])
             negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
-            steps = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
+            steps: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
             x, _ = pipe.denoise(context, negative, size, scheduler="ddim", progress=False, **steps)
             return fetch(pipe.decode_latents(x, output_type="float", progress=False))
 
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "text_encoder": lambda m, ids: m(ids),
         "transformer": lambda m, x, c: m(jnp.repeat(x, 2, 0), c, 999),
         "encode": lambda m, x: m.encode(x)[0],
@@ -299,7 +300,7 @@ def _diffusers(case: Case, folder: Path) -> Any:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.backends.cudnn.allow_tf32 = False  # nor do we multiply float32 in less
     device, dtype = ("cuda" if case.device == "gpu" else "cpu"), getattr(torch, case.dtype)
-    classes = {
+    classes: dict[str, Any] = {
         "text_encoder": T5EncoderModel,
         "transformer": CogVideoXTransformer3DModel,
         "vae": AutoencoderKLCogVideoX,
@@ -319,10 +320,10 @@ def _diffusers(case: Case, folder: Path) -> Any:
         return x.float().cpu().numpy()
 
     given = inputs(case)
-    latents = put(given["latents"]).permute(0, 1, 4, 2, 3).contiguous() if "latents" in given else None
+    latents: Any = put(given["latents"]).permute(0, 1, 4, 2, 3).contiguous() if "latents" in given else None
     if case.part == "video":
         scheduler = make_scheduler("ddim", 1.0)
-        pipe = CogVideoXPipeline(None, *(load(c) for c in ("text_encoder", "vae", "transformer")), scheduler)
+        pipe: Any = CogVideoXPipeline(None, *(load(c) for c in ("text_encoder", "vae", "transformer")), scheduler)
         pipe.set_progress_bar_config(disable=True)
 
         def video() -> np.ndarray:

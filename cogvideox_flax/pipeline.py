@@ -394,22 +394,35 @@ class CogVideoXPipeline:
         if limit is None or not self.watch.jit:
             return
         sampler = self.get_scheduler(scheduler)
-        of_size = size.num_frames, size.height, size.width
-        sampling = prompts, num_inference_steps, guidance_scale, sampler
-        request = Request(self.manifest, self.dtype, *of_size, *sampling)
-        made = {
+        request = Request(
+            self.manifest,
+            self.dtype,
+            size.num_frames,
+            size.height,
+            size.width,
+            prompts,
+            num_inference_steps,
+            guidance_scale,
+            sampler,
+        )
+        made: dict[str, tuple[str, Any]] = {
             "encode": ("text encoder", "encode"),
             "denoise": ("denoising step", ("step", sampler)),
             "decode": ("VAE decoder", ("decode", "uint8", None)),
         }
+
+        def check(stage: str, held: int) -> int:
+            """Returns the bytes of the stage's weights on each device."""
+            f, args, _ = program_of(stage, request, size)
+            program = self._programs.get(*made[stage], lambda: f)
+            weights, *rest = placed(args, self.mesh)
+            program.check_memory(weights, *rest, limit=limit, held=held, advice=ADVICE[stage], announce=progress)
+            return bytes_per_device(weights)
+
         held = 0
         for stage in stages:
-            f, args, _ = program_of(stage, request, size)
-            program = self._programs.get(*made[stage], lambda f=f: f)
-            weights, *rest = placed(args, self.mesh)
-            advice = ADVICE[stage]
-            program.check_memory(weights, *rest, limit=limit, held=held, advice=advice, announce=progress)
-            held += bytes_per_device(weights) if keep else 0
+            weights = check(stage, held)
+            held += weights if keep else 0
 
     def _check_arrays(
         self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None

@@ -184,7 +184,7 @@ def _conv3d_backward(
     static: tuple[int, Any], padding: Padding, saved: tuple[Any, ...], dy: Array
 ) -> tuple[Array, Array | None, Array, Array]:
     x, residual, kernel, bias = saved
-    how = {"stride": static[0], "padding": padding}
+    how: dict[str, Any] = {"stride": static[0], "padding": padding}
     dx, dkernel = jax.lax.platform_dependent(
         x, kernel, dy, cpu=partial(_by_frame_backward, **how), default=partial(_native_backward, **how)
     )

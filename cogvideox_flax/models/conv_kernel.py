@@ -97,7 +97,8 @@ def convolve(
     dtype = dtype or (x.dtype if residual is None else residual.dtype)
     if missing := -kernel.shape[-1] % LANES:
         more = partial(_pad_channels, count=missing)
-        y = convolve(x, more(kernel), more(bias), more(residual), padding=padding, dtype=dtype, interpret=interpret)
+        wide = None if residual is None else more(residual)
+        y = convolve(x, more(kernel), more(bias), wide, padding=padding, dtype=dtype, interpret=interpret)
         return y[..., : kernel.shape[-1]]
     kernel = jnp.pad(kernel, ((0, 0),) * 3 + ((0, -kernel.shape[-2] % LANES), (0, 0)))
     taps, _, _, channels, out_channels = kernel.shape
@@ -175,8 +176,8 @@ def convolve(
     )(*args)
 
 
-def _pad_channels(x: Array | None, count: int) -> Array | None:
-    return x if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, count),))
+def _pad_channels(x: Array, count: int) -> Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, count),))
 
 
 def _up(n: int, multiple: int) -> int:
