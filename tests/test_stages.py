@@ -217,7 +217,7 @@ def wait_for(process, text: bytes) -> bytes:
     ids=["ctrl-c", "kill"],
 )
 def test_a_real_kill(paths, native, tmp_path, work, moment, number, code, left):
-    command = generate(native, tmp_path / "x.npz", "--steps", 400)
+    command = generate(native, tmp_path / "x.npz", "--steps", 1000)  # enough to be met at work on a busy machine
     process = start(*command)
     seen = wait_for(process, moment)
     process.send_signal(number)

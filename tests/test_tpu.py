@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import convolution, tpu
+from benchmarks import tpu
 from cogvideox_flax.attention import Blocks, attend
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.models import conv_kernel
@@ -101,8 +101,15 @@ def test_wide_convolutions_fit_the_smaller_memory(dtype, out_channels):
     compile_for("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)
 
 
-def test_forecast_of_a_convolution(tmp_path):
+def test_forecast_of_a_convolution():
     """By the static schedule, at 256 channels: within the matrix unit's rate, and close to it."""
-    with tpu.dumped() as dump:
-        found = convolution.kernel(dump, convolution.Case(4, 24, 340, 256, 256))
-    assert 0.8 < found["share"] < 1
+    code = """
+from benchmarks import convolution, tpu
+with tpu.dumped() as dump:
+    print(convolution.kernel(dump, convolution.Case(4, 24, 340, 256, 256))["share"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0.8 < float(done.stdout) < 1

@@ -31,8 +31,8 @@ _ROW_TILE = 16  # rows of a bfloat16 tile: a row of pixels padded to that is who
 _MIB = 2**20
 _VMEM = 60 * _MIB
 """Of fast memory; a v5p has 64 MiB, v5e and v6e twice that."""
-_BUDGET = 48 * _MIB
-"""Of that, for what is known to be held."""
+_BUDGET = {2: 48 * _MIB, 4: 30 * _MIB}
+"""Of that, for what is known to be held, by bytes per number; products of float32 hold parts of their operands too."""
 _CHOICES = ((12, 1408, 256), (12, 704, 256), (8, 704, 256), (8, 704, 128), (4, 352, 128), (1, 1, 128))
 """MiB of the input at a time (twice that is held), pixels of one product, output channels at a time; best first."""
 
@@ -63,7 +63,7 @@ class Tiles:
             group = max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * width <= pixels))
             part = part if out_channels % part == 0 else LANES
             tiles = cls(width, block, group, part, out_channels // part)
-            if tiles.nbytes(channels, taps, itemsize) <= _BUDGET:
+            if tiles.nbytes(channels, taps, itemsize) <= _BUDGET[itemsize]:
                 break
         return tiles
 
