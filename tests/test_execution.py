@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -107,13 +108,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatc
         pipe("red", **SMALL)
     assert not pipe._loaded
     # what stays loaded counts: the text encoder's weights are too much for the next stage
-    weights = bytes_per_device(pipe.manifest.abstract("text_encoder"))
+    assert bytes_per_device({"a": jnp.zeros((3, 5)), "b": jnp.zeros(2, jnp.int8)}) == 62
     monkeypatch.setattr(pipeline, "memory_limit", lambda mesh: 40 * 2**20)
     pipe.check_memory(pipe.size(1, 32, 48))
     monkeypatch.setattr(pipeline, "bytes_per_device", lambda tree: 40 * 2**20)
     with pytest.raises(InputError, match=r"denoising step needs .* beside 0\.04 GiB of other weights"):
         pipe.check_memory(pipe.size(1, 32, 48))
-    assert weights > 0
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -17,12 +17,10 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.layers import precision
 from cogvideox_flax.models import conv_kernel
+from cogvideox_flax.sharding import Padding
 
 TAPS = 3
 """Kernel size in time, height and width. A causal convolution looks at the frame itself and the two before it."""
-
-Padding = tuple[tuple[int, int], tuple[int, int]]
-"""Zeros before and after the rows, and the columns."""
 
 
 class CausalConv3d(nnx.Module):

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from cogvideox_flax.layers import precision
+from cogvideox_flax.sharding import Padding
 
 NAME = "cogvideox_conv"
 
@@ -82,7 +83,7 @@ def convolve(
     bias: Float[Array, " O"],
     residual: Float[Array, "B T H W O"] | None,
     *,
-    padding: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1)),
+    padding: Padding = ((1, 1), (1, 1)),
     dtype: Any = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H W O"]:

@@ -4,7 +4,7 @@ Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (hea
 which has none of these but the batch, splits pictures over all of them. Everything else names logical axes only.
 """
 
-from cogvideox_flax.sharding.picture import over_picture, split_picture
+from cogvideox_flax.sharding.picture import Padding, over_picture, split_picture
 from cogvideox_flax.sharding.tables import (
     AXES,
     PARAMS,
@@ -24,6 +24,7 @@ __all__ = [
     "AXES",
     "PARAMS",
     "RULES",
+    "Padding",
     "check_batch",
     "check_heads",
     "constrain",
