@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--prompts", type=_count, default=256)
     parser.add_argument("--steps", type=_count, default=50)
-    parser.add_argument("--guidance-scale", type=float, default=6.0)
+    parser.add_argument("--guidance-scale", type=float, help="default: the checkpoint's")
     parser.add_argument("--batch", type=_count, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise, 0 to 9999")
     parser.add_argument("--modes", type=_modes, default=list(MODES), help=f"some of {','.join(MODES)}; default: all")
@@ -328,6 +328,8 @@ def measure(args: argparse.Namespace) -> None:
         from cogvideox_flax.stages import identity
 
         pipe = CogVideoXPipeline.from_pretrained(args.model, args.dtype)
+        if args.guidance_scale is None:
+            args.guidance_scale = pipe.manifest.default_guidance
         size = pipe.size()
         if size.height != size.width:
             raise InputError(f"the world is square; this model makes {size.height}x{size.width} (height x width)")

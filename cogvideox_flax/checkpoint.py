@@ -66,6 +66,7 @@ class Manifest:
     vae: VAEConfig | None = None
     scheduler: SchedulerConfig | None = None
     tokenizer: TokenizerConfig | None = None
+    guidance_scale: float | None = None  # what suits this model best, where its authors say so here
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source, quantized
 
     @property
@@ -80,6 +81,13 @@ class Manifest:
         The 2b release was trained in float16, the others in bfloat16; what is none of them is small.
         """
         return "float32" if self.release is None else "bfloat16"
+
+    @property
+    def default_guidance(self) -> float:
+        """The guidance scale of a run unless told otherwise: the checkpoint's own, else the release's, else 6."""
+        if self.guidance_scale is not None:
+            return self.guidance_scale
+        return self.release.guidance_scale if self.release else 6.0
 
     def quantized(self, component: str) -> str | None:
         """How a component's weights are quantized: "int8", or None for floating point."""
@@ -103,6 +111,7 @@ class Manifest:
             "format_version": FORMAT_VERSION,
             "release": self.release.name if self.release else None,
             **{name: config.to_dict() for name, config in configs.items() if config is not None},
+            **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
             "weights": self.weights,
         }
 
@@ -110,7 +119,8 @@ class Manifest:
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
         configs = {name: kind.from_dict(raw[name]) for name, kind in CONFIG_TYPES.items() if name in raw}
         weights = {name: {**record, "sha256": str(record["sha256"])} for name, record in raw["weights"].items()}
-        return cls(**configs, weights=weights)  # type: ignore[arg-type]
+        guidance = float(raw["guidance_scale"]) if "guidance_scale" in raw else None
+        return cls(**configs, guidance_scale=guidance, weights=weights)  # type: ignore[arg-type]
 
 
 def is_native(where: Path) -> bool:

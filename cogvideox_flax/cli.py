@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--height", type=int, help="pixels, a multiple of 16; default: the release's")
     sampling.add_argument("--width", type=int, help="pixels, a multiple of 16; default: the release's")
     sampling.add_argument("--num-inference-steps", "--steps", type=int, help="default: the release's (50)")
-    sampling.add_argument("--guidance-scale", type=float, help="default: the release's (6); 1 turns guidance off")
+    sampling.add_argument(
+        "--guidance-scale", type=float, help="default: the checkpoint's (6 for the releases); 1 turns guidance off"
+    )
     sampling.add_argument("--scheduler", choices=("ddim", "dpm"), help="default: the release's")
     sampling.add_argument(
         "--dynamic-cfg",
@@ -519,7 +521,7 @@ def _mesh(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, A
         return make_mesh(1, n // parts, parts)
     sides = {"num_frames": settings.get("frames")} | {name: settings.get(name) for name in ("height", "width")}
     size = resolve_size(manifest.transformer, manifest.vae, manifest.release, **sides)
-    guidance = settings.get("guidance_scale", manifest.release.guidance_scale if manifest.release else 6.0)
+    guidance = settings.get("guidance_scale", manifest.default_guidance)
     batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
     dtype = settings.get("dtype", manifest.default_dtype)
     found = choose_mesh(manifest, size, batch, n, chip_of_device(devices[0]), dtype)

@@ -231,7 +231,7 @@ class CogVideoXPipeline:
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 50,
-        guidance_scale: float = 6.0,
+        guidance_scale: float | None = None,
         use_dynamic_cfg: bool | Literal["index"] = False,
         scheduler: str | Scheduler | None = None,
         seed: int = 0,
@@ -253,7 +253,8 @@ class CogVideoXPipeline:
             num_frames: 8 n + 1; default: the release's.
             height, width: pixels, multiples of 16; default: the release's.
             num_inference_steps: 1 to 1000.
-            guidance_scale: weight of the prompt (classifier-free guidance); 1 or less runs without guidance.
+            guidance_scale: weight of the prompt (classifier-free guidance); 1 or less runs without guidance; default:
+                the checkpoint's, which is 6 for the releases.
             use_dynamic_cfg: False: constant; True: as the reference computes it, from the raw timestep; "index": a
                 monotonic rise over the steps. See `schedulers.guidance_scales`.
             scheduler: "ddim", "dpm" or a Scheduler; default: the checkpoint's.
@@ -278,6 +279,7 @@ class CogVideoXPipeline:
         size = self.size(num_frames, height, width)
         sampler = self.get_scheduler(scheduler)
         sampler.plan(num_inference_steps)
+        guidance_scale = self._guidance(guidance_scale)
         check_sampling(guidance_scale, use_dynamic_cfg, seed)
         sharding.check_batch(self.mesh, len(prompts) * (2 if guidance_scale > 1 else 1))
         if tiling:
@@ -372,7 +374,7 @@ class CogVideoXPipeline:
         prompts: int = 1,
         *,
         num_inference_steps: int = 50,
-        guidance_scale: float = 6.0,
+        guidance_scale: float | None = None,
         scheduler: str | Scheduler | None = None,
         stages: Sequence[str] = STAGES,
         keep: bool = True,
@@ -402,7 +404,7 @@ class CogVideoXPipeline:
             size.width,
             prompts,
             num_inference_steps,
-            guidance_scale,
+            self._guidance(guidance_scale),
             sampler,
         )
         made: dict[str, tuple[str, Any]] = {
@@ -435,6 +437,9 @@ class CogVideoXPipeline:
             raise InputError(f"noise is for samplers that draw some; {scheduler.config.kind} does not")
         if noise is not None and tuple(noise.shape) != (steps, *shape):
             raise InputError(f"noise must be [N, B, T, h, w, C] = {(steps, *shape)}; got {tuple(noise.shape)}")
+
+    def _guidance(self, given: float | None) -> float:
+        return self.manifest.default_guidance if given is None else given
 
     def latent_shape(self, size: Size, batch: int) -> tuple[int, int, int, int, int]:
         """[B, T, h, w, C] of the latents that are denoised."""
@@ -474,7 +479,7 @@ class CogVideoXPipeline:
         size: Size,
         *,
         num_inference_steps: int = 50,
-        guidance_scale: float = 6.0,
+        guidance_scale: float | None = None,
         use_dynamic_cfg: bool | Literal["index"] = False,
         scheduler: str | Scheduler | None = None,
         seed: int = 0,
@@ -500,7 +505,7 @@ class CogVideoXPipeline:
         # float32 whatever the encoder's dtype, as stage files hold it: one program for both ways
         both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
         both = both.astype(jnp.float32)
-        schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
+        schedule = num_inference_steps, self._guidance(guidance_scale), use_dynamic_cfg
         plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise)
         fixed = (self.transformer, *self._programs.put((both, plan, *tables)))
         if compiled_loop:

@@ -147,7 +147,7 @@ class Settings:
             width=size.width,
             fps=default(fps, "fps", 16 if manifest.transformer.patch_size_t else 8),
             num_inference_steps=default(num_inference_steps, "num_inference_steps", 50),
-            guidance_scale=float(default(guidance_scale, "guidance_scale", 6.0)),
+            guidance_scale=manifest.default_guidance if guidance_scale is None else float(guidance_scale),
             use_dynamic_cfg=default(use_dynamic_cfg, "use_dynamic_cfg", False),
             scheduler=default(scheduler, "sampler", own.kind),
             seed=seed,

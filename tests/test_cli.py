@@ -12,6 +12,7 @@ import pytest
 from commands import PROMPT, ROOT, generate, python
 from safetensors.numpy import load_file
 
+from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.pipeline import CogVideoXPipeline
 from cogvideox_flax.video import read_metadata, read_video
 
@@ -86,6 +87,18 @@ def test_mp4_holds_what_made_it(paths, native, tmp_path):
         "scheduler": "dpm",
         "dtype": "float32",
     }
+
+
+def test_a_checkpoint_may_recommend_its_guidance(paths, native, tmp_path):
+    own = shutil.copytree(native, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"guidance_scale": 2.5}))
+    used = [read_metadata(paths(*generate(m, tmp_path / "v.mp4"))[0])["settings"] for m in (native, own)]
+    assert [settings["guidance_scale"] for settings in used] == [6.0, 2.5]
+    settings = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 1, "output_type": "latent"}
+    video = CogVideoXPipeline.from_pretrained(own, dtype="float32")(PROMPT, **settings, progress=False)
+    assert video.metadata["settings"]["guidance_scale"] == 2.5
+    assert read_manifest(own).to_json()["guidance_scale"] == 2.5
 
 
 def test_every_format_holds_the_same_frames(paths, native, tmp_path):

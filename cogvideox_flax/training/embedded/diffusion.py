@@ -31,6 +31,7 @@ from cogvideox_flax.training.embedded.settings import (
     DTYPES,
     FOCUS,
     FRAMES,
+    GUIDANCE,
     SCHEDULER,
     SEED,
     SHARD,
@@ -146,7 +147,14 @@ def export(run: Run) -> None:
 
 def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:
     """RUN/checkpoint out of the three modules."""
-    manifest = Manifest(text_encoder=TEXT, transformer=TRANSFORMER, vae=VAE, scheduler=SCHEDULER, tokenizer=TOKENIZER)
+    manifest = Manifest(
+        text_encoder=TEXT,
+        transformer=TRANSFORMER,
+        vae=VAE,
+        scheduler=SCHEDULER,
+        tokenizer=TOKENIZER,
+        guidance_scale=GUIDANCE,
+    )
     source = {"recipe": "cogvideox_flax.training.embedded", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(run.folder / "checkpoint", manifest, modules, DTYPES, source, spiece=run.folder / TOKENIZER_FILE)
