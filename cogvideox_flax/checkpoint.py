@@ -277,9 +277,14 @@ def _keeps_its_dtype(name: str, leaf: Any) -> bool:
 def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
     """One parameter from disk to its device or devices; at most one host copy in the target dtype.
 
-    Rows of the leading axis are read and cast one at a time, and each shard takes only its own columns.
+    A CPU computes on the file's own pages where the dtype is the stored one. Otherwise rows of the leading axis are
+    read and cast one at a time, and each shard takes only its own columns.
     """
     shape = file.tensors[name].shape
+    if placement is None and file.tensors[name].dtype == dtype and jax.default_backend() == "cpu":
+        pages = file.mapped(name)
+        if pages is not None:
+            return jax.device_put(pages, may_alias=True)
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         if len(shape) < 2:

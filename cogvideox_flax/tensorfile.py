@@ -1,14 +1,15 @@
 """Safetensors files, read and written piece by piece.
 
-The safetensors library maps whole files and writes whole dictionaries. Conversion must fill one layer of a stacked
-parameter at a time and keep peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw
-little-endian data) is handled here with plain reads and writes at offsets. Small files go through the library.
+The safetensors library writes whole dictionaries. Conversion must fill one layer of a stacked parameter at a time and
+keep peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw little-endian data) is
+handled here with plain reads and writes at offsets. Small files go through the library.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Mapping
@@ -39,6 +40,10 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _ALIGN = 64  # XLA takes host memory without a copy at this alignment
 
 
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
 class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -46,12 +51,12 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return _nbytes(self.shape, self.dtype)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Uninitialised host memory that XLA:CPU can adopt without a copy."""
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = _nbytes(shape, dtype)
     raw = np.empty(nbytes + _ALIGN, np.uint8)
     start = -raw.ctypes.data % _ALIGN
     return raw[start : start + nbytes].view(dtype).reshape(shape)
@@ -66,6 +71,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = Path(path)
+        self._map: mmap.mmap | None = None
         try:
             self._fd = os.open(self.path, os.O_RDONLY)
         except OSError as e:
@@ -105,7 +111,7 @@ class TensorFile:
         start, end = 8 + length, 0
         tensors = {}
         for lo, hi, name, shape, dtype in sorted(infos, key=lambda info: info[:2]):
-            if min(shape, default=0) < 0 or lo != end or hi - lo != math.prod(shape) * dtype.itemsize:
+            if min(shape, default=0) < 0 or lo != end or hi - lo != _nbytes(shape, dtype):
                 raise corrupt(f"{name} has shape {shape} {dtype} but bytes {lo} to {hi}")
             tensors[name] = TensorInfo(shape, dtype, start + lo)
             end = hi
@@ -126,6 +132,20 @@ class TensorFile:
         out = aligned_empty(shape, info.dtype)
         self._read_into(out.reshape(-1).view(np.uint8), offset)
         return out
+
+    def mapped(self, name: str) -> np.ndarray | None:
+        """One tensor as the file's own pages in memory, read from disk when they are first touched; None where XLA:CPU
+        could not adopt it without a copy.
+
+        It stays valid after `close` and after the file is removed or replaced. Changing it does not change the file.
+        """
+        info = self.tensors[name]
+        if info.offset % _ALIGN or not info.nbytes:
+            return None
+        if self._map is None:
+            self._map = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+        flat = np.frombuffer(self._map, info.dtype, math.prod(info.shape), info.offset)
+        return flat.reshape(info.shape)
 
     def _read_into(self, out: np.ndarray, offset: int) -> None:
         view, done = out.data, 0
@@ -151,15 +171,17 @@ class TensorWriter:
     """Writes a safetensors file whose tensors arrive in any order and in slices of their leading axis.
 
     tensors: name -> (shape, dtype). The whole file is allocated at once, so a full disk shows before work is done.
+    Odd sizes come last in the file, so that all others are aligned for `TensorFile.mapped`.
     """
 
     def __init__(
         self, path: Path, tensors: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str]
     ):
         header: dict[str, object] = {"__metadata__": dict(metadata)}
+        tensors = dict(sorted(tensors.items(), key=lambda item: _nbytes(*item[1]) % _ALIGN != 0))
         end = 0
         for name, (shape, dtype) in tensors.items():
-            nbytes = math.prod(shape) * dtype.itemsize
+            nbytes = _nbytes(shape, dtype)
             header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
             end += nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
