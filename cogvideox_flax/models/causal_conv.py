@@ -108,17 +108,17 @@ def _conv3d(
     stride, dtype = static
     how = {"stride": stride, "padding": padding}
 
-    def plain(f: Any) -> Any:
-        return lambda x, residual, kernel, bias: _finish(f(x, kernel, **how), residual, bias, dtype)
+    def native(x: Array, residual: Array | None, kernel: Array, bias: Array) -> Array:
+        return _finish(_native(x, kernel, **how), residual, bias, dtype)
 
     return jax.lax.platform_dependent(
         x,
         residual,
         kernel,
         bias,
-        cpu=plain(_by_frame),
-        tpu=partial(_on_tpu, padding=padding, dtype=dtype) if stride == 1 else plain(_native),
-        default=plain(_native),
+        cpu=partial(_by_frame, **how, dtype=dtype),
+        tpu=partial(_on_tpu, padding=padding, dtype=dtype) if stride == 1 else native,
+        default=native,
     )
 
 
@@ -143,17 +143,32 @@ def _native(x: Array, kernel: Array, *, stride: int, padding: Padding, dtype: An
     )
 
 
-def _by_frame(x: Array, kernel: Array, *, stride: int, padding: Padding) -> Array:
-    """One 2-D convolution per frame and tap: on a CPU two to five times faster than one 3-D convolution."""
+def _by_frame(
+    x: Array, residual: Array | None, kernel: Array, bias: Array, *, stride: int, padding: Padding, dtype: Any
+) -> Array:
+    """One 2-D convolution per frame and tap: on a CPU two to five times faster than one 3-D convolution.
+
+    Frames are finished one by one, each in its place: in the residual's memory, where that is needed no longer.
+    """
     kernel = kernel.astype(jnp.float32)
     taps = kernel.shape[0]
+    count = x.shape[1] - taps + 1
 
     def frame(t: Array) -> Array:
         frames = [jax.lax.dynamic_index_in_dim(x, t + i, 1, keepdims=False) for i in range(taps)]
         parts = [_conv2d(frames[i].astype(jnp.float32), kernel[i], stride=stride, padding=padding) for i in range(taps)]
         return reduce(jnp.add, parts)
 
-    return jnp.moveaxis(jax.lax.map(frame, jnp.arange(x.shape[1] - taps + 1)), 0, 1)
+    def put(t: Array, y: Array) -> Array:
+        before = jax.lax.dynamic_index_in_dim(y, t, 1, keepdims=False) if residual is not None else None
+        return jax.lax.dynamic_update_index_in_dim(y, _finish(frame(t), before, bias, dtype), t, 1)
+
+    if residual is None:
+        height, width = jax.eval_shape(frame, 0).shape[1:3]
+        start = jax.lax.empty((x.shape[0], count, height, width, kernel.shape[-1]), dtype)
+    else:
+        start = residual.astype(dtype)
+    return jax.lax.fori_loop(0, count, put, start)
 
 
 def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding) -> Array:
@@ -205,9 +220,12 @@ def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int, paddi
 
     dx = _by_frame(
         jnp.pad(dy, ((0, 0), (taps - 1, taps - 1), (0, 0), (0, 0), (0, 0))),
+        None,
         kernel[::-1, ::-1, ::-1].swapaxes(-1, -2),
+        jnp.zeros(kernel.shape[-2]),
         stride=1,
         padding=((size - 1 - top, size - 1 - bottom), (size - 1 - left, size - 1 - right)),
+        dtype=x.dtype,
     )
 
     def as_kernel(y: Array) -> Array:  # B T H W C -> H W (B T) C
@@ -219,7 +237,7 @@ def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int, paddi
         ).transpose(1, 2, 0, 3)
         for i in range(taps)
     ]
-    return dx.astype(x.dtype), jnp.stack(dkernel).astype(kernel.dtype)
+    return dx, jnp.stack(dkernel).astype(kernel.dtype)
 
 
 _conv3d.defvjp(_conv3d_forward, _conv3d_backward)
