@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import Blocks, attend, splash
+from cogvideox_flax.attention import Blocks, attend, cudnn, splash
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
 
@@ -263,3 +263,60 @@ def test_a_last_narrow_block_of_queries():
     q, k, v = random(700, 300, batch=1, heads=1, dim=64)
     blocks = Blocks(q=512, kv=384, chunk=256, slice=128)
     np.testing.assert_allclose(interpreted(q, k, v, blocks=blocks), textbook(q, k, v), atol=5e-6)
+
+
+# --- cuDNN's kernel ---
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """Lowers for an NVIDIA GPU that is not there."""
+    pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "_present", lambda: True)
+
+    def lowered(*args, **options):
+        return jax.jit(partial(attend, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+    return lowered
+
+
+@pytest.mark.parametrize(("kv_len", "mask"), [(None, "NO_MASK"), (1000, "NO_MASK"), ((3, 1000), "PADDING")])
+def test_auto_is_cudnn_on_an_nvidia_gpu(with_cudnn, kv_len, mask):
+    length = jnp.array(kv_len) if isinstance(kv_len, tuple) else kv_len
+    text = with_cudnn(*random(600, 1030, dim=64, dtype=jnp.bfloat16), kv_len=length)
+    assert "__cudnn$fmhaSoftmax" in text
+    assert f"mask_type\\22: \\22{mask}\\22" in text
+
+
+def test_cudnn_is_left_alone_where_it_would_not_be_exact_or_not_worth_it(with_cudnn):
+    assert "__cudnn$" not in with_cudnn(*random(600, 1030, dim=64))  # float32
+    assert "__cudnn$" not in with_cudnn(*random(100, 104, dim=64, dtype=jnp.bfloat16))
+    assert "__cudnn$" not in with_cudnn(*random(600, 1030, dim=64, dtype=jnp.bfloat16), window=(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "window", "message"),
+    [
+        (64, jnp.float32, None, "computes in bfloat16 or float16; got float32"),
+        (20, jnp.bfloat16, None, "multiples of 8 up to 128; got 20"),
+        (64, jnp.bfloat16, (3, 3), "no window to both sides"),
+    ],
+)
+def test_cudnn_says_what_it_does_not_serve(with_cudnn, dim, dtype, window, message):
+    with pytest.raises(InputError, match=message):
+        with_cudnn(*random(8, 8, dim=dim, dtype=dtype), backend="cudnn", window=window)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_cudnn_without_a_gpu_is_refused():
+    with pytest.raises(InputError, match="needs an NVIDIA GPU"):
+        attend(*random(8, 8, dtype=jnp.bfloat16), backend="cudnn")
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kv_len", [None, 1000, [3, 1030]])
+def test_cudnn_is_exact(kv_len):
+    args = random(600, 1030, dim=64, dtype=jnp.bfloat16)
+    out = attend(*args, kv_len=jnp.array(kv_len) if isinstance(kv_len, list) else kv_len, backend="cudnn")
+    np.testing.assert_allclose(np.asarray(out, np.float32), textbook(*args, kv_len), atol=2e-2)

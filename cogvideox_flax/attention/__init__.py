@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import splash, stock, xla
+from cogvideox_flax.attention import cudnn, splash, stock, xla
 from cogvideox_flax.attention.blocks import Blocks
 from cogvideox_flax.errors import InputError
 
@@ -27,16 +27,24 @@ def _best(
     *,
     window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """The kernel on a TPU where there is enough for it to do, plain XLA elsewhere."""
+    """On a TPU our kernel, on an NVIDIA GPU cuDNN's, where there is enough for them to do; plain XLA elsewhere."""
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
+    if cudnn.why_not(q, window) is None:
+        return cudnn.attend(q, k, v, kv_len)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
     kernel = partial(splash.attend, window=window)
     return jax.lax.platform_dependent(q, k, v, lengths, tpu=kernel, default=plain)
 
 
-BACKENDS: dict[str, Backend] = {"auto": _best, "xla": xla.attend, "splash": splash.attend, "stock": stock.attend}
+BACKENDS: dict[str, Backend] = {
+    "auto": _best,
+    "xla": xla.attend,
+    "splash": splash.attend,
+    "stock": stock.attend,
+    "cudnn": cudnn.attend,
+}
 """name -> f(q, k, v, kv_len, window=): exact attention on one device; kv_len is None or int32 [B]."""
 
 KERNELS = frozenset({"splash", "stock"})

@@ -1,0 +1,53 @@
+"""cuDNN's flash attention, for NVIDIA GPUs: exact, in 16 bit, with a derivative."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from cogvideox_flax.errors import InputError
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+MAX_HEAD_DIM = 128
+"""What all its versions and GPUs serve; newer ones go to 256."""
+
+
+def why_not(q: Float[Array, "B Q N K"], window: tuple[int, int] | None) -> str | None:
+    """Why it cannot serve these queries here, or None if it can."""
+    if q.dtype not in DTYPES:
+        return f"it computes in bfloat16 or float16; got {q.dtype}"
+    if q.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % 8:
+        return f"its heads are multiples of 8 up to {MAX_HEAD_DIM}; got {q.shape[-1]}"
+    if window is not None:
+        return f"it has no window to both sides; got {window}"
+    return None if _present() else "it needs an NVIDIA GPU with cuDNN, and there is none here"
+
+
+@cache
+def _present() -> bool:
+    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def attend(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None = None,
+    *,
+    window: tuple[int, int] | None = None,
+) -> Float[Array, "B Q N K"]:
+    """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
+
+    Raises:
+        InputError: no NVIDIA GPU, or a dtype, a head size or a window that cuDNN does not serve.
+    """
+    if reason := why_not(q, window):
+        raise InputError(f"attention backend 'cudnn': {reason}. Take 'auto'")
+    lengths = None if kv_len is None else jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32), q.shape[:1])
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=1 / math.sqrt(q.shape[-1]), key_value_seq_lengths=lengths, implementation="cudnn"
+    )
