@@ -106,7 +106,7 @@ def _conv3d(
 ) -> Array:
     """As `conv3d`, of a picture or a part of one, with these zeros around it. static: stride, dtype."""
     stride, dtype = static
-    how = {"stride": stride, "padding": padding}
+    how: dict[str, Any] = {"stride": stride, "padding": padding}
 
     def native(x: Array, residual: Array | None, kernel: Array, bias: Array) -> Array:
         return _finish(_native(x, kernel, **how), residual, bias, dtype)
