@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError
-    from cogvideox_flax.pipeline import CogVideoXPipeline, Video
+    from cogvideox_flax.pipeline import CogVideoXPipeline
+    from cogvideox_flax.result import Video
     from cogvideox_flax.version import __version__
 
 _HOME = {
     "CogVideoXPipeline": "pipeline",
     "InputError": "errors",
     "RELEASES": "config",
-    "Video": "pipeline",
+    "Video": "result",
     "__version__": "version",
 }
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,19 +21,17 @@ from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, hub, programs, sharding
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
-from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, Release, TransformerConfig, VAEConfig
+from cogvideox_flax.components import Components
+from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say
-from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
-from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.autoencoder import Tiling
 from cogvideox_flax.plan import STAGES, Request, bytes_per_device, placed, program_of
+from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
-from cogvideox_flax.video import item_paths, save_video
 
 log = logging.getLogger(__name__)
 
@@ -52,40 +48,7 @@ ADVICE = {
 """Stage -> what to do when it does not fit."""
 
 
-@dataclass(frozen=True)
-class Video:
-    """What a run returns.
-
-    frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
-        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them).
-    fps: frames per second that the release was trained at.
-    metadata: prompt, seed, release, version and settings of the run.
-    """
-
-    frames: Any
-    fps: int
-    metadata: dict[str, Any] = field(default_factory=dict)
-
-    def save(self, path: str | Path) -> list[Path]:
-        """Write one file per item, by the path's suffix (.mp4, .gif, ...); items of a batch are numbered.
-
-        Raises:
-            InputError: the frames are not uint8, or the path cannot be written.
-        """
-        if self.frames.dtype != np.uint8:
-            raise InputError(f"only uint8 frames can be saved; this video holds {self.frames.dtype}")
-        paths = item_paths(path, len(self.frames))
-        for i, (name, frames) in enumerate(zip(paths, np.asarray(self.frames), strict=True)):
-            metadata = self.metadata | {
-                key: self.metadata[key][i]
-                for key in ("prompt", "negative_prompt")
-                if isinstance(self.metadata.get(key), list)
-            }
-            save_video(name, frames, self.fps, metadata)
-        return paths
-
-
-class CogVideoXPipeline:
+class CogVideoXPipeline(Components):
     """Text to video with CogVideoX-2b, 5b or 1.5-5B.
 
     Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
@@ -100,11 +63,8 @@ class CogVideoXPipeline:
     """
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
-        self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
-        self.manifest = checkpoint.read_manifest(native_dir)
-        check_model(self.manifest, native_dir, dtype, mesh)
-        for component in COMPONENTS:
-            checkpoint.check_weights(native_dir, component)
+        check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
+        super().__init__(native_dir, dtype, mesh)
         configs = {name: getattr(self.manifest, name) for name in CONFIG_TYPES}
         self.transformer_config: TransformerConfig = configs["transformer"]
         self.vae_config: VAEConfig = configs["vae"]
@@ -116,8 +76,6 @@ class CogVideoXPipeline:
             configs["tokenizer"].max_length,
             vocab_size=configs["text_encoder"].vocab_size,
         )
-        self.loras: list[LoRARecord] = []
-        self._loaded: dict[str, Any] = {}
         self.watch = Watch()
         self._programs = Programs(dtype, mesh)
 
@@ -147,63 +105,6 @@ class CogVideoXPipeline:
         """
         check_model(hub.peek(where, revision, progress=progress), where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
-
-    @property
-    def text_encoder(self) -> TextEncoder:
-        return self._component("text_encoder")
-
-    @property
-    def transformer(self) -> Transformer:
-        return self._component("transformer")
-
-    @property
-    def vae(self) -> Autoencoder:
-        return self._component("vae")
-
-    def _component(self, name: str) -> Any:
-        if name not in self._loaded:
-            start = time.perf_counter()
-            module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.loras if name == "transformer" else ():
-                module = self._merge(record, module)
-            self._loaded[name] = jax.block_until_ready(module)
-            log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
-        return self._loaded[name]
-
-    def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
-        """Add an adapter to the transformer's weights; several may be added, one after the other.
-
-        Args:
-            path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
-            scale: its strength; 1 is as trained where the file says its alpha.
-
-        Raises:
-            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
-                not a finite number; or the weights are int8.
-        """
-        if self.manifest.quantized("transformer"):
-            raise InputError(f"adapters go with floating-point weights; the transformer of {self.native_dir} is int8")
-        record = describe_lora(path, scale, self.transformer_config)
-        if "transformer" in self._loaded:
-            self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
-        self.loras.append(record)
-
-    def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
-        return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
-
-    def use(self, component: str, module: Any) -> None:
-        """Run with this module in place of the checkpoint's, until `release` lets go of it.
-
-        Args:
-            component: "text_encoder", "transformer" or "vae".
-            module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
-        """
-        self._loaded[component] = module
-
-    def release(self, *components: str) -> None:
-        """Let go of loaded components' memory; they load again when used."""
-        for name in components or COMPONENTS:
-            self._loaded.pop(name, None)
 
     @property
     def fps(self) -> int:

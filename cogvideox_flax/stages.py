@@ -31,7 +31,8 @@ from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import fetch
 from cogvideox_flax.lora import LoRARecord, describe_lora
-from cogvideox_flax.pipeline import CogVideoXPipeline, Video
+from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.sizes import resolve_size
 from cogvideox_flax.video import check_writable, existing_parent

@@ -144,7 +144,7 @@ def refused(run, tmp_path, monkeypatch):
             def begun(*args, **kwargs):
                 raise AssertionError("heavy work was begun")
 
-            patch.setattr(CogVideoXPipeline, "_component", begun)
+            patch.setattr(CogVideoXPipeline, "component", begun)
             if not converts:
                 patch.setattr(hub, "convert", begun)
             before = tree(tmp_path)

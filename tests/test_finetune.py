@@ -328,7 +328,7 @@ def test_check_says_what_would_be_done_and_touches_nothing(write, run, tmp_path,
     def begun(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(CogVideoXPipeline, "_component", begun)
+    monkeypatch.setattr(CogVideoXPipeline, "component", begun)
     monkeypatch.setattr(checkpoint, "_load", begun)
     path = write()
     before = tree(tmp_path)

@@ -1,0 +1,100 @@
+"""The parts of a checkpoint, loaded when they are first used and let go when told to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cogvideox_flax import checkpoint
+from cogvideox_flax.config import COMPONENTS
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
+from cogvideox_flax.models.autoencoder import Autoencoder
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
+
+log = logging.getLogger(__name__)
+
+
+class Components:
+    """A native checkpoint whose weight files were checked, without what reads them.
+
+    Attributes:
+        manifest: what the checkpoint says of itself.
+        loras: the adapters that are part of the transformer's weights.
+
+    Raises:
+        CheckpointError: a component is missing or damaged.
+    """
+
+    def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
+        self.manifest = checkpoint.read_manifest(native_dir)
+        for component in COMPONENTS:
+            checkpoint.check_weights(native_dir, component)
+        self.loras: list[LoRARecord] = []
+        self._loaded: dict[str, Any] = {}
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        return self.component("text_encoder")
+
+    @property
+    def transformer(self) -> Transformer:
+        return self.component("transformer")
+
+    @property
+    def vae(self) -> Autoencoder:
+        return self.component("vae")
+
+    def component(self, name: str) -> Any:
+        """A component by its name, loaded if it is not there yet."""
+        if name not in self._loaded:
+            start = time.perf_counter()
+            module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
+            for record in self.loras if name == "transformer" else ():
+                module = self._merge(record, module)
+            self._loaded[name] = jax.block_until_ready(module)
+            log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
+        return self._loaded[name]
+
+    def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
+        """Add an adapter to the transformer's weights; several may be added, one after the other.
+
+        Args:
+            path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
+            scale: its strength; 1 is as trained where the file says its alpha.
+
+        Raises:
+            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
+                not a finite number; or the weights are int8.
+        """
+        if self.manifest.quantized("transformer"):
+            raise InputError(f"adapters go with floating-point weights; the transformer of {self.native_dir} is int8")
+        assert self.manifest.transformer is not None  # as was checked
+        record = describe_lora(path, scale, self.manifest.transformer)
+        if "transformer" in self._loaded:
+            self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
+        self.loras.append(record)
+
+    def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
+        return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
+
+    def use(self, component: str, module: Any) -> None:
+        """Run with this module in place of the checkpoint's, until `release` lets go of it.
+
+        Args:
+            component: "text_encoder", "transformer" or "vae".
+            module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
+        """
+        self._loaded[component] = module
+
+    def release(self, *components: str) -> None:
+        """Let go of loaded components' memory; they load again when used."""
+        for name in components or COMPONENTS:
+            self._loaded.pop(name, None)
