@@ -18,10 +18,11 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.plan import STAGES, Request, best_mesh, choose_mesh, forecast, meshes, program_of
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
-from cogvideox_flax.plan.collectives import Traffic, collectives
+from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.hlo import Program, sizes
 from cogvideox_flax.plan.timing import seconds_outside_kernels
+from cogvideox_flax.plan.wire import busiest, bytes_over_busiest_link, exchange, ring
 
 
 def zeros(*shape):
@@ -243,3 +244,53 @@ def test_command(request_, capsys):
 def test_a_release_is_known_before_there_is_a_checkpoint():
     manifest = Manifest.of_release(RELEASES["cogvideox-2b"])
     assert manifest.release is RELEASES["cogvideox-2b"] and not manifest.weights
+
+
+# --- bytes over links ---
+
+
+def test_an_exchange_in_a_square_takes_half_the_time_of_one_in_a_row():
+    row, square = [(0, i) for i in range(4)], [(0, 0), (0, 1), (1, 1), (1, 0)]
+    assert busiest(exchange(row, 8.0)) == 8  # the middle link: two chips on either side, a quarter for each
+    assert busiest(exchange(square, 8.0)) == 4
+    assert busiest(exchange(square[:1], 8.0)) == 0
+
+
+def test_a_ring_closes_over_the_other_direction_of_its_links():
+    assert busiest(ring([(0, i) for i in range(4)], 8.0)) == 6
+    assert busiest(ring([(0, 0)], 8.0)) == 0
+
+
+def test_messages_that_share_a_link_add_up():
+    assert busiest([((0, 0), (0, 2), 3.0), ((0, 1), (0, 2), 4.0)]) == 7
+    assert busiest([((0, 0), (0, 1), 3.0), ((0, 1), (0, 0), 4.0)]) == 4
+    assert busiest([((0, 0), (1, 1), 1.0)]) == 1
+    assert busiest([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['dp'=2,'sp'=2,'tp'=2] {'dp','tp'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("dimensions={0}", [[0]]),
+    ],
+)
+def test_who_takes_part(text, groups):
+    assert groups_of(text) == groups
+
+
+def test_links_of_a_compiled_program():
+    mesh, P = sharding.make_mesh(1, 2, 4), PartitionSpec
+    exchange = jax.shard_map(
+        lambda x: jax.lax.all_to_all(x, "tp", 1, 0, tiled=True), mesh=mesh, in_specs=P("tp"), out_specs=P(None, "tp")
+    )
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=NamedSharding(mesh, P("tp")))
+    program = Program(jax.jit(exchange).lower(x).compile().as_text())
+    share = 16 * 32 * 4 // 4
+    rows = [(i // 4, i % 4) for i in range(8)]
+    squares = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert bytes_over_busiest_link(program, rows) == share
+    assert bytes_over_busiest_link(program, squares) == share / 2

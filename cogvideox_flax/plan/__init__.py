@@ -28,6 +28,7 @@ from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
+from cogvideox_flax.plan.wire import bytes_over_busiest_link
 from cogvideox_flax.schedulers import Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 
@@ -37,7 +38,7 @@ STAGES = ("encode", "denoise", "decode")
 _RATES = " and ".join(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items())
 METHOD = (
     f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
-    "over the memory's rate if that is more; bytes on the wire over the rate of a link; nothing overlaps"
+    "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"
 )
 
 
@@ -179,7 +180,7 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     flops = count_flops(f, *(arg for _, arg in args))
     program = Program(text)
     traffic = collectives(program)
-    wire = sum(t.wire_bytes for t in traffic.values())
+    wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
     kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
     return Stage(
         name=name,
@@ -189,12 +190,12 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
         temp_gib=memory.temp_size_in_bytes / GIB,
         flops=flops.total,
         collectives=traffic,
-        collective_bytes=wire,
+        collective_bytes=sum(t.wire_bytes for t in traffic.values()),
         compile_s=seconds,
         kernels_s=kernels,
         outside_s=outside,
-        wire_s=wire / chip.link,
-        estimated_s=runs * (kernels + outside + wire / chip.link),
+        wire_s=wire_s,
+        estimated_s=runs * (kernels + outside + wire_s),
         fits=peak <= chip.hbm,
     )
 

@@ -31,8 +31,8 @@ CHIPS = {
     "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9),
     "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9),
 }
-"""Kind, as topologies call it -> chip. Clocks are derived from the
-matrix rate; a link's rate is an assumption: what one direction of a ring may carry."""
+"""Kind, as topologies call it -> chip. Clocks are derived from the matrix rate; a link's rate is of one direction of
+one link to a neighbour, as the field quotes it, and was not measured."""
 
 
 def chip_of(topology: str) -> Chip:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
+
+import numpy as np
 
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
@@ -49,27 +50,37 @@ def kind_of(op: Op) -> str | None:
     return kind if kind in KINDS else None
 
 
-def _traffic(op: Op, kind: str) -> Traffic:
+def tensor_bytes(op: Op, kind: str) -> int:
+    """Bytes, per device, of the whole tensor that a collective is about."""
     found = sizes(op.type)
     if op.kind.endswith("-start") and kind != "all-reduce" and len(found) > 1:
         half = len([nbytes for nbytes in found if nbytes > 16]) // 2  # (operands, results, and a few words of state)
         found = found[half : 2 * half]
-    nbytes, n = sum(found), _group_size(op.text)
-    if kind == "reduce-scatter":
-        nbytes *= n
+    return sum(found) * (len(groups_of(op.text)[0]) if kind == "reduce-scatter" else 1)
+
+
+def _traffic(op: Op, kind: str) -> Traffic:
+    nbytes, n = tensor_bytes(op, kind), len(groups_of(op.text)[0])
     share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(kind, (n - 1) / n)
     return Traffic(1, nbytes, round(share * nbytes))
 
 
-def _group_size(line: str) -> int:
-    """How many devices take part together, in any of the three ways in which HLO says so."""
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(match[1])
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(match[1].split(","))
-    if match := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?)\}", line):
-        axes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", match[1])}
-        return prod(axes[name.strip()] for name in match[2].split(","))
-    if "replica_groups=" in line:
-        raise ValueError(f"cannot read who takes part in: {line.strip()[:300]}")
-    return 1
+def groups_of(text: str) -> list[list[int]]:
+    """Which devices take part together, in any of the three ways in which HLO says so."""
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape = [int(n) for n in match[3].split(",")]
+        order = [int(n) for n in match[4].split(",")] if match[4] else range(len(shape))
+        ids = np.arange(int(np.prod(shape))).reshape(shape).transpose(order)
+        return ids.reshape(int(match[1]), int(match[2])).tolist()
+    if match := re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", text):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if match := re.search(r"replica_groups=mesh\[(.*?)\].*? \{('.*?)\}", text):
+        axes = {name.strip("'"): int(size) for name, size in re.findall(r"('\w+')=(\d+)", match[1])}
+        together = [name.strip().strip("'") for name in match[2].split(",")]
+        ids = np.arange(int(np.prod(list(axes.values())))).reshape(list(axes.values()))
+        last = [list(axes).index(name) for name in together]
+        ids = np.moveaxis(ids, last, range(-len(last), 0))
+        return ids.reshape(-1, int(np.prod([axes[name] for name in together]))).tolist()
+    if "replica_groups=" in text:
+        raise ValueError(f"cannot read who takes part in: {text.strip()[:300]}")
+    return [[0]]
