@@ -39,7 +39,7 @@ from cogvideox_flax.config import (
     find_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.models import int8
+from cogvideox_flax.models import quantized
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
@@ -90,9 +90,9 @@ class Manifest:
         return self.release.guidance_scale if self.release else 6.0
 
     def quantized(self, component: str) -> str | None:
-        """How a component's weights are quantized: "int8", or None for floating point."""
+        """How a component's weights are quantized: "int8" or "float8"; None if they are not."""
         kind = self.weights.get(component, {}).get("quantized")
-        if kind not in (None, int8.KIND):
+        if kind not in (None, *quantized.KINDS):
             raise CheckpointError(f"the {component} is stored as {kind!r}, which this version does not know; update it")
         return kind
 
@@ -160,12 +160,12 @@ def read_manifest(native_dir: str | Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
 
 
-def abstract(component: str, config: Any, quantized: str | None = None) -> nnx.Module:
-    """The component's module with shapes in place of arrays; costs no memory. quantized: None or "int8"."""
+def abstract(component: str, config: Any, kind: str | None = None) -> nnx.Module:
+    """The component's module with shapes in place of arrays; costs no memory. kind: of quantized weights."""
 
     def make() -> nnx.Module:
         module = MODELS[component](config, rngs=nnx.Rngs(0))
-        return int8.quantize(component, module) if quantized else module
+        return quantized.quantize(component, module, kind) if kind else module
 
     return jax.eval_shape(make)
 
@@ -270,8 +270,10 @@ def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh 
 
 
 def _keeps_its_dtype(name: str, leaf: Any) -> bool:
-    """Integers and their scales are what they are in any precision."""
-    return leaf.dtype == jnp.int8 or bool(re.fullmatch(r"blocks\.(attn|mlp)\.(?!norm_)\w+\.scale", name))
+    """Quantized weights and their scales are what they are in any precision."""
+    return quantized.kind_of(leaf.dtype) is not None or bool(
+        re.fullmatch(r"blocks\.(attn|mlp)\.(?!norm_)\w+\.scale", name)
+    )
 
 
 def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
@@ -358,15 +360,15 @@ def save(
     except OSError as e:
         raise InputError(f"cannot write {target}: {e.strerror}") from e
     try:
-        records = {}
+        records: dict[str, dict[str, Any]] = {}
         for component, module in modules.items():
             kind = dtype if isinstance(dtype, str) else dtype[component]
             path = work / component / WEIGHTS_FILE
             path.parent.mkdir()
             _write(path, component, module, np.dtype(jnp.dtype(kind)))
             records[component] = {"dtype": kind, "sha256": sha256(path), "source": source}
-            if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(module)):
-                records[component]["quantized"] = int8.KIND
+            if found := {quantized.kind_of(leaf.dtype) for leaf in jax.tree.leaves(module)} - {None}:
+                records[component]["quantized"] = found.pop()
             del module  # before the next one, which may be loaded only now
         if spiece is not None:
             (work / SPIECE_FILE).parent.mkdir()

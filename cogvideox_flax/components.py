@@ -72,10 +72,10 @@ class Components:
 
         Raises:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
-                not a finite number; or the weights are int8.
+                not a finite number; or the weights are quantized.
         """
-        if self.manifest.quantized("transformer"):
-            raise InputError(f"adapters go with floating-point weights; the transformer of {self.native_dir} is int8")
+        if kind := self.manifest.quantized("transformer"):
+            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
         assert self.manifest.transformer is not None  # as was checked
         record = describe_lora(path, scale, self.manifest.transformer)
         if "transformer" in self._loaded:

@@ -1,4 +1,4 @@
-"""A native checkpoint with int8 weights out of one without."""
+"""A native checkpoint with weights of 8 bits out of one without."""
 
 from __future__ import annotations
 
@@ -10,28 +10,34 @@ import jax
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models import int8
+from cogvideox_flax.models import quantized
 
 
-def quantize_checkpoint(src: str | Path, dst: str | Path, components: Sequence[str] = tuple(int8.MAPS)) -> None:
-    """Write src again with the blocks' linear maps of these components in int8; one component in memory at a time.
+def quantize_checkpoint(
+    src: str | Path, dst: str | Path, components: Sequence[str] = tuple(quantized.MAPS), kind: str = "int8"
+) -> None:
+    """Write src again with the blocks' linear maps of these components in 8 bits; one component in memory at a time.
 
     Args:
         src: a native checkpoint.
         dst: a new or empty directory, or a native checkpoint, which is replaced.
         components: "transformer" and "text_encoder", or one of them. The autoencoder stays as it is.
+        kind: "int8" or "float8" (e4m3).
 
     Raises:
-        InputError: an unknown component, src is dst, a component that src lacks or that is int8 already, or dst holds
-            something else.
+        InputError: an unknown component or kind, src is dst, a component that src lacks or that is quantized already,
+            or dst holds something else.
     """
     src, dst = Path(src), Path(dst)
     manifest = checkpoint.read_manifest(src)
+    if kind not in quantized.KINDS:
+        raise InputError(f"there is no kind {kind!r}; known are {', '.join(quantized.KINDS)}")
     if src.resolve() == dst.resolve():
         raise InputError(f"{dst} cannot be quantized into itself; name another directory")
     for component in components:
-        if component not in int8.MAPS:
-            raise InputError(f"there is no int8 form of {component!r}; there is one of {', '.join(int8.MAPS)}")
+        if component not in quantized.MAPS:
+            known = ", ".join(quantized.MAPS)
+            raise InputError(f"there is no quantized form of {component!r}; there is one of {known}")
         if component not in manifest.weights:
             raise InputError(f"{src} has no {component}; it holds {', '.join(manifest.weights)}")
         if manifest.quantized(component):
@@ -40,7 +46,7 @@ def quantize_checkpoint(src: str | Path, dst: str | Path, components: Sequence[s
     checkpoint.save(
         dst,
         manifest,
-        _Modules(src, list(manifest.weights), set(components)),
+        _Modules(src, list(manifest.weights), dict.fromkeys(components, kind)),
         {component: record["dtype"] for component, record in manifest.weights.items()},
         {"path": str(src.absolute())},
         spiece=spiece if spiece.exists() else None,
@@ -50,14 +56,14 @@ def quantize_checkpoint(src: str | Path, dst: str | Path, components: Sequence[s
 class _Modules(Mapping[str, Any]):
     """A checkpoint's components, each loaded when it is asked for."""
 
-    def __init__(self, src: Path, names: list[str], quantized: set[str]):
-        self._src, self._names, self._quantized = src, names, quantized
+    def __init__(self, src: Path, names: list[str], kinds: Mapping[str, str]):
+        self._src, self._names, self._kinds = src, names, kinds
 
     def __getitem__(self, name: str) -> Any:
         module = checkpoint.LOADERS[name](self._src)
-        if name not in self._quantized:
+        if name not in self._kinds:
             return module
-        return jax.block_until_ready(int8.quantize(name, module))
+        return jax.block_until_ready(quantized.quantize(name, module, self._kinds[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -138,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("--quiet", action="store_true", help="no progress")
     sub = command(
-        "quantize", commands.quantize, "a native checkpoint with int8 weights: half of the memory of bfloat16"
+        "quantize", commands.quantize, "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     )
     sub.add_argument("src", type=_path, metavar="SRC", help="a native checkpoint")
     sub.add_argument("dst", type=_path, metavar="DST", help="the one to write")
@@ -149,6 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=("transformer", "text_encoder"),
         help="default: both",
     )
+    sub.add_argument("--kind", choices=("int8", "float8"), default="int8", help="float8 is e4m3; default: int8")
     sub = command("info", commands.info, "what a checkpoint is and holds")
     sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")

@@ -182,10 +182,10 @@ def _tried(mesh: tuple[int, int, int], found: Any) -> str:
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Write a checkpoint again in int8."""
+    """Write a checkpoint again with weights of 8 bits."""
     from cogvideox_flax.quantization import quantize_checkpoint
 
-    quantize_checkpoint(args.src, args.dst, args.component)
+    quantize_checkpoint(args.src, args.dst, args.component, args.kind)
     print(args.dst)
 
 

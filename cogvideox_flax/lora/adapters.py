@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import Linear, Order, precision, same_arrays
-from cogvideox_flax.models.int8 import Int8Linear
+from cogvideox_flax.models.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.models.transformer import Transformer
 
 TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
@@ -151,8 +151,10 @@ def plain_linear(transformer: Transformer, target: str) -> Linear:
         InputError: it is adapted already, or quantized.
     """
     linear = getattr(getattr(transformer.blocks, TARGETS[target]), target)
-    if isinstance(linear, Int8Linear):
-        raise InputError("adapters go with floating-point weights, and this transformer's are int8")
+    if isinstance(linear, QuantizedLinear):
+        raise InputError(
+            f"adapters go with weights as they were trained, and this transformer's are {kind_of(linear.kernel.dtype)}"
+        )
     if isinstance(linear, LoRALinear):
         raise InputError(f"{target} of this transformer has a LoRA already; merge_lora makes it part of the weights")
     return linear

@@ -22,6 +22,7 @@ from cogvideox_flax import checkpoint, programs, sharding
 from cogvideox_flax.checks import check_model
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
@@ -166,8 +167,9 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     f, args, runs = program_of(name, request, size)
     where = placed(args, mesh)
     start = time.perf_counter()
+    options = compiler_options(request.dtype, platform="tpu", quickly=name == "decode")
     with jax.set_mesh(mesh):
-        compiled = jax.jit(f).lower(*where).compile()
+        compiled = jax.jit(f, compiler_options=options).lower(*where).compile()
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None

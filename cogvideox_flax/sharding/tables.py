@@ -41,7 +41,7 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
         (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
         (r"blocks\.mlp\.(gate|up)\.kernel", (None, None, "hidden")),
         (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
-        # scales are of int8 weights, one per output
+        # scales are of quantized weights, one per output
         (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
         (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
         (r"blocks\.(attn\.out|mlp\.down)\.scale", _REPLICATED),

@@ -141,7 +141,9 @@ def check(config: FinetuneConfig) -> Plan:
     check_model(manifest, where, loop.dtype, mesh)
     assert manifest.transformer and manifest.vae and manifest.scheduler
     if manifest.quantized("transformer"):
-        raise InputError(f"the transformer of {where} is int8, which cannot be trained; take the checkpoint it is from")
+        raise InputError(
+            f"the transformer of {where} is quantized and cannot be trained; take the checkpoint it is from"
+        )
     release, transformer = manifest.release, manifest.transformer
     size = resolve_size(
         transformer, manifest.vae, release, num_frames=config.num_frames, height=config.height, width=config.width

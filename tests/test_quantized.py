@@ -1,4 +1,4 @@
-"""Int8 weights: the arithmetic, the error, the checkpoint, and what they cannot be used for."""
+"""Weights of 8 bits: the arithmetic, the error, the checkpoint, and what they cannot be used for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, param
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import Linear
 from cogvideox_flax.lora import add_lora
-from cogvideox_flax.models import int8
+from cogvideox_flax.models import quantized as q
 from cogvideox_flax.quantization import quantize_checkpoint
 from conversion.convert import convert
 
@@ -38,27 +38,45 @@ def quantized(native):
 
 def test_rounding_is_to_the_nearest_of_255_levels():
     x = random(5, 300).at[2].set(0)
-    rounded, scale = int8.round_to_int8(x, axis=-1)
+    rounded, scale = q.round_to("int8", x, axis=-1)
     assert rounded.dtype == jnp.int8 and scale.shape == (5, 1)
     assert jnp.abs(rounded).max(1).tolist() == [127, 127, 0, 127, 127]
     assert (jnp.abs(rounded * scale - x) <= scale / 2 * 1.0001).all()
+
+
+def test_rounding_to_float8_is_relative_and_never_overflows():
+    x = jnp.concatenate([random(5, 300), 1e4 * random(5, 3, seed=1)], 1).at[2].set(0)
+    rounded, scale = q.round_to("float8", x, axis=-1)
+    assert rounded.dtype == jnp.float8_e4m3fn and scale.shape == (5, 1)
+    found = rounded.astype(jnp.float32)
+    assert jnp.abs(found).max(1).tolist() == [448, 448, 0, 448, 448]
+    # four bits of precision, down to the smallest normal number; below, steps of 2^-9
+    assert (jnp.abs(found * scale - x) <= jnp.maximum(jnp.abs(x) / 16, scale * 2**-10) * 1.0001).all()
 
 
 def test_both_products_of_integers_agree():
     random_ = np.random.default_rng(0)
     x, kernel = (jnp.asarray(random_.integers(-127, 128, shape), jnp.int8) for shape in ((7, 12288), (12288, 40)))
     exact = np.asarray(x, np.int64) @ np.asarray(kernel, np.int64)
-    np.testing.assert_array_equal(int8._int8_product(x, kernel), exact)
-    np.testing.assert_array_equal(int8._float_product(x, kernel), exact)
-    np.testing.assert_array_equal(jax.jit(int8._integer_product)(x, kernel), exact)
+    np.testing.assert_array_equal(q._narrow_product(x, kernel), exact)
+    np.testing.assert_array_equal(q._wide_product(x, kernel), exact)
+    np.testing.assert_array_equal(jax.jit(q._product)(x, kernel), exact)
 
 
+def test_both_products_of_float8_agree():
+    x, kernel = (random(*shape).astype(jnp.float8_e4m3fn) for shape in ((7, 256), (256, 40)))
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(q._wide_product(x, kernel), exact, atol=1e-4)
+    np.testing.assert_allclose(q._narrow_product(x, kernel), exact, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("float8", 0.06)])
 @pytest.mark.parametrize("activations", [False, True])
-def test_a_quantized_map_is_the_map_within_its_rounding(activations):
+def test_a_quantized_map_is_the_map_within_its_rounding(kind, most, activations):
     linear = jax.vmap(lambda key: Linear(64, 48, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
     linear.bias[...] = random(3, 48, seed=2)
-    small = int8._quantized(linear, activations)
-    assert small.kernel.dtype == jnp.int8 and small.scale.shape == (3, 48)
+    small = q._quantized(linear, kind, activations)
+    assert small.kernel.dtype == q.KINDS[kind].dtype and small.scale.shape == (3, 48)
     x = random(5, 64, seed=1)
 
     def apply(module):
@@ -66,7 +84,7 @@ def test_a_quantized_map_is_the_map_within_its_rounding(activations):
 
     exact, found = apply(linear), apply(small)
     error = jnp.sqrt(jnp.square(found - exact).mean()) / exact.std()
-    assert 0 < error < 0.02
+    assert 0 < error < most
     reverse = jax.lax.scan(lambda _, m: (None, m.float32(x, lambda w: w[..., ::-1])), None, small)[1]
     np.testing.assert_allclose(reverse, found[..., ::-1], rtol=1e-5, atol=1e-5)
 
@@ -79,9 +97,18 @@ def test_checkpoint(native, quantized):
     assert stored["blocks.mlp.up.kernel"].dtype == jnp.int8 and stored["blocks.mlp.up.scale"].dtype == jnp.float32
     assert stored["blocks.attn.norm_q.scale"].dtype == jnp.bfloat16
     assert not [name for name, x in stored.items() if x.dtype == jnp.int8 and not name.startswith("blocks.")]
-    again = int8.quantize("transformer", load_transformer(native))
+    again = q.quantize("transformer", load_transformer(native))
     for name, x in parameters(again).items():
         np.testing.assert_array_equal(x, parameters(load_transformer(quantized))[name])
+
+
+def test_float8_is_stored_and_runs(native, tmp_path):
+    assert cli.main(["quantize", str(native), str(tmp_path / "f8"), "--kind", "float8"]) == 0
+    verify(tmp_path / "f8")
+    assert read_manifest(tmp_path / "f8").quantized("transformer") == "float8"
+    latents, context = random(2, 3, 8, 12, 16), random(2, 10, 40, seed=1)
+    exact, found = (load_transformer(path, "float32")(latents, context, 500) for path in (native, tmp_path / "f8"))
+    assert 0 < jnp.sqrt(jnp.square(found - exact).mean()) / exact.std() < 0.1
 
 
 def test_error_of_the_modules(native, quantized):
@@ -99,8 +126,9 @@ def test_a_run_on_a_mesh_is_the_same(quantized):
         size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
         return pipe("a red circle", **size, output_type="float", progress=False).frames
 
-    # a sum in another order may round to another integer
-    np.testing.assert_allclose(run(sharding.make_mesh(2, 1, 2)), run(None), atol=0.02)
+    # A sum in another order may round to another integer, which moves a pixel here and there. What is wrong moves all.
+    difference = abs(run(sharding.make_mesh(2, 1, 2)) - run(None))
+    assert np.median(difference) < 2e-4 and np.sqrt(np.square(difference).mean()) < 3e-3
 
 
 def test_the_command_and_its_refusals(native, quantized, tmp_path, capsys):
@@ -115,12 +143,14 @@ def test_the_command_and_its_refusals(native, quantized, tmp_path, capsys):
     ):
         assert cli.main(["quantize", *map(str, args)]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(InputError, match="no int8 form of 'vae'"):
+    with pytest.raises(InputError, match="no quantized form of 'vae'"):
         quantize_checkpoint(native, tmp_path / "x", ["vae"])
+    with pytest.raises(InputError, match="no kind 'int4'; known are int8, float8"):
+        quantize_checkpoint(native, tmp_path / "x", kind="int4")
 
 
 def test_adapters_are_refused(quantized, tmp_path):
     with pytest.raises(InputError, match="this transformer's are int8"):
         add_lora(load_transformer(quantized), 4, rngs=nnx.Rngs(0))
-    with pytest.raises(InputError, match="is int8"):
+    with pytest.raises(InputError, match="are int8"):
         CogVideoXPipeline.from_pretrained(quantized, "float32").load_lora(tmp_path / "any.safetensors")

@@ -1,0 +1,124 @@
+"""What weights of 8 bits cost and save at the released widths: error against float32, bytes on disk, time to load.
+
+    python -m benchmarks.quantization                        # CogVideoX-5b's widths with 4 layers: minutes on two cores
+    python -m benchmarks.quantization --layers 2 --height 480 --width 720
+
+Weights and inputs are random. Errors are of the component's output, root mean square in units of its standard
+deviation; bfloat16 without quantization stands beside them, since a run has that error anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COMPONENTS = ("text_encoder", "transformer")
+
+FORMS = (
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    *((kind, computed) for kind in ("int8", "float8") for computed in ("float32", "bfloat16")),
+)
+"""What the weights are stored as, and what is computed in; the first is what the others are compared with."""
+
+
+def main() -> int:
+    """Write weights, quantize them, run each form, print a table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quantization",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=list(COMPONENTS))
+    parser.add_argument("--release", choices=("cogvideox-2b", "cogvideox-5b"), default="cogvideox-5b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--height", type=int, default=240)
+    parser.add_argument("--width", type=int, default=368)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    rows = []
+    print("| component | stored as | computed in | MiB on disk | load s | RMS error |")
+    print("|---|---|---|---|---|---|")
+    for component in args.components:
+        with tempfile.TemporaryDirectory(prefix="quantization-") as folder:
+            for row in measure(component, args, Path(folder)):
+                rows.append(row)
+                print(
+                    f"| {component} | {row['stored']} | {row['computed']} | {row['bytes'] / 2**20:.0f} "
+                    f"| {row['load_s']:.2f} | {row['error']:.1e} |",
+                    flush=True,
+                )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row per form of one component."""
+    import jax
+
+    from cogvideox_flax.checkpoint import LOADERS, WEIGHTS_FILE
+    from cogvideox_flax.execution import compiler_options
+
+    forms = write(component, args.release, args.layers, folder)
+    call, given = inputs(component, args.height, args.width)
+    rows: list[dict[str, Any]] = []
+    reference: Any = None
+    for stored, computed in FORMS:
+        start = time.perf_counter()
+        module = jax.block_until_ready(LOADERS[component](forms[stored], dtype=computed))
+        load_s = time.perf_counter() - start
+        run = jax.jit(call, compiler_options=compiler_options(computed))
+        result = np.asarray(run(module, *given)).astype(np.float64)
+        reference = result if reference is None else reference
+        rows.append(
+            {
+                "component": component,
+                "stored": stored,
+                "computed": computed,
+                "layers": args.layers,
+                "bytes": (forms[stored] / component / WEIGHTS_FILE).stat().st_size,
+                "load_s": load_s,
+                "error": float(np.sqrt(np.square(result - reference).mean()) / reference.std()),
+            }
+        )
+    return rows
+
+
+def write(component: str, release: str, layers: int, folder: Path) -> dict[str, Path]:
+    """The same random weights in each form: name -> native checkpoint."""
+    from benchmarks.released_layout import build, randomise
+    from cogvideox_flax.quantization import quantize_checkpoint
+    from conversion.convert import convert
+
+    module = randomise(build(component, release, small=False, num_layers=layers))
+    module.save_pretrained(folder / "hf" / component)
+    del module
+    forms = {stored: folder / stored for stored, _ in FORMS}
+    for dtype in ("float32", "bfloat16"):
+        convert(folder / "hf", forms[dtype], components=[component], dtype=dtype)
+    for kind in ("int8", "float8"):
+        quantize_checkpoint(forms["float32"], forms[kind], [component], kind)
+    return forms
+
+
+def inputs(component: str, height: int, width: int) -> tuple[Callable[..., Any], tuple[np.ndarray, ...]]:
+    """A function of the module and what it is called with: 226 tokens, or 9 frames with their context."""
+    random = np.random.default_rng(0)
+    if component == "text_encoder":
+        return lambda m, ids: m(ids), (random.integers(2, 60, (1, 226)).astype(np.int32),)
+    latents = random.normal(size=(1, 3, height // 8, width // 8, 16)).astype(np.float32)
+    context = random.normal(size=(1, 226, 4096)).astype(np.float32)
+    return lambda m, x, c: m(x, c, 500), (latents, context)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

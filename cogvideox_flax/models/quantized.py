@@ -1,0 +1,144 @@
+"""Linear maps whose weights have 8 bits: half of bfloat16's memory, and twice its matrix rate where hardware has such
+products and the activations have 8 bits too.
+
+A weight is kernel * scale with one scale per output, which puts the largest absolute value of its column at the end of
+the kind's range. With `activations`, rows of x are rounded likewise as they come and the result is scaled back: nothing
+is calibrated. int8 sums are exact integers, float8's are float32. Only the maps inside blocks are: embeddings, norms,
+time and output stay as they are, since there a rounding is not averaged over thousands of terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Num
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import Linear, Order, precision, same_arrays
+
+
+@dataclass(frozen=True)
+class Kind:
+    """dtype: of the rounded numbers; largest: what the largest of a row or column becomes."""
+
+    dtype: Any
+    largest: float
+
+
+KINDS: dict[str, Kind] = {"int8": Kind(jnp.int8, 127), "float8": Kind(jnp.float8_e4m3fn, 448)}
+"""As checkpoints call them -> kind. For evenly filled rows int8 rounds finer; float8 (e4m3) minds outliers less."""
+
+MAPS: dict[str, tuple[bool, tuple[tuple[str, str], ...]]] = {
+    "transformer": (True, (*(("attn", name) for name in ("q", "k", "v", "out")), ("mlp", "up"), ("mlp", "down"))),
+    "text_encoder": (
+        False,
+        (*(("attn", name) for name in ("q", "k", "v", "out")), *(("mlp", name) for name in ("gate", "up", "down"))),
+    ),
+}
+"""Component -> whether activations have 8 bits too, and the linear maps of its blocks that are quantized."""
+
+
+class QuantizedLinear(nnx.Module):
+    """y = x @ (kernel * scale) + bias. kernel: 8 bits [in, out]; scale: float32 [out]."""
+
+    def __init__(
+        self,
+        kernel: Num[Array, "*layers in out"],
+        scale: Float32[Array, "*layers out"],
+        bias: Float[Array, "*layers out"] | None,
+        *,
+        activations: bool,
+    ):
+        self.kernel = nnx.Param(kernel)
+        self.scale = nnx.Param(scale)
+        self.bias = nnx.Param(bias) if bias is not None else None
+        self.activations = activations
+
+    def float32(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float32[Array, "*batch out"]:
+        """The sum before rounding to the input's dtype, for callers that compute on."""
+
+        def put(w: Array) -> Array:
+            return w if order is None else order(w)
+
+        kernel, scale = put(self.kernel[...]), put(self.scale[...])
+        if self.activations:
+            kind = kind_of(kernel.dtype)
+            assert kind is not None
+            rounded, factor = round_to(kind, x, axis=-1)
+            y = _product(rounded, kernel) * factor
+        else:
+            y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32, precision=precision(x.dtype))
+        y = y * scale
+        if self.bias is not None:
+            y = y + put(self.bias[...]).astype(jnp.float32)
+        return y
+
+    def __call__(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float[Array, "*batch out"]:
+        """order: as for `layers.Linear`."""
+        return self.float32(x, order).astype(x.dtype)
+
+
+def kind_of(dtype: Any) -> str | None:
+    """The kind whose numbers have this dtype, or None."""
+    return next((name for name, kind in KINDS.items() if dtype == kind.dtype), None)
+
+
+def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array, "*shape"], Float32[Array, "*scales"]]:
+    """(n, scale) such that x is about n * scale, with one scale along an axis, which keeps size 1."""
+    into = KINDS[kind]
+    wide = x.astype(jnp.float32)
+    scale = jnp.abs(wide).max(axis, keepdims=True) / into.largest
+    scale = jnp.where(scale == 0, 1.0, scale)
+    n = wide / scale
+    return (jnp.rint(n) if jnp.issubdtype(into.dtype, jnp.integer) else n).astype(into.dtype), scale
+
+
+def _product(x: Num[Array, "*batch in"], kernel: Num[Array, "in out"]) -> Float32[Array, "*batch out"]:
+    return jax.lax.platform_dependent(x, kernel, cpu=_wide_product, default=_narrow_product)
+
+
+def _narrow_product(x: Array, kernel: Array) -> Array:
+    total = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    return jnp.matmul(x, kernel, preferred_element_type=total).astype(jnp.float32)
+
+
+def _wide_product(x: Array, kernel: Array) -> Array:
+    """The same on a CPU, which has no fast product of 8 bits: exact for integers up to 2^24, far beyond any here."""
+    y = jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return jnp.rint(y) if x.dtype == jnp.int8 else y
+
+
+def quantize(component: str, module: Any, kind: str = "int8") -> Any:
+    """The module with maps of 8 bits in its blocks; all else is shared with the one that was given.
+
+    Args:
+        component: "transformer" or "text_encoder".
+        kind: "int8" or "float8".
+
+    Raises:
+        InputError: they have 8 bits already.
+    """
+    activations, maps = MAPS[component]
+    result = same_arrays(module)
+    for part, name in maps:
+        owner = getattr(result.blocks, part)
+        setattr(owner, name, _quantized(getattr(owner, name), kind, activations))
+    return result
+
+
+def _quantized(linear: Linear, kind: str, activations: bool) -> QuantizedLinear:
+    """Layer by layer: a float32 copy of all layers at once would be gigabytes."""
+    if isinstance(linear, QuantizedLinear):
+        raise InputError(f"these weights are {kind_of(linear.kernel.dtype)} already")
+
+    def one(_: None, kernel: Array) -> tuple[None, tuple[Array, Array]]:
+        rounded, scale = round_to(kind, kernel, axis=-2)
+        return None, (rounded, scale[0])
+
+    _, (kernel, scale) = jax.lax.scan(one, None, linear.kernel[...])
+    bias = None if linear.bias is None else linear.bias[...]
+    return QuantizedLinear(kernel, scale, bias, activations=activations)
