@@ -255,9 +255,8 @@ def test_half_precision_weights_are_not_all_widened_at_once():
     assert memory.temp_size_in_bytes < 0.5 * memory.argument_size_in_bytes
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
-def test_same_video_on_a_mesh(pipe, native, mesh):
-    on_mesh = cogvideox_flax.CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(*mesh))
+def test_same_video_on_a_mesh_of_some_devices(pipe, native):
+    on_mesh = cogvideox_flax.CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 1, 2))
     options = {"output_type": "float", "scheduler": "dpm"}
     np.testing.assert_allclose(generate(on_mesh, **options).frames, generate(pipe, **options).frames, atol=1e-4)
 
