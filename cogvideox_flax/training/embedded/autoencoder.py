@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax.checkpoint import load_vae
+from cogvideox_flax.checkpoint import Manifest, load_vae, save
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.group_norm import SpatialNormSiLU
 from cogvideox_flax.training import world
@@ -74,6 +74,13 @@ def train_vae(run: Run) -> Autoencoder:
     """Then runs of frames, from latents whose channels have been brought to mean 0 and standard deviation 1."""
     if run.base is not None:
         return load_vae(run.base, dtype="float32")
+    done = run.folder / "vae-done"  # kept as it is: all later stages are made from these very numbers
+    if not done.exists():
+        save(done, Manifest(vae=VAE), {"vae": _train_vae(run)}, "float32", {"seed": SEED})
+    return load_vae(done)
+
+
+def _train_vae(run: Run) -> Autoencoder:
     images = train_vae_images(run)
     sample = vae_batch(0, batch=256, frames=1, seed=SEED + 5)
     mean, _ = jax.jit(lambda vae, video: vae.encode(video))(images, sample)
