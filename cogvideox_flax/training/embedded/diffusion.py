@@ -169,10 +169,9 @@ def train_transformer(run: Run) -> State:
             world.describe(scene, np.random.default_rng([CLIP_SEED, i, step, 1]))
             for scene, i in zip([*shown, *twins], numbers, strict=True)
         ]
-        latents = [store.gather(np.concatenate([indices, firsts])), others_of.gather(pairs)]
-        return {name: np.concatenate([part[name] for part in latents]) for name in latents[0]} | {
-            "ids": tokenizer(prompts)
-        }
+        parts = store.gather(np.concatenate([indices, firsts])), others_of.gather(pairs)
+        latents = {name: np.concatenate([part[name] for part in parts]) for name in ("mean", "std")}
+        return latents | {"ids": tokenizer(prompts)}
 
     loss = partial(diffusion_loss, twins=TWIN_BATCH, twin_weight=TWIN_WEIGHT)
     return stage(params, loss=loss, batches=with_twins, config=TWIN_LOOP, folder=run.folder / run.stages[-1])
