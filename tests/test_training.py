@@ -104,28 +104,6 @@ def test_a_perfect_denoiser_has_no_loss():
     assert float(v_prediction(perfect, latents, key, config)[0]) < 1e-10
 
 
-def test_twins_share_noise_and_are_held_to_their_difference():
-    latents = jax.random.normal(jax.random.key(0), (7, 2, 4, 4, 16))  # the last two are twins of those before
-    key, config = jax.random.key(1), SchedulerConfig(snr_shift_scale=1.0)
-    abar = jnp.asarray(DDIMScheduler(config).alphas_cumprod)
-    seen = {}
-
-    def denoiser(x, t):
-        seen.update(x=x, t=t)
-        return jnp.zeros_like(x)
-
-    loss, logged = v_prediction(denoiser, latents, key, config, twins=2, twin_weight=3.0)
-    plain, _ = v_prediction(denoiser, latents, key, config, twins=2)
-    a = abar[seen["t"]].reshape(-1, 1, 1, 1, 1)
-    assert seen["t"].shape == (7,) and (seen["t"][3:5] == seen["t"][5:]).all()
-    assert sorted(np.asarray(seen["t"][:5]) * 5 // 1000) == list(range(5))  # strata of those that differ
-    apart = latents[3:5] - latents[5:]
-    np.testing.assert_allclose(seen["x"][3:5] - seen["x"][5:], jnp.sqrt(a[5:]) * apart, atol=1e-5)
-    missed = float(jnp.square(jnp.sqrt(1 - a[5:]) * apart).mean())  # by a denoiser that does not tell them apart
-    assert float(logged["loss_twins"]) == pytest.approx(missed, rel=1e-4)
-    assert float(loss - plain) == pytest.approx(3 * missed, rel=1e-4)
-
-
 def test_captions_are_dropped_at_the_rate():
     ids = jnp.arange(1, 20001)[:, None] * jnp.ones((1, 3), jnp.int32)
     empty = jnp.array([-1, -2, -3])
@@ -446,10 +424,6 @@ def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
         "transformer-cool-7",
         "transformer-cool-7-2",
         "transformer-cool-7-3",
-    ]
-    assert Run(tmp_path, stop=7, rounds=2, twins=True).stages[2:] == [
-        "transformer-cool-7-2",
-        "transformer-cool-7-2-twins",
     ]
     with pytest.raises(InputError, match="got 0 rounds"):
         Run(tmp_path, rounds=0)

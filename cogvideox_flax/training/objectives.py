@@ -47,8 +47,6 @@ def v_prediction(
     key: Key[Array, ""],
     config: SchedulerConfig,
     focus: Focus | None = None,
-    twins: int = 0,
-    twin_weight: float = 0.0,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Mean squared error of v at random timesteps of the shifted, zero-terminal-SNR schedule.
 
@@ -61,15 +59,11 @@ def v_prediction(
         key: of the noise and the timesteps.
         config: the schedule; its whole range of timesteps is drawn from, once per stratum of a batch.
         focus: where to draw more densely; None draws evenly, as the released training code does.
-        twins: how many of the last clips are twins of as many before them: the same but for one word of the caption
-            and what it means. They get the same noise and timesteps.
-        twin_weight: of the squared error of the difference between twins. What twins share, and all that cannot be
-            known of it, cancels there; a difference too small to be seen in the mean is learned from it.
 
     Returns:
-        The loss, and its mean over the noisier and the cleaner half of the timesteps; with twins, also their term.
+        The loss, and its mean over the noisier and the cleaner half of the timesteps.
     """
-    batch = latents.shape[0] - twins
+    batch = latents.shape[0]
     noise_key, time_key, order_key = jax.random.split(key, 3)
     scheduler = DDIMScheduler(config)
     # One timestep from each of `batch` equal ranges, in random order: less variance than independent draws.
@@ -79,8 +73,7 @@ def v_prediction(
     t = t.clip(0, config.num_train_timesteps - 1)
 
     latents = latents.astype(jnp.float32)
-    noise = jax.random.normal(noise_key, (batch, *latents.shape[1:]))
-    noise, t = (jnp.concatenate([x, x[batch - twins :]]) for x in (noise, t))
+    noise = jax.random.normal(noise_key, latents.shape)
     error = denoiser(scheduler.add_noise(latents, noise, t), t) - scheduler.velocity(latents, noise, t)
     per_clip = jnp.square(error).mean((1, 2, 3, 4))
     noisy = t >= config.num_train_timesteps // 2
@@ -88,11 +81,7 @@ def v_prediction(
     def mean_where(mask: Array) -> Array:
         return jnp.where(mask, per_clip, 0).sum() / jnp.maximum(mask.sum(), 1)
 
-    loss, metrics = per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
-    if twins:
-        apart = jnp.square(error[batch - twins : batch] - error[batch:]).mean()
-        loss, metrics = loss + twin_weight * apart, metrics | {"loss_twins": apart}
-    return loss, metrics
+    return per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
 
 
 def sample_latents(

@@ -10,7 +10,7 @@ Lengths are in units of a 64-pixel frame and scale with the frame; y points down
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -138,19 +138,6 @@ def sample_scene(rng: np.random.Generator, split: Split = "train") -> Scene:
     return Scene(tuple(things), str(rng.choice(list(BACKGROUNDS))))
 
 
-def twin(scene: Scene) -> Scene | None:
-    """The scene of one circle as one of a square of equal area, or the other way round: what is hardest to tell apart.
-
-    None where there is no such scene, or training must not show it.
-    """
-    (thing, *others) = scene.things
-    other = {"circle": "square", "square": "circle"}.get(thing.shape)
-    if others or other is None:
-        return None
-    swapped = replace(thing, shape=other)
-    return None if held_out(swapped) else replace(scene, things=(swapped,))
-
-
 def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: int = 500) -> Tracks | None:
     """Tracks that keep every thing inside the frame and apart from the others; None if none is found in `tries`."""
     for _ in range(tries):
@@ -194,13 +181,6 @@ def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRA
 def scene_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> Scene:
     """What that clip shows, without drawing it."""
     return sample_tracks(np.random.default_rng([seed, index]), split, frames)[0]
-
-
-def twin_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"] | None:
-    """That clip of the training split with its thing as its `twin`, in the same places; None if it has none."""
-    scene, tracks = sample_tracks(np.random.default_rng([seed, index]), "train", frames)
-    other = twin(scene)
-    return None if other is None else render(other, tracks, frames, size)
 
 
 def dense_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:

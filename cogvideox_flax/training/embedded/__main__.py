@@ -46,14 +46,13 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often it is cooled down, from the last time's weights"
     )
-    parser.add_argument("--twins", action="store_true", help="one more round, which tells circles from squares")
     parser.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="go on from this model's weights")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)
     mesh = sharding.make_mesh(dp=len(jax.devices())) if len(jax.devices()) > 1 else None
     try:
-        STAGES[args.stage](Run(args.run, mesh, args.base, args.steps, args.rounds, args.twins))
+        STAGES[args.stage](Run(args.run, mesh, args.base, args.steps, args.rounds))
     except InputError as e:
         print(e, file=sys.stderr)
         return 2

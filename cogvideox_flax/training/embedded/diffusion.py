@@ -40,10 +40,6 @@ from cogvideox_flax.training.embedded.settings import (
     TOKENIZER,
     TOKENIZER_FILE,
     TRANSFORMER,
-    TWIN_BATCH,
-    TWIN_LOOP,
-    TWIN_WEIGHT,
-    TWINS,
     VAE,
     Run,
 )
@@ -53,7 +49,6 @@ from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
 from cogvideox_flax.training.vocabulary import word_model
-from cogvideox_flax.video import from_uint8
 
 log = logging.getLogger(__name__)
 
@@ -92,26 +87,8 @@ def prepare_latents(run: Run) -> Store:
     return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
 
 
-def prepare_twins(run: Run, clips: list[int]) -> Store:
-    """The latents of these training clips' twins."""
-    vae = train_vae(run)
-    encode = jax.jit(lambda vae, video: vae.encode(video))
-
-    def make(indices: range) -> dict[str, np.ndarray]:
-        shown = [world.twin_clip(CLIP_SEED, clips[i], FRAMES, SIZE) for i in indices]
-        video = from_uint8(np.stack([clip for clip in shown if clip is not None]))
-        mean, logvar = encode(vae, video)
-        std = np.exp(0.5 * np.asarray(logvar))
-        return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16)}
-
-    meta = {"seed": CLIP_SEED, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE], "twins": True}
-    return prepare(run.folder / "twins", len(clips), make, shard_size=SHARD, meta=meta, progress=_report)
-
-
-def diffusion_loss(
-    params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any, twins: int = 0, twin_weight: float = 0.0
-) -> Any:
-    """v-prediction with the text encoder learning along. twins: as in `v_prediction`."""
+def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any) -> Any:
+    """v-prediction with the text encoder learning along."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
     latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
     ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
@@ -120,7 +97,7 @@ def diffusion_loss(
     def denoiser(x: Any, t: Any) -> Any:
         return params["transformer"](x, context, t, remat=True)
 
-    return v_prediction(denoiser, latents, noise_key, SCHEDULER, FOCUS, twins, twin_weight)
+    return v_prediction(denoiser, latents, noise_key, SCHEDULER, FOCUS)
 
 
 def train_transformer(run: Run) -> State:
@@ -147,34 +124,11 @@ def train_transformer(run: Run) -> State:
     first, *others = (run.folder / name for name in run.stages)
     state = stage(start, batches=batches, config=DIFFUSION_LOOP, folder=first, stop_at=run.stop)
     params, seen = state.params, run.stop
-    for n, folder in enumerate(others[: run.rounds]):
+    for n, folder in enumerate(others):
         config = DIFFUSION_AGAIN if n else DIFFUSION_COOL
         state = stage(params, batches=partial(_from, batches, seen), config=config, folder=folder)
         params, seen = state.result, seen + config.steps
-    if not run.twins:
-        return state
-
-    clips = [i for i, scene in enumerate(scenes) if world.twin(scene) is not None][:TWINS]
-    others_of = prepare_twins(run, clips)
-    plain = DIFFUSION_BATCH - 2 * TWIN_BATCH
-
-    def with_twins(step: int) -> dict[str, np.ndarray]:
-        indices = examples_of_step(step, batch=plain, count=len(store), seed=SEED + 2)
-        pairs = examples_of_step(step, batch=TWIN_BATCH, count=len(clips), seed=SEED + 11)
-        firsts = np.array([clips[i] for i in pairs])
-        shown = [scenes[i] for i in (*indices, *firsts)]
-        twins = [twin for i in firsts if (twin := world.twin(scenes[i])) is not None]
-        numbers = [*indices, *firsts, *firsts]  # twins are told in the same words
-        prompts = [
-            world.describe(scene, np.random.default_rng([CLIP_SEED, i, step, 1]))
-            for scene, i in zip([*shown, *twins], numbers, strict=True)
-        ]
-        parts = store.gather(np.concatenate([indices, firsts])), others_of.gather(pairs)
-        latents = {name: np.concatenate([part[name] for part in parts]) for name in ("mean", "std")}
-        return latents | {"ids": tokenizer(prompts)}
-
-    loss = partial(diffusion_loss, twins=TWIN_BATCH, twin_weight=TWIN_WEIGHT)
-    return stage(params, loss=loss, batches=with_twins, config=TWIN_LOOP, folder=run.folder / run.stages[-1])
+    return state
 
 
 def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int) -> dict[str, np.ndarray]:
@@ -187,8 +141,7 @@ def export(run: Run) -> None:
     files = [run.folder / name / "metrics.jsonl" for name in run.stages]
     plot_metrics(files, ("loss", "loss_noisy", "loss_clean"), run.folder / "training.png")
     modules = jax.device_get(state.result) | {"vae": jax.device_get(train_vae(run))}
-    before = [DIFFUSION_COOL.steps, *[DIFFUSION_AGAIN.steps] * (run.rounds - 1)]
-    later = sum(before if run.twins else before[:-1])
+    later = DIFFUSION_COOL.steps + (run.rounds - 2) * DIFFUSION_AGAIN.steps if run.rounds > 1 else 0
     write_checkpoint(run, modules, run.stop + later + int(state.step))
 
 

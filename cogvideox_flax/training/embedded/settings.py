@@ -73,7 +73,7 @@ TRANSFORMER = TransformerConfig(
     sample_width=SIZE // 8,
     sample_frames=FRAMES,
 )
-GUIDANCE = 3.0
+GUIDANCE = 2.0
 """What the checkpoint recommends. At 6, as the releases do, shapes overshoot: triangles get three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
@@ -105,13 +105,6 @@ DIFFUSION_AGAIN = LoopConfig(
 """Further rounds, from the cooled weights at half the rate (warm restarts, arXiv 1608.03983): what is small, as the
 difference between a circle and a square, is learned when little else moves."""
 
-TWINS, TWIN_BATCH, TWIN_WEIGHT = 4000, 8, 10.0
-"""Circles with their square twins and the other way round: how many, how many in a batch, and the weight of their
-difference. Without it circle and square stay the same: they differ by 0.002 of a latent's variance at small size."""
-TWIN_LOOP = replace(
-    DIFFUSION_AGAIN, steps=2400, seed=SEED + 10, optimizer=replace(DIFFUSION_AGAIN.optimizer, warmup_steps=50)
-)
-
 
 @dataclass(frozen=True)
 class Run:
@@ -121,7 +114,6 @@ class Run:
     base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
     stop: steps of the transformer at a constant rate, before it is cooled down.
     rounds: how often it is cooled down in all; each further time from the cooled weights.
-    twins: whether one more round follows that tells circles from squares.
     """
 
     folder: Path
@@ -129,14 +121,12 @@ class Run:
     base: Path | None = None
     stop: int = DIFFUSION_STOP
     rounds: int = 1
-    twins: bool = False
 
     @property
     def stages(self) -> list[str]:
         """Folders of the transformer's training, in order."""
         cooled = f"transformer-cool-{self.stop}"
-        stages = ["transformer", cooled, *(f"{cooled}-{n}" for n in range(2, self.rounds + 1))]
-        return [*stages, f"{cooled}-{self.rounds}-twins"] if self.twins else stages
+        return ["transformer", cooled, *(f"{cooled}-{n}" for n in range(2, self.rounds + 1))]
 
     def __post_init__(self) -> None:
         if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
