@@ -24,7 +24,7 @@ from cogvideox_flax.checks import check_model, check_prompts, check_sampling, ch
 from cogvideox_flax.components import Components
 from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say
+from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say, stoppable
 from cogvideox_flax.models.autoencoder import Tiling
 from cogvideox_flax.plan import STAGES, Request, bytes_per_device, placed, program_of
 from cogvideox_flax.result import Video
@@ -418,8 +418,9 @@ class CogVideoXPipeline(Components):
         done = 0
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
         bar = tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress)
-        with bar, self.watch.steps() as step:
+        with bar, self.watch.steps() as step, stoppable() as check:
             for x in self._steps(program, fixed, carry, plan, step):
+                check()
                 bar.update()
                 done += 1
                 if callback is not None and callback(done - 1, int(plan.timesteps[done - 1]), x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from reference import save_layout
 
 from cogvideox_flax import CogVideoXPipeline, cli, execution, pipeline, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import Watch
+from cogvideox_flax.execution import Watch, stoppable
 from cogvideox_flax.plan import bytes_per_device
 from conversion.convert import convert
 
@@ -129,3 +130,20 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
             CogVideoXPipeline.from_pretrained(native, dtype="bfloat16")("red", **SMALL)
     compiled = [r.message.split(" in ")[0] for r in caplog.records if r.message.startswith("compiled the")]
     assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_not_lost_in_a_destructor():
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with stoppable() as check:
+        check()
+        Dying()  # what is raised in there is dropped
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is handler
+    with stoppable() as check, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
