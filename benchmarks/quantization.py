@@ -1,4 +1,4 @@
-"""What weights of 8 bits cost and save at the released widths: error against float32, bytes on disk, time to load.
+"""What weights of 8 bits cost and save at the released widths: error against float32, and bytes on disk.
 
     python -m benchmarks.quantization                        # CogVideoX-5b's widths with 4 layers: minutes on two cores
     python -m benchmarks.quantization --layers 2 --height 480 --width 720
@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,15 +44,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     rows = []
-    print("| component | stored as | computed in | MiB on disk | load s | RMS error |")
-    print("|---|---|---|---|---|---|")
+    print("| component | stored as | computed in | MiB on disk | RMS error |")
+    print("|---|---|---|---|---|")
     for component in args.components:
         with tempfile.TemporaryDirectory(prefix="quantization-") as folder:
             for row in measure(component, args, Path(folder)):
                 rows.append(row)
                 print(
                     f"| {component} | {row['stored']} | {row['computed']} | {row['bytes'] / 2**20:.0f} "
-                    f"| {row['load_s']:.2f} | {row['error']:.1e} |",
+                    f"| {row['error']:.1e} |",
                     flush=True,
                 )
     if args.json:
@@ -73,9 +72,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     rows: list[dict[str, Any]] = []
     reference: Any = None
     for stored, computed in FORMS:
-        start = time.perf_counter()
-        module = jax.block_until_ready(LOADERS[component](forms[stored], dtype=computed))
-        load_s = time.perf_counter() - start
+        module = LOADERS[component](forms[stored], dtype=computed)
         run = jax.jit(call, compiler_options=compiler_options(computed))
         result = np.asarray(run(module, *given)).astype(np.float64)
         reference = result if reference is None else reference
@@ -86,7 +83,6 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
                 "computed": computed,
                 "layers": args.layers,
                 "bytes": (forms[stored] / component / WEIGHTS_FILE).stat().st_size,
-                "load_s": load_s,
                 "error": float(np.sqrt(np.square(result - reference).mean()) / reference.std()),
             }
         )

@@ -5,7 +5,7 @@
 Memory, collectives and the number of operations are the compiler's and exact. Time is a model, per denoising step and
 chip, or per run of another stage: the attention kernel by its static schedule (`benchmarks.attention`, heads whose
 scores are bounded), the convolutions' by their work, all other operations by the compiler's cycles or their bytes,
-collectives by their bytes over an assumed link. Nothing overlaps and nothing waits in it.
+collectives by their bytes over the busiest link. Nothing overlaps and nothing waits in it.
 """
 
 from __future__ import annotations

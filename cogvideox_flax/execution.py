@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 
-QUICKLY = frozenset({"VAE decoder"})
-"""Programs that run once in a run and take longer to compile than to run."""
+QUICKLY = frozenset({"decode"})
+"""Stages whose programs run once in a run and take longer to compile than to run."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,15 @@ class Programs:
         self.dtype, self.mesh = dtype, mesh
         self._programs: dict[Any, Program] = {}
 
-    def get(self, name: str, key: Any, make: Callable[[], Callable[..., Any]], donate: Sequence[int] = ()) -> Program:
-        """One program per key, made when it is first wanted. donate: arguments whose memory the result may take."""
+    def get(
+        self, name: str, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]], donate: Sequence[int] = ()
+    ) -> Program:
+        """One program per key, (stage, what else it was made for), made when it is first wanted.
+
+        donate: arguments whose memory the result may take.
+        """
         if key not in self._programs:
-            options = compiler_options(self.dtype, quickly=name in QUICKLY)
+            options = compiler_options(self.dtype, quickly=key[0] in QUICKLY)
             self._programs[key] = Program(name, make(), options, self.mesh, donate)
         return self._programs[key]
 
@@ -195,8 +200,11 @@ def stoppable() -> Iterator[Callable[[], None]]:
     pressed = threading.Event()
 
     def press(number: int, frame: Any) -> None:
-        pressed.set()
-        before(number, frame)
+        try:
+            before(number, frame)  # one of another kind may do without an exception
+        except KeyboardInterrupt:
+            pressed.set()
+            raise
 
     def check() -> None:
         if pressed.is_set():

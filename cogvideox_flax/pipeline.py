@@ -308,8 +308,8 @@ class CogVideoXPipeline(Components):
             self._guidance(guidance_scale),
             sampler,
         )
-        made: dict[str, tuple[str, Any]] = {
-            "encode": ("text encoder", "encode"),
+        made: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "encode": ("text encoder", ("encode",)),
             "denoise": ("denoising step", ("step", sampler)),
             "decode": ("VAE decoder", ("decode", "uint8", None)),
         }
@@ -357,7 +357,7 @@ class CogVideoXPipeline(Components):
         Raises:
             InputError: the text encoder gives NaN or infinity.
         """
-        program = self._programs.get("text encoder", "encode", lambda: programs.encode)
+        program = self._programs.get("text encoder", ("encode",), lambda: programs.encode)
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once

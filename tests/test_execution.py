@@ -37,8 +37,8 @@ def test_operation_by_operation_gives_the_same(pipe):
     expected = pipe("red", **SMALL, output_type="float").frames
     pipe.watch = Watch(jit=False)
     seen = []
-    jitted = pipe._programs.get("text encoder", "encode", None)._f
-    pipe._programs.get("text encoder", "encode", None)._f = lambda *args: seen.append(args[1]) or jitted(*args)
+    jitted = pipe._programs.get("text encoder", ("encode",), None)._f
+    pipe._programs.get("text encoder", ("encode",), None)._f = lambda *args: seen.append(args[1]) or jitted(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 
@@ -147,3 +147,15 @@ def test_ctrl_c_is_not_lost_in_a_destructor():
     assert signal.getsignal(signal.SIGINT) is handler
     with stoppable() as check, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_a_handler_that_stops_in_its_own_way_is_left_to_it():
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with stoppable() as check:
+            signal.raise_signal(signal.SIGINT)
+            check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]

@@ -41,10 +41,10 @@ def test_whole_lines_are_mapped_whatever_odd_sizes_are_beside_them(path):
 
 def test_what_is_not_aligned_is_not_mapped(path):
     header = int.from_bytes(path.read_bytes()[:8], "little")
-    text = path.read_bytes()[8 : 8 + header].rstrip() + b" "
+    text = path.read_bytes()[8 : 8 + header] + b" "
     path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[8 + header :])
     with TensorFile(path) as file:
-        assert file.mapped("even") is None or file.tensors["even"].offset % 64 == 0
+        assert file.mapped("even") is None and file.mapped("more") is None
         np.testing.assert_array_equal(file.read("even"), ARRAYS["even"])
 
 

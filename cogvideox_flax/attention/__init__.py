@@ -31,11 +31,12 @@ def _best(
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
-    if cudnn.why_not(q, window) is None:
-        return cudnn.attend(q, k, v, kv_len)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
     kernel = partial(splash.attend, window=window)
-    return jax.lax.platform_dependent(q, k, v, lengths, tpu=kernel, default=plain)
+    where: dict[str, Callable[..., Array]] = {"tpu": kernel}
+    if cudnn.why_not(q, window) is None:
+        where["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # no mask where there are no lengths
+    return jax.lax.platform_dependent(q, k, v, lengths, **where, default=plain)
 
 
 BACKENDS: dict[str, Backend] = {

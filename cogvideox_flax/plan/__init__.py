@@ -22,7 +22,7 @@ from cogvideox_flax import checkpoint, programs, sharding
 from cogvideox_flax.checks import check_model
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import compiler_options
+from cogvideox_flax.execution import QUICKLY, compiler_options
 from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
@@ -167,7 +167,7 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     f, args, runs = program_of(name, request, size)
     where = placed(args, mesh)
     start = time.perf_counter()
-    options = compiler_options(request.dtype, platform="tpu", quickly=name == "decode")
+    options = compiler_options(request.dtype, platform="tpu", quickly=name in QUICKLY)
     with jax.set_mesh(mesh):
         compiled = jax.jit(f, compiler_options=options).lower(*where).compile()
     seconds = time.perf_counter() - start
