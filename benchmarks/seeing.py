@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.training.world import (
+    AREAS,
     BACKGROUNDS,
     COLOURS,
     MOTIONS,
@@ -40,7 +41,7 @@ FLICKER = 0.15
 LEAST_AREA = np.pi * SIZES["small"] ** 2 / 3
 """A smaller blob is no thing."""
 SIZE_EDGES = (5.0, (SIZES["small"] + SIZES["large"]) / 2, 14.0)
-"""Radius: smallest small, small to large, largest large."""
+"""Radius, by the area of the shape: smallest small, small to large, largest large."""
 STILL_BELOW, MOVING_FROM = 0.25, 0.4  # units per frame
 QUICK_FROM = (SPEEDS["slowly"] + SPEEDS["quickly"]) / 2
 ALIKE = 0.9
@@ -297,9 +298,10 @@ def _read(
     """What a track shows; nothing, if it is of no colour or not there for the whole clip."""
     if colour is None or len(track) < VISIBLE * frames:
         return SeenThing(None, None, None, None, None)
-    radii = np.sqrt([blob.area / np.pi for blob in track])
+    areas = np.array([blob.area for blob in track])
     motion, speed = _motion(track)
-    return SeenThing(colour, _shape(track, float(np.median(radii)), cover, grown, scale), _size(radii), motion, speed)
+    shape = _shape(track, sqrt(np.median(areas) / np.pi), cover, grown, scale)
+    return SeenThing(colour, shape, _size(np.sqrt(areas / AREAS.get(str(shape), np.pi))), motion, speed)
 
 
 def _size(radii: Float[np.ndarray, " n"]) -> str | None:
@@ -331,13 +333,13 @@ def _motion(track: Sequence[_Blob]) -> tuple[str | None, str | None]:
 
 @lru_cache(maxsize=1)
 def _templates() -> tuple[Float32[np.ndarray, "N P"], tuple[str, ...]]:
-    """Every shape, sharp and blurred, from -2 to 2 radii, with mean 0 and length 1; and their names.
+    """Every shape, sharp and blurred, with mean 0 and length 1; and their names. A triangle may stand on its tip.
 
-    A triangle may stand on its tip.
+    From -2 to 2 radii of the circle of equal area.
     """
     pictures, names = [], []
-    radius = UNIT / 4
     for shape in SHAPES:
+        radius = UNIT / 4 * sqrt(np.pi / AREAS[shape])
         scene = Scene((Thing("red", shape, "small", "still", None),), "black")
         track = Track(radius, (UNIT / 2, UNIT / 2), (0.0, 0.0))
         sharp = render(scene, (track,), 1, _GRID)[0, :, :, 0].astype(np.float32)
@@ -364,7 +366,10 @@ def _shape(
     grown: Int[np.ndarray, "F H W"],
     scale: float,
 ) -> str | None:
-    """The shape whose picture the coverage is most like, if it is like it and most frames agree."""
+    """The shape whose picture the coverage is most like, if it is like it and most frames agree.
+
+    radius: of the circle of equal area.
+    """
     reach = ((np.arange(_GRID) + 0.5) * 4 / _GRID - 2) * radius
     centres = np.array([(blob.y, blob.x) for blob in track])
     y, x = ((centres[:, axis, None] + reach) * scale - 0.5 for axis in (0, 1))  # n P

@@ -19,7 +19,7 @@ import torch
 from flax import nnx
 from reference import relative_error
 
-from cogvideox_flax import sharding
+from cogvideox_flax import hub, sharding
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import DivergedError, InputError
@@ -419,11 +419,14 @@ def test_settings_are_kept_beside_the_run(tmp_path):
 
 
 def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
-    assert Run(tmp_path, stop=7, rounds=3).stages == [
+    assert [phase.name for phase in Run(tmp_path, stop=7, rounds=3).phases] == [
         "transformer",
         "transformer-cool-7",
         "transformer-cool-7-2",
         "transformer-cool-7-3",
     ]
+    again = Run(tmp_path, base=hub.EMBEDDED, rounds=2)
+    assert [phase.name for phase in again.phases] == ["transformer-again-1", "transformer-again-2"]
+    assert again.steps_before() >= 26_500
     with pytest.raises(InputError, match="got 0 rounds"):
         Run(tmp_path, rounds=0)

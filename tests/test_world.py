@@ -82,7 +82,7 @@ def test_things_stay_inside_the_frame_and_apart():
     assert pairs > 20
 
 
-def test_area_says_the_size_whatever_the_shape():
+def test_areas_are_as_said():
     for size, radius in world.SIZES.items():
         for shape in world.SHAPES:
             scene = Scene((Thing("white", shape, size, "still", None),), "black")
@@ -92,7 +92,10 @@ def test_area_says_the_size_whatever_the_shape():
                 patch.setattr(world, "BACKGROUNDS", {"black": (0, 0, 0)})
                 track = world.Track(radius, (32.0, 32.0), (0.0, 0.0))
                 area = world.render(scene, (track,), frames=1)[0, ..., 0].sum() / 255
-                assert area == pytest.approx(np.pi * radius**2, rel=0.03), (shape, size)
+                assert area == pytest.approx(world.AREAS[shape] * radius**2, rel=0.03), (shape, size)
+                assert (
+                    world.render(scene, (track,), frames=1)[0, 32, :, 0] > 127
+                ).sum() == 2 * radius or shape == "triangle"
 
 
 def test_every_fourth_frame_is_on_the_grid():

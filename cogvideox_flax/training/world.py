@@ -32,7 +32,10 @@ BACKGROUNDS: dict[str, tuple[int, int, int]] = {
 }
 SHAPES = ("circle", "square", "triangle")
 SIZES: dict[str, float] = {"small": 8.0, "large": 11.0}
-"""Radius of the circle of equal area."""
+"""Radius of the circle. A square is as wide as the circle; a triangle has its area."""
+AREAS: dict[str, float] = {"circle": math.pi, "square": 4.0, "triangle": math.pi}
+"""Of each shape, in squares of the radius. A square of the circle's area would look like it: its latents are then four
+times nearer to the circle's than a triangle's are, and a small model takes them for one."""
 MOTIONS: dict[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
 """Direction as (x, y)."""
 SPEEDS: dict[str, float] = {"slowly": 1.0, "quickly": 2.0}
@@ -50,8 +53,8 @@ GAP = 3.0
 TWO_OBJECTS = 0.15
 """Share of clips with two objects."""
 
-_CIRCUMRADIUS = 1.5551  # of the equilateral triangle with the area of the unit circle
-_HALF_SIDE = 0.8862  # of the square with the area of the unit circle
+_CIRCUMRADIUS = math.sqrt(AREAS["triangle"] * 4 / math.sqrt(27))  # equilateral
+_HALF_SIDE = math.sqrt(AREAS["square"]) / 2
 
 Split = Literal["train", "held_out", "any"]
 
@@ -77,7 +80,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Track:
-    """Where a thing is: centre = start + t * velocity at frame t, and its radius (of the circle of equal area)."""
+    """Where a thing is: centre = start + t * velocity at frame t, and its radius (see SIZES)."""
 
     radius: float
     start: tuple[float, float]

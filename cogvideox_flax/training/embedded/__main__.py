@@ -42,11 +42,12 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("stage", nargs="?", choices=STAGES, default="export")
-    parser.add_argument("--steps", type=int, default=DIFFUSION_STOP, help="of the transformer before it is cooled down")
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often it is cooled down, from the last time's weights"
     )
-    parser.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="go on from this model's weights")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--steps", type=int, default=DIFFUSION_STOP, help="of the transformer before it is cooled down")
+    start.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="cool this model's weights again")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.WARNING)

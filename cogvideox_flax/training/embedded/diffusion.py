@@ -24,10 +24,7 @@ from cogvideox_flax.training.embedded.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
     CLIPS,
-    DIFFUSION_AGAIN,
     DIFFUSION_BATCH,
-    DIFFUSION_COOL,
-    DIFFUSION_LOOP,
     DTYPES,
     FOCUS,
     FRAMES,
@@ -120,14 +117,21 @@ def train_transformer(run: Run) -> State:
         prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
         return store.gather(indices) | {"ids": tokenizer(prompts)}
 
-    stage = partial(to_the_end, frozen=empty, loss=diffusion_loss, mesh=run.mesh)
-    first, *others = (run.folder / name for name in run.stages)
-    state = stage(start, batches=batches, config=DIFFUSION_LOOP, folder=first, stop_at=run.stop)
-    params, seen = state.params, run.stop
-    for n, folder in enumerate(others):
-        config = DIFFUSION_AGAIN if n else DIFFUSION_COOL
-        state = stage(params, batches=partial(_from, batches, seen), config=config, folder=folder)
-        params, seen = state.result, seen + config.steps
+    params: Any = start
+    seen = run.steps_before()
+    for phase in run.phases:
+        state = to_the_end(
+            params,
+            empty,
+            diffusion_loss,
+            partial(_from, batches, seen),
+            phase.config,
+            run.folder / phase.name,
+            run.mesh,
+            stop_at=phase.steps,
+        )
+        whole = phase.steps == phase.config.steps  # what stops on the way is gone on with as it is, not averaged
+        params, seen = state.result if whole else state.params, seen + phase.steps
     return state
 
 
@@ -138,11 +142,10 @@ def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int
 def export(run: Run) -> None:
     """The averaged weights as a native checkpoint, RUN/checkpoint, and the loss on the way, RUN/training.png."""
     state = train_transformer(run)
-    files = [run.folder / name / "metrics.jsonl" for name in run.stages]
+    files = [run.folder / phase.name / "metrics.jsonl" for phase in run.phases]
     plot_metrics(files, ("loss", "loss_noisy", "loss_clean"), run.folder / "training.png")
     modules = jax.device_get(state.result) | {"vae": jax.device_get(train_vae(run))}
-    later = DIFFUSION_COOL.steps + (run.rounds - 2) * DIFFUSION_AGAIN.steps if run.rounds > 1 else 0
-    write_checkpoint(run, modules, run.stop + later + int(state.step))
+    write_checkpoint(run, modules, run.steps_before() + sum(phase.steps for phase in run.phases))
 
 
 def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:

@@ -81,7 +81,7 @@ SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
 CLIPS, CLIP_SEED, SHARD = 16_000, SEED + 3, 40
 DIFFUSION_BATCH = 32
-FOCUS = Focus(0.4, 0.85, 0.85)
+FOCUS = Focus(0.5, 0.85, 0.85)
 """Noise levels at which shape and direction are decided: above, little but the text is to be seen; below, nothing is
 left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
@@ -107,13 +107,22 @@ difference between a circle and a square, is learned when little else moves."""
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of the transformer's training: `steps` steps of the schedule laid out in `config`."""
+
+    name: str
+    config: LoopConfig
+    steps: int
+
+
+@dataclass(frozen=True)
 class Run:
     """One run of the recipe.
 
     folder: gets all that the stages write, and what they go on from.
     base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
-    stop: steps of the transformer at a constant rate, before it is cooled down.
-    rounds: how often it is cooled down in all; each further time from the cooled weights.
+    stop: steps of the transformer at a constant rate, before it is cooled down; none of them with a base.
+    rounds: how often it is cooled down in all; each further time from the cooled weights, as the first from a base.
     """
 
     folder: Path
@@ -123,10 +132,26 @@ class Run:
     rounds: int = 1
 
     @property
-    def stages(self) -> list[str]:
-        """Folders of the transformer's training, in order."""
+    def phases(self) -> list[Phase]:
+        """The transformer's training, in order."""
+        if self.base is not None:
+            return [Phase(f"transformer-again-{n}", DIFFUSION_AGAIN, DIFFUSION_AGAIN.steps) for n in self._rounds]
         cooled = f"transformer-cool-{self.stop}"
-        return ["transformer", cooled, *(f"{cooled}-{n}" for n in range(2, self.rounds + 1))]
+        return [
+            Phase("transformer", DIFFUSION_LOOP, self.stop),
+            Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
+            *(Phase(f"{cooled}-{n}", DIFFUSION_AGAIN, DIFFUSION_AGAIN.steps) for n in self._rounds[1:]),
+        ]
+
+    @property
+    def _rounds(self) -> range:
+        return range(1, self.rounds + 1)
+
+    def steps_before(self) -> int:
+        """Steps that the base has seen."""
+        if self.base is None:
+            return 0
+        return int(read_manifest(self.base).weights["transformer"]["source"]["steps"])
 
     def __post_init__(self) -> None:
         if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
