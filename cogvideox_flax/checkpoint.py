@@ -170,23 +170,17 @@ def abstract(component: str, config: Any, kind: str | None = None) -> nnx.Module
     return jax.eval_shape(make)
 
 
-def parameter_name(path: jax.tree_util.KeyPath) -> str:
-    """('blocks', 'attn', 'q', 'kernel', 'value') -> 'blocks.attn.q.kernel'."""
-    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
-    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
-
-
 def parameters(module: nnx.Module) -> dict[str, Any]:
     """Parameter name -> array (or shape, for an abstract module)."""
     leaves = jax.tree_util.tree_leaves_with_path(module)
-    return {parameter_name(path): leaf for path, leaf in leaves}
+    return {sharding.parameter_name(path): leaf for path, leaf in leaves}
 
 
 def cast(module: Any, dtype: str) -> Any:
     """An abstract module as it is when it is loaded in this dtype."""
 
     def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        kept = _keeps_its_dtype(parameter_name(path), leaf)
+        kept = _keeps_its_dtype(sharding.parameter_name(path), leaf)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else jnp.dtype(dtype))
 
     return jax.tree_util.tree_map_with_path(one, module)
@@ -261,7 +255,7 @@ def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh 
         leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
         arrays = []
         for path, leaf in leaves:
-            name = parameter_name(path)
+            name = sharding.parameter_name(path)
             stored = file.tensors[name].dtype
             target = np.dtype(dtype) if dtype is not None and not _keeps_its_dtype(name, leaf) else stored
             placement = sharding.parameter_sharding(mesh, component, name, leaf.shape) if mesh is not None else None

@@ -41,7 +41,7 @@ Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 OUTPUT_TYPES = ("uint8", "float", "latent")
 
 ADVICE = {
-    "encode": "Split it over more devices (--mesh 1,1,N), or take int8 weights (`cogvideox quantize`).",
+    "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,sharded), or take int8 ones.",
     "denoise": "Take fewer frames or pixels, more devices (`cogvideox plan` compares meshes), or int8 weights.",
     "decode": "Take fewer frames or pixels, more devices (--mesh), or decode in tiles (--tiling).",
 }

@@ -16,12 +16,13 @@ from reference import convert_component, make_text_encoder, make_transformer, sa
 
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.attention import attend
-from cogvideox_flax.checkpoint import load_transformer
+from cogvideox_flax.checkpoint import load_transformer, parameters
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
 from conversion.convert import convert
 
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2)]
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True), (2, 2, 2, True)]
 PROMPTS = ["a red circle", "a blue square", "a small circle moves to the left", "white"]
 
 
@@ -137,3 +138,33 @@ def test_sequence_parallel_layers_only_exchange(native):
     assert found["all-to-all"].count == 4 * model.config.layers
     narrow = 4 * 2 * 128 * 2 * 2 * 2 * 16  # float32, batch, tokens padded to 8 * 16, patches of 2x2x2x16
     assert all(kind == "all-to-all" or t.tensor_bytes <= narrow for kind, t in found.items()), found
+
+
+def test_sharded_weights_are_gathered_layer_by_layer(native):
+    mesh = sharding.make_mesh(2, 2, 2, shard_weights=True)
+    model = load_transformer(native, mesh=mesh)
+    large = 0
+    for name, value in parameters(model).items():
+        shares = value.size / value.addressable_shards[0].data.size
+        if name.endswith("kernel") and name.startswith("blocks."):
+            assert shares == (4 if ".norm" in name else 8), name  # modulation is not split over tp
+            large += value.size
+        else:
+            assert shares <= 2, name
+    assert large > 0.8 * sum(value.size for value in parameters(model).values())
+    latents, context = jnp.zeros((2, 4, 8, 14, 16)), jnp.zeros((2, 10, 40))
+    with jax.set_mesh(mesh):
+        call = jax.jit(lambda m, x, c: m(x, c, 999))
+        text = call.lower(model, latents, context).compile().as_text()
+    gathered = collectives(Program(text))["all-gather"]
+    # float32, each device's part of them over tp: no layer's twice, none that is not needed
+    wanted = 4 * sum(v.size // (1 if ".norm" in n else 2) for n, v in parameters(model).items() if v.ndim == 3)
+    assert wanted <= gathered.tensor_bytes <= 1.2 * wanted
+
+
+@pytest.mark.parametrize("text", ["2,4", "2,4,1,whole", "2,4,sharded", "2,4,1,1", "sharded", "2,4,1 sharded"])
+def test_meshes_are_read_or_refused(text):
+    assert sharding.parse_mesh("2,4,1") == (2, 4, 1) and sharding.parse_mesh(" 2, 4,1, sharded ") == (2, 4, 1, True)
+    assert [sharding.describe_mesh(m) for m in ((2, 4, 1), (2, 4, 1, True))] == ["2,4,1", "2,4,1,sharded"]
+    with pytest.raises(InputError, match="2,1,4, or DP,SP,TP,sharded; got"):
+        sharding.parse_mesh(text)

@@ -340,11 +340,13 @@ def trained(tmp_path_factory):
     return train(models(), None, denoise, denoise_batches, SHORT, tmp_path_factory.mktemp("single"))
 
 
-def test_sharded_training_is_the_same(tmp_path, trained):
-    mesh = sharding.make_mesh(2, 1, 2)
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 2, True)], ids=str)
+def test_sharded_training_is_the_same(tmp_path, trained, shape):
+    mesh = sharding.make_mesh(*shape)
     sharded = train(models(), None, denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
     q = sharded.opt_state[1][0].mu["transformer"].blocks.attn.q.kernel[...]
-    assert q.sharding.spec[-1] == "tp"  # the moments lie where their parameter lies
+    stored = ("dp", "sp") if len(shape) > 3 else None
+    assert tuple(q.sharding.spec) == (None, stored, "tp")  # the moments lie where their parameter lies
     for name, value in parameters(sharded.params).items():
         np.testing.assert_allclose(value, parameters(trained.params)[name], atol=3e-5, err_msg=name)
     resumed = train(models(), None, denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)

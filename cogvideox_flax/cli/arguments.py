@@ -35,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--mesh",
         metavar="DP,SP,TP",
-        help="devices for batch, tokens, heads; auto: all of them, as the planner says; default: auto, on CPUs 1,1,1",
+        help="devices for batch, tokens, heads; DP,SP,TP,sharded splits weights over DP and SP as well; auto: all "
+        "devices, as the planner says; default: auto, on CPUs 1,1,1",
     )
     model.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -117,7 +118,7 @@ def make_parser() -> argparse.ArgumentParser:
     which.add_argument("--release", choices=RELEASES, help="a released model, by name")
     which.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
-    sub.add_argument("--mesh", metavar="DP,SP,TP", help="default: all of them are tried and the fastest is taken")
+    sub.add_argument("--mesh", metavar="DP,SP,TP[,sharded]", help="default: all are tried and the fastest is taken")
     sub.add_argument("--num-frames", type=int, help="8 n + 1; default: the release's")
     sub.add_argument("--height", type=int, help="pixels, a multiple of 16; default: the release's")
     sub.add_argument("--width", type=int, help="pixels, a multiple of 16; default: the release's")

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.cli.opening import (
     EMBEDDED,
@@ -27,11 +27,14 @@ from cogvideox_flax.cli.opening import (
 from cogvideox_flax.config import COMPONENTS, Release, get_release
 from cogvideox_flax.errors import InputError
 
+if TYPE_CHECKING:
+    from cogvideox_flax.sharding import MeshShape
+
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
     "clips": ("--clips", "the folder of clips"),
     "out": ("--out", "the folder that the run writes to"),
-    "mesh": ("--mesh", "devices, DP,SP,TP"),
+    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,sharded"),
     "loop.steps": ("--steps", "how many steps"),
 }
 """Key of the training configuration -> the option that overrides it."""
@@ -173,8 +176,10 @@ def plan(args: argparse.Namespace) -> None:
         print(describe(found))
 
 
-def _tried(mesh: tuple[int, int, int], found: Any) -> str:
-    name = f"mesh {','.join(map(str, mesh))}"
+def _tried(mesh: MeshShape, found: Any) -> str:
+    from cogvideox_flax.sharding import describe_mesh
+
+    name = f"mesh {describe_mesh(mesh)}"
     if isinstance(found, InputError):
         return f"{name}: {str(found).splitlines()[0]}"
     fits = "" if found.fits else ", does not fit"

@@ -112,7 +112,7 @@ def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str,
     """The mesh that was asked for, or that the planner takes for a run of these settings; None for one device."""
     import jax
 
-    from cogvideox_flax.sharding import make_mesh, parse_mesh
+    from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
 
     if args.mesh not in (None, "auto"):
         return make_mesh(*parse_mesh(args.mesh))
@@ -136,7 +136,7 @@ def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str,
     batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
     dtype = settings.get("dtype", manifest.default_dtype)
     found = choose_mesh(manifest, size, batch, n, chip_of_device(devices[0]), dtype)
-    logging.getLogger("cogvideox_flax").info("mesh dp=%d sp=%d tp=%d, as the planner says", *found.mesh)
+    logging.getLogger("cogvideox_flax").info("mesh %s (dp, sp, tp), as the planner says", describe_mesh(found.mesh))
     return make_mesh(*found.mesh)
 
 

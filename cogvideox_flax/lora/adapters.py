@@ -129,7 +129,7 @@ def with_parameters(transformer: Transformer, parameters: Mapping[str, Array]) -
         KeyError: a name that the transformer does not have.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(transformer)
-    names = [checkpoint.parameter_name(path) for path, _ in leaves]
+    names = [sharding.parameter_name(path) for path, _ in leaves]
     if unknown := parameters.keys() - set(names):
         raise KeyError(f"the transformer has no parameters {', '.join(sorted(unknown))}")
     values = [parameters.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]

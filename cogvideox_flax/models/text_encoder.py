@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from cogvideox_flax import sharding
 from cogvideox_flax.config import TextEncoderConfig
 from cogvideox_flax.layers import Linear, precision, stack
 
@@ -45,7 +46,7 @@ class TextEncoder(nnx.Module):
         bias = jnp.moveaxis(self.position_bias[...].astype(jnp.float32)[buckets], -1, 0)
 
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
-            return block(x, bias, dtype), None
+            return sharding.layer_weights("text_encoder", block)(x, bias, dtype), None
 
         x, _ = jax.lax.scan(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
         return self.norm_out(x).astype(dtype)

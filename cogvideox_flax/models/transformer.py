@@ -167,6 +167,7 @@ class Transformer(nnx.Module):
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
+            block = sharding.layer_weights("transformer", block)
             return block(_spread(x), emb, is_text, rotary, length), None
 
         # a scan's body needs no barrier against common subexpressions

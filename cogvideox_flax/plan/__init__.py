@@ -75,7 +75,7 @@ class Forecast:
     """All stages of a run on one mesh."""
 
     topology: str
-    mesh: tuple[int, int, int]
+    mesh: sharding.MeshShape
     size: Size
     stages: tuple[Stage, ...]
 
@@ -121,7 +121,7 @@ class Request:
 
 
 def forecast(
-    request: Request, topology: str, mesh: tuple[int, int, int], stages: Sequence[str] = STAGES
+    request: Request, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
 ) -> Iterator[Stage]:
     """The stages one after the other, as each is compiled.
 
@@ -138,9 +138,11 @@ def forecast(
 
 
 def best_mesh(
-    request: Request, topology: str, report: Callable[[tuple[int, int, int], Stage | InputError], None]
-) -> tuple[int, int, int]:
+    request: Request, topology: str, report: Callable[[sharding.MeshShape, Stage | InputError], None]
+) -> sharding.MeshShape:
     """The mesh over all chips of a topology with the least time for denoising among those that fit.
+
+    Weights are sharded over dp and sp only if nothing fits otherwise.
 
     Args:
         report: called with each mesh that was tried, and its denoising stage or why it cannot be.
@@ -148,19 +150,21 @@ def best_mesh(
     Raises:
         InputError: none fits.
     """
-    found = []
-    for mesh in meshes(len(topology_devices(topology))):
-        try:
-            (stage,) = forecast(request, topology, mesh, ["denoise"])
-        except InputError as e:
-            report(mesh, e)
-            continue
-        report(mesh, stage)
-        if stage.fits:
-            found.append((stage.estimated_s, mesh))
-    if not found:
-        raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
-    return min(found)[1]
+    whole = meshes(len(topology_devices(topology)))
+    for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
+        found: list[tuple[float, sharding.MeshShape]] = []
+        for mesh in candidates:
+            try:
+                (stage,) = forecast(request, topology, mesh, ["denoise"])
+            except InputError as e:
+                report(mesh, e)
+                continue
+            report(mesh, stage)
+            if stage.fits:
+                found.append((stage.estimated_s, mesh))
+        if found:
+            return min(found)[1]
+    raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
 
 
 def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> Stage:
@@ -256,7 +260,7 @@ def placed(args: Sequence[tuple[str | None, Any]], mesh: Mesh | None) -> list[An
         if component is None:
             where = NamedSharding(mesh, PartitionSpec())
         else:
-            where = sharding.parameter_sharding(mesh, component, checkpoint.parameter_name(path), leaf.shape)
+            where = sharding.parameter_sharding(mesh, component, sharding.parameter_name(path), leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return [jax.tree_util.tree_map_with_path(partial(place, component), arg) for component, arg in args]
@@ -278,7 +282,7 @@ def describe(forecast: Forecast) -> str:
     size, mesh = forecast.size, forecast.mesh
     head = (
         f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
-        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}"
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded over all' if mesh[3:] == (True,) else ''}"
     )
     rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
     rows += [

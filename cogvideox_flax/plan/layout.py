@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.chips import CHIPS, Chip
@@ -26,9 +27,9 @@ _HELD = 60  # bytes per token and channel, over all layers
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh (dp, sp, tp), modelled seconds of one denoising step on it, and bytes on each device."""
+    """A mesh, modelled seconds of one denoising step on it, and bytes on each device."""
 
-    mesh: tuple[int, int, int]
+    mesh: sharding.MeshShape
     seconds: float
     nbytes: int
 
@@ -40,9 +41,18 @@ def meshes(devices: int) -> list[tuple[int, int, int]]:
 
 
 def layouts(
-    manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
+    manifest: Manifest,
+    size: Size,
+    batch: int,
+    devices: int,
+    chip: Chip,
+    dtype: str = "bfloat16",
+    shard_weights: bool = False,
 ) -> list[Layout]:
-    """All meshes that can serve this batch (prompts, twice with guidance), the fastest first."""
+    """All meshes that can serve this batch (prompts, twice with guidance), the fastest first.
+
+    shard_weights: split weights over dp and sp too.
+    """
     config, encoder = manifest.transformer, manifest.text_encoder
     assert config and encoder
     bytes_each = 1 if manifest.quantized("transformer") else jnp.dtype(dtype).itemsize
@@ -59,29 +69,34 @@ def layouts(
         seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)
         seconds += _MOVED * here / chip.bandwidth
         wire = 4 * 2 * here / tp * (1 - 1 / sp) + 2 * 4 * here * 2 * (1 - 1 / tp)
-        maps = config.layers * 12 * config.width * (config.width / tp + config.time_width)  # modulation is on each
-        nbytes = int(bytes_each * maps + _HELD * here)
-        found.append(Layout((dp, sp, tp), config.layers * (seconds + wire / chip.link), nbytes))
+        maps = bytes_each * 12 * config.width * (config.width / tp + config.time_width)  # of a layer; modulation whole
+        held = config.layers * maps
+        if shard_weights:
+            wire += maps * (1 - 1 / (dp * sp))
+            held = held / (dp * sp) + 2 * maps  # the layer that computes, and the next
+        mesh = (dp, sp, tp, True) if shard_weights else (dp, sp, tp)
+        found.append(Layout(mesh, config.layers * (seconds + wire / chip.link), int(held + _HELD * here)))
     return sorted(found, key=lambda layout: layout.seconds)
 
 
 def choose_mesh(
     manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
 ) -> Layout:
-    """The fastest mesh over all devices whose share of weights and activations fits.
+    """The fastest mesh over all devices whose share of weights and activations fits; weights are sharded if they must.
 
     Raises:
         InputError: none fits.
     """
-    found = layouts(manifest, size, batch, devices, chip, dtype)
-    fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
-    if not fits:
-        least = min(layout.nbytes for layout in found)
-        raise InputError(
-            f"this run needs {least / 2**30:.1f} GiB on each of {devices} devices, which have "
-            f"{chip.hbm / 2**30:.1f} GiB: take more devices, or fewer frames or pixels"
-        )
-    return fits[0]
+    for shard_weights in (False, True):
+        found = layouts(manifest, size, batch, devices, chip, dtype, shard_weights)
+        fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
+        if fits:
+            return fits[0]
+    least = min(layout.nbytes for layout in found)
+    raise InputError(
+        f"this run needs {least / 2**30:.1f} GiB on each of {devices} devices, which have "
+        f"{chip.hbm / 2**30:.1f} GiB: take more devices, or fewer frames or pixels"
+    )
 
 
 def chip_of_device(device: jax.Device) -> Chip:

@@ -1,9 +1,15 @@
-"""The mesh, and the two tables that say what lies where: logical axis -> mesh axis, parameter -> logical axes."""
+"""The mesh, and the two tables that say what lies where: logical axis -> mesh axis, parameter -> logical axes.
+
+Weights are split over tp. On a mesh made with `shard_weights`, the large ones also are over dp and sp, along what the
+table calls "stored"; a layer's are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv 1910.02054).
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,8 +21,19 @@ from cogvideox_flax.errors import InputError
 
 AXES = ("dp", "sp", "tp")
 
+SHARDED = "sharded"
+"""A mesh axis of size 1, by which all who see a mesh know that its weights are split over dp and sp too."""
+
 RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
-"""Logical axis -> mesh axis."""
+"""Logical axis -> mesh axis, of what is computed with."""
+
+STORED = ("dp", "sp")
+"""The mesh axes of the logical axis "stored", where weights are sharded: none of a layer's once they are gathered."""
+
+MeshShape = tuple[int, int, int] | tuple[int, int, int, bool]
+"""dp, sp, tp, and whether weights are sharded over dp and sp."""
+
+T = TypeVar("T")
 
 _REPLICATED: tuple[None, ...] = ()
 Axes = tuple[str | None, ...]
@@ -24,12 +41,17 @@ Axes = tuple[str | None, ...]
 PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
     "transformer": (
         # with a LoRA, a linear map is the adapter's `base`, and the adapter's own a and b are split as its sides are
-        (r"blocks\.attn\.[qkv]\.((base\.)?kernel|b)", (None, None, "heads")),
+        (r"blocks\.attn\.[qkv]\.(base\.)?kernel", (None, "stored", "heads")),
+        (r"blocks\.attn\.[qkv]\.b", (None, None, "heads")),
         (r"blocks\.attn\.[qkv]\.((base\.)?bias|scale)", (None, "heads")),
-        (r"blocks\.attn\.out\.((base\.)?kernel|a)", (None, "heads", None)),
-        (r"blocks\.mlp\.up\.((base\.)?kernel|b)", (None, None, "hidden")),
+        (r"blocks\.attn\.out\.(base\.)?kernel", (None, "heads", "stored")),
+        (r"blocks\.attn\.out\.a", (None, "heads", None)),
+        (r"blocks\.mlp\.up\.(base\.)?kernel", (None, "stored", "hidden")),
+        (r"blocks\.mlp\.up\.b", (None, None, "hidden")),
         (r"blocks\.mlp\.up\.((base\.)?bias|scale)", (None, "hidden")),
-        (r"blocks\.mlp\.down\.((base\.)?kernel|a)", (None, "hidden", None)),
+        (r"blocks\.mlp\.down\.(base\.)?kernel", (None, "hidden", "stored")),
+        (r"blocks\.mlp\.down\.a", (None, "hidden", None)),
+        (r"blocks\.norm[12]\.linear\.kernel", (None, "stored", None)),
         (r"blocks\.(attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b))", _REPLICATED),
         (r"blocks\.(attn\.out|mlp\.down)\.((base\.)?bias|scale)", _REPLICATED),
         (r"blocks\.(attn\.norm_[qk]|norm[12])\..*", _REPLICATED),
@@ -37,10 +59,10 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
         (r"pos_embedding", _REPLICATED),
     ),
     "text_encoder": (
-        (r"blocks\.attn\.[qkv]\.kernel", (None, None, "heads")),
-        (r"blocks\.attn\.out\.kernel", (None, "heads", None)),
-        (r"blocks\.mlp\.(gate|up)\.kernel", (None, None, "hidden")),
-        (r"blocks\.mlp\.down\.kernel", (None, "hidden", None)),
+        (r"blocks\.attn\.[qkv]\.kernel", (None, "stored", "heads")),
+        (r"blocks\.attn\.out\.kernel", (None, "heads", "stored")),
+        (r"blocks\.mlp\.(gate|up)\.kernel", (None, "stored", "hidden")),
+        (r"blocks\.mlp\.down\.kernel", (None, "hidden", "stored")),
         # scales are of quantized weights, one per output
         (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
         (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
@@ -54,8 +76,19 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
 """Component -> rows of (parameter name, logical axes); the first full match counts. No match is an error."""
 
 
-def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    dp: int = 1,
+    sp: int = 1,
+    tp: int = 1,
+    shard_weights: bool = False,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
     """A mesh over the first dp * sp * tp devices.
+
+    Args:
+        shard_weights: split large weights over dp and sp as well. Each device then holds 1 / (dp * sp * tp) of them,
+            and each layer's travel whenever it computes.
 
     Raises:
         InputError: a size below 1, or more devices asked for than there are.
@@ -64,23 +97,30 @@ def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, devices: Sequence[jax.Devic
     need = dp * sp * tp
     if min(dp, sp, tp) < 1 or need > len(devices):
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
-    kinds = (AxisType.Auto,) * 3
+    names, shape = (AXES, (dp, sp, tp)) if not shard_weights else ((*AXES, SHARDED), (dp, sp, tp, 1))
+    kinds = (AxisType.Auto,) * len(shape)
     if need < len(devices):  # a part of a slice has no topology that the order could follow
-        return Mesh(np.array(devices[:need]).reshape(dp, sp, tp), AXES, axis_types=kinds)
+        return Mesh(np.array(devices[:need]).reshape(shape), names, axis_types=kinds)
     try:
-        return jax.make_mesh((dp, sp, tp), AXES, axis_types=kinds, devices=devices)
+        return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
     except NotImplementedError:  # an axis longer than the slice is along any of its own
-        ordered = mesh_utils.create_device_mesh((dp, sp, tp), devices, allow_split_physical_axes=True)
-        return Mesh(ordered, AXES, axis_types=kinds)
+        ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(ordered, names, axis_types=kinds)
 
 
-def parse_mesh(text: str) -> tuple[int, int, int]:
-    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts):
-        raise InputError(f"mesh must be DP,SP,TP such as 2,1,4; got {text!r}")
+def parse_mesh(text: str) -> MeshShape:
+    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,sharded' -> (2, 4, 1, True). As `make_mesh` takes them."""
+    sizes, comma, word = text.rpartition(",") if text.strip().endswith(SHARDED) else (text, "", "")
+    parts = sizes.split(",")
+    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or word.strip() not in ("", SHARDED):
+        raise InputError(f"mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,{SHARDED}; got {text!r}")
     dp, sp, tp = map(int, parts)
-    return dp, sp, tp
+    return (dp, sp, tp, True) if comma else (dp, sp, tp)
+
+
+def describe_mesh(mesh: MeshShape) -> str:
+    """As `parse_mesh` reads it."""
+    return ",".join(map(str, mesh[:3])) + (f",{SHARDED}" if mesh[3:] == (True,) else "")
 
 
 def parameter_axes(component: str, name: str) -> Axes:
@@ -104,19 +144,48 @@ def parameter_sharding(mesh: Mesh, component: str, name: str, shape: tuple[int, 
     return NamedSharding(mesh, spec_of(mesh, parameter_axes(component, name), shape, f"parameter {component}.{name}"))
 
 
+def layer_weights(component: str, layer: T) -> T:
+    """One layer of the component's blocks as it computes: where weights are sharded, gathered over dp and sp.
+
+    For the body of the scan over layers, so that no more than a layer or two is whole at any time.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if SHARDED not in mesh.axis_names:
+        return layer
+
+    def gather(path: jax.tree_util.KeyPath, leaf: Array) -> Array:
+        axes = parameter_axes(component, f"blocks.{parameter_name(path)}")[1:]
+        return constrain(leaf, *(None if axis == "stored" else axis for axis in axes))
+
+    return jax.tree_util.tree_map_with_path(gather, layer)
+
+
+def parameter_name(path: jax.tree_util.KeyPath) -> str:
+    """('blocks', 'attn', 'q', 'kernel', 'value') -> 'blocks.attn.q.kernel'."""
+    parts = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path]
+    return ".".join(parts[:-1] if parts[-1] == "value" else parts)
+
+
 def spec_of(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int, ...], what: str) -> PartitionSpec:
     """Mesh axes of an array of this shape whose axes have these logical names; `what` it is, for the error.
 
     Raises:
         InputError: an axis does not divide over the mesh, with the numbers.
     """
-    names = [RULES[axis] if axis else None for axis in axes]
+    names = [_mesh_axes(mesh, axis) for axis in axes]
     for size, name in zip(shape, names, strict=False):
-        if name and size % mesh.shape[name]:
+        parts = math.prod(mesh.shape[n] for n in name)
+        if size % parts:
             raise InputError(
-                f"{what} of shape {shape}: {size} does not divide over mesh axis {name} of size {mesh.shape[name]}"
+                f"{what} of shape {shape}: {size} does not divide over mesh axis {' x '.join(name)} of size {parts}"
             )
-    return PartitionSpec(*names)
+    return PartitionSpec(*(name if len(name) > 1 else name[0] if name else None for name in names))
+
+
+def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
+    if axis == "stored":
+        return STORED if SHARDED in mesh.axis_names else ()
+    return (RULES[axis],) if axis else ()
 
 
 def check_batch(mesh: Mesh | None, batch: int) -> None:

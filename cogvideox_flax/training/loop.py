@@ -28,7 +28,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int32, Key
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import parameter_name
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.training.metrics import MetricsLog
@@ -276,7 +275,7 @@ def _placements(params: Params, mesh: Mesh | None) -> Any:
         return jax.tree.map(lambda _: jax.devices()[0], params)
 
     def place(path: jax.tree_util.KeyPath, leaf: Array) -> NamedSharding:
-        component, _, name = parameter_name(path).partition(".")
+        component, _, name = sharding.parameter_name(path).partition(".")
         return sharding.parameter_sharding(mesh, component, name, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(place, params)

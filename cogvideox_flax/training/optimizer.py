@@ -14,7 +14,7 @@ import jax
 import optax
 import optax.contrib
 
-from cogvideox_flax.checkpoint import parameter_name
+from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 
 KINDS = ("adamw", "muon")
@@ -98,7 +98,7 @@ def _muon_axes(params: Any) -> Any:
     """Which axes of a parameter are the matrix that Muon acts on; None where AdamW does. Axis 0 is the layer."""
 
     def axes(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        if leaf.ndim == 3 and _MUON_MATRICES.fullmatch(parameter_name(path)):
+        if leaf.ndim == 3 and _MUON_MATRICES.fullmatch(sharding.parameter_name(path)):
             return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
         return None
 

@@ -21,7 +21,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.training.embedded.autoencoder import train_vae, train_vae_images
 from cogvideox_flax.training.embedded.diffusion import export, prepare_latents, train_transformer
-from cogvideox_flax.training.embedded.settings import DIFFUSION_STOP, Run
+from cogvideox_flax.training.embedded.settings import DIFFUSION_AGAIN, DIFFUSION_STOP, Run
 
 STAGES: dict[str, Callable[[Run], Any]] = {
     "vae-images": train_vae_images,
@@ -45,15 +45,18 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, help="how often it is cooled down, from the last time's weights"
     )
+    parser.add_argument(
+        "--round-steps", type=int, default=DIFFUSION_AGAIN.steps, help="of each time but a new model's first"
+    )
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--steps", type=int, default=DIFFUSION_STOP, help="of the transformer before it is cooled down")
     start.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="cool this model's weights again")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr, force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)
     mesh = sharding.make_mesh(dp=len(jax.devices())) if len(jax.devices()) > 1 else None
     try:
-        STAGES[args.stage](Run(args.run, mesh, args.base, args.steps, args.rounds))
+        STAGES[args.stage](Run(args.run, mesh, args.base, args.steps, args.rounds, args.round_steps))
     except InputError as e:
         print(e, file=sys.stderr)
         return 2

@@ -123,6 +123,7 @@ class Run:
     base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
     stop: steps of the transformer at a constant rate, before it is cooled down; none of them with a base.
     rounds: how often it is cooled down in all; each further time from the cooled weights, as the first from a base.
+    round_steps: of each further time.
     """
 
     folder: Path
@@ -130,17 +131,19 @@ class Run:
     base: Path | None = None
     stop: int = DIFFUSION_STOP
     rounds: int = 1
+    round_steps: int = DIFFUSION_AGAIN.steps
 
     @property
     def phases(self) -> list[Phase]:
         """The transformer's training, in order."""
+        again = replace(DIFFUSION_AGAIN, steps=self.round_steps)
         if self.base is not None:
-            return [Phase(f"transformer-again-{n}", DIFFUSION_AGAIN, DIFFUSION_AGAIN.steps) for n in self._rounds]
+            return [Phase(f"transformer-again-{n}", again, again.steps) for n in self._rounds]
         cooled = f"transformer-cool-{self.stop}"
         return [
             Phase("transformer", DIFFUSION_LOOP, self.stop),
             Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
-            *(Phase(f"{cooled}-{n}", DIFFUSION_AGAIN, DIFFUSION_AGAIN.steps) for n in self._rounds[1:]),
+            *(Phase(f"{cooled}-{n}", again, again.steps) for n in self._rounds[1:]),
         ]
 
     @property
@@ -156,6 +159,8 @@ class Run:
     def __post_init__(self) -> None:
         if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
             raise InputError(f"the transformer's steps must be 1 to {DIFFUSION_LOOP.steps}; got {self.stop}")
+        if self.round_steps < 1:
+            raise InputError(f"a round of cooling must have 1 step or more; got {self.round_steps}")
         if self.rounds < 1:
             raise InputError(f"the transformer must be cooled down once or more often; got {self.rounds} rounds")
         if self.base is not None:
