@@ -20,6 +20,7 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.sharding.tokens import group_of
 from conversion.convert import convert
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True), (2, 2, 2, True)]
@@ -98,12 +99,19 @@ def test_tokens_and_heads_that_do_not_divide(release, mesh, tmp_path):
     np.testing.assert_allclose(spread, run(load_transformer(native)), atol=1e-4)
 
 
+def test_heads_are_exchanged_by_as_many_as_they_divide_over():
+    of_releases = [(heads, parts, group_of(heads, parts)) for heads in (30, 48) for parts in (2, 4, 8, 16)]
+    assert all(group == parts for _, parts, group in of_releases)  # 30 heads become 32
+    assert [group_of(heads, 8) for heads in (1, 2, 3, 4, 6, 7, 12, 15)] == [1, 2, 1, 4, 2, 1, 4, 8]
+
+
+@pytest.mark.parametrize("heads", [6, 3, 15])  # in a ring of two groups, of single devices, filled up to 16
 @pytest.mark.parametrize("window", [None, (7, 3)])
 @pytest.mark.parametrize("kv_len", [None, 30, [37, 20]])
-def test_attention_by_exchange(window, kv_len):
+def test_attention_by_exchange(window, kv_len, heads):
     """Keys that are not real are never read, wherever the exchange puts them."""
     random = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random.normal(size=(2, 37, 6, 16)), jnp.float32) for _ in range(3))
+    q, k, v = (jnp.asarray(random.normal(size=(2, 37, heads, 16)), jnp.float32) for _ in range(3))
     real = jnp.arange(37) < jnp.broadcast_to(jnp.asarray(37 if kv_len is None else kv_len), 2)[:, None]
     k, v = (jnp.where(real[:, :, None, None], x, 1e30) for x in (k, v))
     lengths = jnp.array(kv_len) if isinstance(kv_len, list) else kv_len
@@ -116,9 +124,26 @@ def test_attention_by_exchange(window, kv_len):
     np.testing.assert_allclose(spread[sees], call(q, k, v)[sees], atol=2e-5)
 
 
-def test_gradients_pass_the_exchange():
+@pytest.mark.parametrize("backend", ["xla", "splash"])
+def test_a_ring_of_kernels(backend):
+    """Large scores, far more keys than a block, groups that hold no real key at all."""
+    random = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(random.normal(size=(2, 1300, 2, 64)), jnp.float32) for _ in range(3))
+    lengths = jnp.array([1290, 150])
+    scaled = 12 * q.at[0].divide(12)  # the scores of the second clip are not bounded
+    options = {"backend": backend, "interpret": backend == "splash"}
+    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, **options))
+    with jax.set_mesh(sharding.make_mesh(1, 8, 1)):
+        text = call.lower(scaled, k, v).compile().as_text()
+        spread = call(scaled, k, v)
+    assert "all-to-all" in text and "collective-permute" in text
+    np.testing.assert_allclose(spread, attend(scaled, k, v, kv_len=lengths, backend="xla"), atol=3e-5)
+
+
+@pytest.mark.parametrize("heads", [6, 4])
+def test_gradients_pass_the_exchange(heads):
     random = np.random.default_rng(0)
-    args = [jnp.asarray(random.normal(size=(2, 21, 6, 8)), jnp.float32) for _ in range(3)]
+    args = [jnp.asarray(random.normal(size=(2, 21, heads, 8)), jnp.float32) for _ in range(3)]
     grad = jax.jit(jax.grad(lambda *args: jnp.square(attend(*args)).sum(), argnums=(0, 1, 2)))
     expected = grad(*args)
     with jax.set_mesh(sharding.make_mesh(2, 4, 1)):

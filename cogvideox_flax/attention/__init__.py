@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import cudnn, splash, stock, xla
@@ -17,6 +17,7 @@ from cogvideox_flax.attention.blocks import Blocks
 from cogvideox_flax.errors import InputError
 
 Backend = Callable[..., Float[Array, "B S N K"]]
+Part = Callable[..., tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]]
 
 
 def _best(
@@ -39,6 +40,15 @@ def _best(
     return jax.lax.platform_dependent(q, k, v, lengths, **where, default=plain)
 
 
+def _best_part(
+    q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"]
+) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
+    """On a TPU our kernel, where there is enough for it to do; plain XLA elsewhere."""
+    if max(q.shape[1], k.shape[1]) <= xla.SHORT:
+        return xla.attend_part(q, k, v, kv_len)
+    return jax.lax.platform_dependent(q, k, v, kv_len, tpu=splash.attend_part, default=xla.attend_part)
+
+
 BACKENDS: dict[str, Backend] = {
     "auto": _best,
     "xla": xla.attend,
@@ -47,6 +57,9 @@ BACKENDS: dict[str, Backend] = {
     "cudnn": cudnn.attend,
 }
 """name -> f(q, k, v, kv_len, window=): exact attention on one device; kv_len is None or int32 [B]."""
+
+PARTS: dict[str, Part] = {"auto": _best_part, "xla": xla.attend_part, "splash": splash.attend_part}
+"""name -> f(q, k, v, kv_len): attention to some of the keys, with their weight, where the backend can say it."""
 
 KERNELS = frozenset({"splash", "stock"})
 """The backends that are Pallas kernels for TPUs and can be interpreted elsewhere."""
@@ -106,7 +119,8 @@ def attend(
         k = _smooth(k, kv_len)
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"blocks": blocks} if blocks is not None else {}
-    return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len)
+    part = partial(PARTS[backend], **options) if backend in PARTS and window is None else None
+    return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len, part)
 
 
 def _smooth(k: Float[Array, "B S N K"], kv_len: int | Int[Array, " B"] | None) -> Float[Array, "B S N K"]:

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import xla
 from cogvideox_flax.attention.blocks import LANES, Blocks, choose_blocks
@@ -91,16 +91,16 @@ class _Kernel:
         k_ref: Any,
         v_ref: Any,
         out_ref: Any,
-        sums: Any,
-        total: Any,
-        top: Any,
+        *more: Any,
     ) -> None:
         """One block of queries against one block of keys.
 
-        Refs: lengths and bounded [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q].
-        Over the blocks of keys of one block of queries, sums [K, q] holds the unnormalised output, total [8, q] the
-        sum of the probabilities in eight parts, and top [8, q] the score that both are relative to, eight times.
+        Refs: lengths and bounded [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q], and
+        where the keys are a part, weight [1, 1, q]. Over the blocks of keys of one block of queries, sums [K, q] holds
+        the unnormalised output, total [8, q] the sum of the probabilities in eight parts, and top [8, q] the score that
+        both are relative to, eight times.
         """
+        *weight_ref, sums, total, top = more
         size, chunk, piece = self.blocks.kv, self.blocks.chunk, self.blocks.slice
         head, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         bounded, length = bounded_ref[head] == 1, length_ref[head]
@@ -205,7 +205,10 @@ class _Kernel:
 
         @pl.when(j == pl.num_programs(2) - 1)
         def _finish() -> None:
-            out_ref[0] = (sums[...] / total[...].sum(0, keepdims=True)).astype(out_ref.dtype)
+            whole = total[...].sum(0, keepdims=True)
+            out_ref[0] = (sums[...] / whole).astype(out_ref.dtype)
+            for ref in weight_ref:
+                ref[0] = math.log2(math.e) * jnp.log(whole) + jnp.where(bounded, 0.0, top[:1])
 
 
 def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
@@ -235,14 +238,32 @@ def attend(
     Raises:
         InputError: blocks that do not fit together or into the chip's fast memory, with the numbers.
     """
-    static = (window, blocks, interpret)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
-    return _attend(static, q, k, v, lengths)
+    return _attend((window, blocks, interpret, False), q, k, v, lengths)[0]
+
+
+def attend_part(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"],
+    *,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
+    """Attention to some of the keys, and how much they weigh; see `xla.attend_part`."""
+    out, weight = _attend((None, blocks, interpret, True), q, k, v, kv_len)
+    return out, weight
+
+
+_Static = tuple[Window | None, Blocks | None, bool, bool]
+"""window, blocks, interpret, and whether the keys are a part."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: tuple[Window | None, Blocks | None, bool], q: Array, k: Array, v: Array, kv_len: Array) -> Array:
-    window, blocks, interpret = static
+def _attend(static: _Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
+    """The result, and of a part its weight."""
+    window, blocks, interpret, is_part = static
     batch, queries, heads, dim = q.shape
     blocks = blocks or choose_blocks(queries, k.shape[1], dim, q.dtype)
     blocks.check(k.shape[1], dim, q.dtype)
@@ -253,22 +274,23 @@ def _attend(static: tuple[Window | None, Blocks | None, bool], q: Array, k: Arra
     scalars = kv_len.repeat(heads), bounded.reshape(-1).astype(jnp.int32)
     keys = _columns(k, blocks.kv).swapaxes(1, 2), _tiles(_columns(v, blocks.kv))
 
-    def some(first: int, last: int, width: int) -> Array:
+    def some(first: int, last: int, width: int) -> list[Array]:
         pairs = batch * heads * (last - first) * k.shape[1]
         cost = pl.CostEstimate(
             flops=4 * pairs * dim,
             transcendentals=pairs,
             bytes_accessed=2 * batch * heads * (last - first + k.shape[1]) * dim * q.dtype.itemsize,
         )
-        call = _call(dataclasses.replace(blocks, q=width), window, first, k.shape[1], cost, interpret)
-        return call(*scalars, _columns(scaled[:, first:last].astype(q.dtype), width), *keys)[:, :dim, : last - first]
+        call = _call(dataclasses.replace(blocks, q=width), window, first, k.shape[1], cost, interpret, is_part)
+        found = call(*scalars, _columns(scaled[:, first:last].astype(q.dtype), width), *keys)
+        return [x[:, :dim, : last - first] for x in found]
 
     parts, first = [], 0
     for count, width in query_parts(queries, blocks.q):
         parts.append(some(first, first + count, width))
         first += count
-    out = jnp.concatenate(parts, -1)
-    return out.reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
+    out, *weight = (jnp.concatenate(x, -1).reshape(batch, heads, -1, queries) for x in zip(*parts, strict=True))
+    return out.transpose(0, 3, 1, 2), *(w[:, :, 0].swapaxes(1, 2) for w in weight)
 
 
 def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
@@ -281,11 +303,18 @@ def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
 
 
 def _call(
-    blocks: Blocks, window: Window | None, first: int, keys: int, cost: pl.CostEstimate, interpret: bool
-) -> Callable[..., Float[Array, "BN K q"]]:
+    blocks: Blocks,
+    window: Window | None,
+    first: int,
+    keys: int,
+    cost: pl.CostEstimate,
+    interpret: bool,
+    is_part: bool,
+) -> Callable[..., list[Float[Array, "BN K q"]]]:
     """The kernel for queries from number `first` on.
 
-    It takes lengths and bounded [BN], q [BN, K, Q], k [BN, S, K] and v [BN, S / 128, K, 128].
+    It takes lengths and bounded [BN], q [BN, K, Q], k [BN, S, K] and v [BN, S / 128, K, 128], and gives the result; of
+    a part in float32, with its weight [BN, 1, Q].
     """
     kernel = _Kernel(blocks, window, first)
     last_block = pl.cdiv(keys, blocks.kv) - 1
@@ -293,12 +322,13 @@ def _call(
     def key_block(i: Any, j: Any) -> Any:
         return jnp.minimum(kernel.first_key_block(i) + j, last_block)
 
-    def call(lengths: Array, bounded: Array, q: Array, k: Array, v: Array) -> Array:
+    def call(lengths: Array, bounded: Array, q: Array, k: Array, v: Array) -> list[Array]:
         heads, dim, queries = q.shape
         q_spec = pl.BlockSpec((1, dim, blocks.q), lambda n, i, j, *_: (n, 0, i))
         return pl.pallas_call(
             kernel,
-            out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+            out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if is_part else q.dtype)]
+            + [jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32)] * is_part,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=2,
                 grid=(heads, queries // blocks.q, kernel.key_blocks(keys)),
@@ -307,7 +337,7 @@ def _call(
                     pl.BlockSpec((1, blocks.kv, dim), lambda n, i, j, *_: (n, key_block(i, j), 0)),
                     pl.BlockSpec((1, blocks.kv // LANES, dim, LANES), lambda n, i, j, *_: (n, key_block(i, j), 0, 0)),
                 ],
-                out_specs=q_spec,
+                out_specs=[q_spec] + [pl.BlockSpec((1, 1, blocks.q), lambda n, i, j, *_: (n, 0, i))] * is_part,
                 scratch_shapes=[
                     pltpu.VMEM((dim, blocks.q), jnp.float32),
                     pltpu.VMEM((_SUBLANES, blocks.q), jnp.float32),
@@ -326,13 +356,20 @@ def _call(
     return call
 
 
-def _forward(static: Any, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, tuple[Array, ...]]:
+def _forward(
+    static: _Static, q: Array, k: Array, v: Array, kv_len: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     return _attend(static, q, k, v, kv_len), (q, k, v, kv_len)
 
 
-def _backward(static: Any, saved: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
+def _backward(static: _Static, saved: tuple[Array, ...], grad: tuple[Array, ...]) -> tuple[Array | None, ...]:
+    window, *_, is_part = static
     q, k, v, kv_len = saved
-    _, pull = jax.vjp(lambda q, k, v: xla.attend(q, k, v, kv_len, window=static[0]), q, k, v)
+
+    def plain(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        return xla.attend_part(q, k, v, kv_len) if is_part else (xla.attend(q, k, v, kv_len, window=window),)
+
+    _, pull = jax.vjp(plain, q, k, v)
     return *pull(grad), None
 
 

@@ -8,10 +8,11 @@ a cache, are one batched product.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cogvideox_flax.layers import precision
 
@@ -39,10 +40,32 @@ def attend(
     window: tuple[int, int] | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`."""
+    if max(q.shape[1], k.shape[1]) <= SHORT:
+        return _attend_short(q, k, v, kv_len, window)
+    return _attend_blockwise(q, k, v, kv_len, window, q.dtype)[0]
+
+
+def attend_part(
+    q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"]
+) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
+    """Attention to some of the keys, and how much they weigh: log2 of the sum of 2^score over them.
+
+    Parts make the whole as their mean by 2^weight. kv_len is 1 or more.
+    """
+    return _attend_blockwise(q, k, v, kv_len, None, jnp.float32)
+
+
+def _attend_blockwise(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None,
+    window: tuple[int, int] | None,
+    dtype: Any,
+) -> tuple[Float[Array, "B Q N K"], Float32[Array, "B Q N"]]:
+    """The result in `dtype`, and the weights of `attend_part`."""
     batch, queries, heads, dim = q.shape
     keys = k.shape[1]
-    if max(queries, keys) <= SHORT:
-        return _attend_short(q, k, v, kv_len, window)
     q_block, kv_block = min(Q_BLOCK, queries), min(KV_BLOCK, keys)
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
@@ -50,10 +73,10 @@ def attend(
 
     def one_head(
         q: Float[Array, "i block K"], k: Float[Array, "j block K"], v: Float[Array, "j block K"], length: Int[Array, ""]
-    ) -> Float[Array, "i block K"]:
+    ) -> tuple[Float[Array, "i block K"], Float32[Array, "i block"]]:
         positions = jnp.arange(k.shape[0] * kv_block).reshape(-1, kv_block)
 
-        def one_block(block: tuple[Array, Array]) -> Float[Array, "block K"]:
+        def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
             q, first = block
 
             def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
@@ -72,13 +95,13 @@ def attend(
                 jnp.zeros((q_block, 1), jnp.float32),
                 jnp.zeros((q_block, dim), jnp.float32),
             )
-            (_, total, out), _ = jax.lax.scan(add, start, (k, v, positions))
-            return (out / total).astype(q.dtype)
+            (top, total, out), _ = jax.lax.scan(add, start, (k, v, positions))
+            return (out / total).astype(dtype), (top + jnp.log2(total))[:, 0]
 
         return jax.lax.map(one_block, (q, q_block * jnp.arange(q.shape[0])))
 
     lengths = jnp.broadcast_to(jnp.int32(keys) if kv_len is None else kv_len, (batch,)).repeat(heads)
-    out = jax.lax.platform_dependent(
+    out, weight = jax.lax.platform_dependent(
         _blocks(q, q_block),
         _blocks(k, kv_block),
         _blocks(v, kv_block),
@@ -87,7 +110,8 @@ def attend(
         cpu=lambda *args: jax.lax.map(lambda a: one_head(*a), args),
         default=jax.vmap(one_head),
     )
-    return out.reshape(batch, heads, -1, dim)[:, :, :queries].transpose(0, 2, 1, 3)
+    out = out.reshape(batch, heads, -1, dim)[:, :, :queries].transpose(0, 2, 1, 3)
+    return out, weight.reshape(batch, heads, -1)[:, :, :queries].swapaxes(1, 2)
 
 
 def _attend_short(

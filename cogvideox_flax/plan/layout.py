@@ -17,6 +17,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
+from cogvideox_flax.sharding.tokens import group_of
 from cogvideox_flax.sizes import Size
 
 _DENSE_RATE = 0.85  # of the matrix rate that products reach
@@ -63,12 +64,13 @@ def layouts(
         if batch % dp or config.heads % tp or encoder.heads % tp:
             continue
         here = batch // dp * tokens / sp * config.width  # channels of tokens on a device
-        heads = -(-(config.heads // tp) // sp)
-        flops = 4 * tokens**2 * config.head_dim * heads * (batch // dp)
+        heads = config.heads // tp
+        group = group_of(heads, sp)  # of devices that exchange heads; keys go round the groups
+        flops = 4 * tokens**2 * config.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
         seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
         seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)
         seconds += _MOVED * here / chip.bandwidth
-        wire = 4 * 2 * here / tp * (1 - 1 / sp) + 2 * 4 * here * 2 * (1 - 1 / tp)
+        wire = 2 * here / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * here * 2 * (1 - 1 / tp)
         maps = bytes_each * 12 * config.width * (config.width / tp + config.time_width)  # of a layer; modulation whole
         held = config.layers * maps
         if shard_weights:
