@@ -59,6 +59,18 @@ def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
     assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, short, short, short).as_text()
 
 
+def test_a_ring_overlaps_its_kernel_with_the_traffic():
+    """Four heads over eight chips: two groups, each chip's keys on their way while it computes with those it has."""
+    mesh = tpu.topology_mesh("v6e:2x4", (1, 8, 1))
+    shape = jax.ShapeDtypeStruct(
+        (1, 16384, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, "sp"))
+    )
+    with jax.set_mesh(mesh):
+        text = jax.jit(attend).lower(shape, shape, shape).compile().as_text()
+    begin, end = (text.index(f" collective-permute-{word}(") for word in ("start", "done"))
+    assert begin < text.index("tpu_custom_call", begin) < end
+
+
 def test_stock_kernel_compiles():
     shape = (1, 2500, 2, 64)
     compile_for("v6e:2x4", lambda q, k, v: attend(q, k, v, backend="stock"), shape, shape, shape)
