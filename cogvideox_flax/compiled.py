@@ -24,7 +24,7 @@ def keep_compiled(folder: Path) -> Path | None:
     config: Any = jax.config  # its attributes are made at run time
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return None
-    place = folder / _host()
+    place = folder / host()
     config.update("jax_compilation_cache_dir", str(place))
     config.update("jax_compilation_cache_max_size", LIMIT)
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -32,7 +32,7 @@ def keep_compiled(folder: Path) -> Path | None:
     return place
 
 
-def _host() -> str:
+def host() -> str:
     """A short name for this kind of machine: its instruction set with all extensions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -22,6 +22,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.executables import Executables, name_of
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +93,15 @@ class Watch:
 
 
 class Programs:
-    """The compiled programs of a pipeline."""
+    """The compiled programs of a pipeline.
 
-    def __init__(self, dtype: str, mesh: Mesh | None):
-        self.dtype, self.mesh = dtype, mesh
+    model: all that they are made from beside their keys and arguments, as text.
+    kept: where compiled programs are looked for, and kept; None: nowhere.
+    """
+
+    def __init__(self, dtype: str, mesh: Mesh | None, model: str):
+        self.dtype, self.mesh, self.model = dtype, mesh, model
+        self.kept: Executables | None = None
         self._programs: dict[Any, Program] = {}
 
     def get(
@@ -107,7 +113,8 @@ class Programs:
         """
         if key not in self._programs:
             options = compiler_options(self.dtype, quickly=key[0] in QUICKLY)
-            self._programs[key] = Program(name, make(), options, self.mesh, donate)
+            what = repr((key, self.model, options, donate))
+            self._programs[key] = Program(name, make(), options, self.mesh, donate, what, self.kept)
         return self._programs[key]
 
     def put(self, tree: Any) -> Any:
@@ -121,7 +128,10 @@ class Programs:
 
 
 class Program:
-    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling."""
+    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling.
+
+    what, kept: as for `Programs`; what was compiled in an earlier process is taken from there.
+    """
 
     def __init__(
         self,
@@ -129,9 +139,11 @@ class Program:
         f: Callable[..., Any],
         options: Mapping[str, Any],
         mesh: Mesh | None,
-        donate: Sequence[int] = (),
+        donate: Sequence[int],
+        what: str,
+        kept: Executables | None,
     ):
-        self.name, self._f, self._mesh = name, f, mesh
+        self.name, self._f, self._mesh, self._what, self._kept = name, f, mesh, what, kept
         self._jit = jax.jit(f, compiler_options=dict(options), donate_argnums=tuple(donate))
         self._compiled: dict[Any, Any] = {}
 
@@ -140,12 +152,20 @@ class Program:
         leaves, tree = jax.tree.flatten(args)
         key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._compiled:
-            say(f"compiling the {self.name} ...", announce)
-            start = time.perf_counter()
-            with self._on_mesh():
-                self._compiled[key] = self._jit.lower(*args).compile()
-            say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
+            name = name_of(self._what, args, self._mesh) if self._kept is not None else None
+            found = self._kept.load(name, args, self._mesh) if self._kept is not None and name is not None else None
+            self._compiled[key] = found or self._compile(args, announce)
+            if found is None and self._kept is not None and name is not None:
+                self._kept.keep(name, self._compiled[key])
         return self._compiled[key]
+
+    def _compile(self, args: tuple[Any, ...], announce: bool) -> Any:
+        say(f"compiling the {self.name} ...", announce)
+        start = time.perf_counter()
+        with self._on_mesh():
+            executable = self._jit.lower(*args).compile()
+        say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
+        return executable
 
     def __call__(self, *args: Any, announce: bool, jit: bool = True) -> Any:
         if not jit:

@@ -24,6 +24,7 @@ from cogvideox_flax.checks import check_model, check_prompts, check_sampling, ch
 from cogvideox_flax.components import Components
 from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.executables import Executables
 from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say, stoppable
 from cogvideox_flax.models.autoencoder import Tiling
 from cogvideox_flax.plan import STAGES, Request, bytes_per_device, placed, program_of
@@ -77,7 +78,14 @@ class CogVideoXPipeline(Components):
             vocab_size=configs["text_encoder"].vocab_size,
         )
         self.watch = Watch()
-        self._programs = Programs(dtype, mesh)
+        self._programs = Programs(dtype, mesh, repr(sorted(configs.items())))
+
+    def keep_programs(self, folder: Path) -> None:
+        """Look for compiled programs in a folder of one's own, and keep new ones there: a second process compiles none.
+
+        For programs made from here on. A sampler of one's own is compiled each time.
+        """
+        self._programs.kept = Executables(folder)
 
     @classmethod
     def from_pretrained(

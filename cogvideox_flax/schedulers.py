@@ -104,6 +104,10 @@ class Scheduler:
         """The four `from_*` tables in float64. here, there: abar before and after each step; last: x0 is reached."""
         raise NotImplementedError
 
+    def __repr__(self) -> str:
+        """Tells samplers of this module apart by what they compute; others by their address alone."""
+        return f"{type(self).__name__}({self.config})" if type(self) in SCHEDULERS.values() else super().__repr__()
+
     def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"] | None:
         """What the first `step` takes as its state."""
         raise NotImplementedError

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import CogVideoXPipeline, cli, execution, pipeline, sharding
+from cogvideox_flax import CogVideoXPipeline, cli, executables, execution, pipeline, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import Watch, stoppable
+from cogvideox_flax.execution import Program, Watch, stoppable
 from cogvideox_flax.plan import bytes_per_device
+from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 
 SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}
@@ -159,3 +160,76 @@ def test_a_handler_that_stops_in_its_own_way_is_left_to_it():
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT]
+
+
+def pictures(native, folder, **settings):
+    """Frames of a pipeline that keeps its programs in a folder."""
+    pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
+    pipe.keep_programs(folder)
+    return pipe("red", **SMALL | settings).frames
+
+
+def never(*args):
+    raise AssertionError("compiled")
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["stages", "one program"])
+def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once):
+    settings = {"scheduler": "dpm", "one_program": at_once}
+    first = pictures(native, tmp_path, **settings)
+    assert len(list(tmp_path.iterdir())) == (1 if at_once else 3)
+    monkeypatch.setattr(Program, "_compile", never)
+    assert np.array_equal(pictures(native, tmp_path, **settings), first)
+    for changed in (
+        {"scheduler": "ddim"},
+        {"height": 48},
+        {"num_inference_steps": 4} if at_once else {"num_frames": 9},
+    ):
+        with pytest.raises(AssertionError, match="compiled"):
+            pictures(native, tmp_path, **settings | changed)
+    monkeypatch.setattr(executables, "_code", lambda: "another version")
+    with pytest.raises(AssertionError, match="compiled"):
+        pictures(native, tmp_path, **settings)
+
+
+def test_a_kept_program_that_is_damaged_is_compiled_anew(native, tmp_path):
+    first = pictures(native, tmp_path)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for path, data in whole.items():
+        path.write_bytes(data[: len(data) // 2])
+    assert np.array_equal(pictures(native, tmp_path), first)
+    assert all(abs(path.stat().st_size - len(data)) < 2000 for path, data in whole.items())
+
+
+def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
+    class Sampler(DDIMScheduler):
+        """One of the user's own, whose code may change from run to run."""
+
+    pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
+    pipe.keep_programs(tmp_path)
+    pipe("red", **SMALL, scheduler=Sampler(pipe.scheduler.config))
+    assert len(list(tmp_path.iterdir())) == 2  # the text encoder and the decoder
+
+
+def test_kept_programs_stay_below_their_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(executables, "LIMIT", 30_000)
+    kept = executables.Executables(tmp_path)
+    for n in range(6):
+        kept.keep(str(n), jax.jit(lambda x, n=n: jnp.sin(x) + n).lower(1.0).compile())
+    left = sorted(path.stem for path in tmp_path.iterdir())
+    assert "5" in left and left == [str(n) for n in range(6 - len(left), 6)] and len(left) < 6
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
+    found = kept.load("5", (jnp.float32(1),))
+    assert found is not None and float(found(jnp.float32(1))) == pytest.approx(np.sin(1) + 5)
+    assert kept.load("0", (1.0,)) is None
+
+
+def test_a_program_kept_for_a_mesh_runs_there(native, tmp_path, monkeypatch):
+    def run():
+        pipe = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
+        pipe.keep_programs(tmp_path)
+        return pipe("red", **SMALL).frames
+
+    first = run()
+    monkeypatch.setattr(Program, "_compile", never)
+    assert np.array_equal(run(), first)

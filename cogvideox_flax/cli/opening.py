@@ -152,12 +152,14 @@ def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Set
 def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
     """Open a model that was checked, converting it if that was not done yet."""
     from cogvideox_flax import hub
-    from cogvideox_flax.compiled import keep_compiled
+    from cogvideox_flax.compiled import host, keep_compiled
     from cogvideox_flax.pipeline import CogVideoXPipeline
 
-    keep_compiled(hub.cache_dir() / "compiled")
+    place = keep_compiled(hub.cache_dir() / "compiled")
     pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
     pipe.watch = make_watch(args)
+    if place is not None:  # who keeps JAX's programs elsewhere, or none, wants none of ours here
+        pipe.keep_programs(hub.cache_dir() / "programs" / host())
     return pipe
 
 
