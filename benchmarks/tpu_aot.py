@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu
+from cogvideox_flax.sharding import MeshShape, describe_mesh
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Case:
     width: int
     num_frames: int
     topology: str
-    mesh: tuple[int, int, int]
+    mesh: MeshShape
 
 
 _768P = Case("cogvideox1.5-5b", 768, 1360, 81, "v6e:2x4", (2, 4, 1))
@@ -40,6 +41,7 @@ _480P = Case("cogvideox-5b", 480, 720, 49, "v6e:1x1", (1, 1, 1))
 CASES = {
     "768p": _768P,
     "768p-tp": replace(_768P, mesh=(2, 1, 4)),
+    "768p-sharded": replace(_768P, mesh=(2, 4, 1, True)),
     "768p-161": replace(_768P, num_frames=161),
     "720p": _720P,
     "720p-4": replace(_720P, topology="v6e:2x2", mesh=(2, 2, 1)),
@@ -88,7 +90,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
         row["seconds"] = row.pop("estimated_s") / stage.runs
         if stage.name == "denoise":
             config, size = release.transformer, request.size()
-            dp, sp, tp = case.mesh
+            dp, sp, tp, *_ = case.mesh
             tokens = config.text_length + (
                 size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
             ) // (config.patch_size**2)
@@ -105,7 +107,7 @@ def _line(name: str, row: dict[str, Any]) -> str:
     parts = f"{row['seconds']:.3f} = {row['kernels_s']:.3f} + {row['outside_s']:.3f} + {row['wire_s']:.3f}"
     cells = [
         name,
-        ",".join(map(str, row["mesh"])),
+        describe_mesh(tuple(row["mesh"])),
         row["name"],
         f"{row['hbm_gib_per_chip']:.2f}",
         f"{row['argument_gib']:.2f}",

@@ -16,6 +16,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,9 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SPIECE_FILE = "tokenizer/spiece.model"
+
+READERS = 8
+"""Rows of a parameter, which is a layer's, that are read and cast side by side."""
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {
     "text_encoder": TextEncoder,
@@ -274,7 +278,7 @@ def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding
     """One parameter from disk to its device or devices; at most one host copy in the target dtype.
 
     A CPU computes on the file's own pages where the dtype is the stored one. Otherwise rows of the leading axis are
-    read and cast one at a time, and each shard takes only its own columns.
+    read and cast, a few side by side, and each shard takes only its own columns.
     """
     shape = file.tensors[name].shape
     if placement is None and file.tensors[name].dtype == dtype and jax.default_backend() == "cpu":
@@ -290,8 +294,12 @@ def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding
         rows = range(shape[0])[index[0]]
         sizes = [len(range(n)[s]) for n, s in zip(shape, index, strict=True)]
         out = aligned_empty(tuple(sizes), dtype)
-        for i, row in enumerate(rows):
-            out[i] = file.read(name, row)[index[1:]]
+
+        def fill(i: int) -> None:
+            out[i] = file.read(name, rows[i])[index[1:]]
+
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(fill, range(len(rows))))
         return out
 
     if placement is None:
