@@ -52,7 +52,7 @@ WEIGHTS_FILE = "model.safetensors"
 SPIECE_FILE = "tokenizer/spiece.model"
 
 READERS = 8
-"""Rows of a parameter, which is a layer's, that are read and cast side by side."""
+"""Layers of a parameter that are read and cast side by side."""
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {
     "text_encoder": TextEncoder,
@@ -275,10 +275,10 @@ def _keeps_its_dtype(name: str, leaf: Any) -> bool:
 
 
 def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
-    """One parameter from disk to its device or devices; at most one host copy in the target dtype.
+    """One parameter from disk to its device or devices; at most one host copy in the target dtype, and a few rows.
 
     A CPU computes on the file's own pages where the dtype is the stored one. Otherwise rows of the leading axis are
-    read and cast, a few side by side, and each shard takes only its own columns.
+    read and cast by themselves, layers side by side, and each shard takes only its own columns.
     """
     shape = file.tensors[name].shape
     if placement is None and file.tensors[name].dtype == dtype and jax.default_backend() == "cpu":
@@ -298,8 +298,12 @@ def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding
         def fill(i: int) -> None:
             out[i] = file.read(name, rows[i])[index[1:]]
 
-        with ThreadPoolExecutor(READERS) as pool:
-            list(pool.map(fill, range(len(rows))))
+        if len(shape) > 2:
+            with ThreadPoolExecutor(READERS) as pool:
+                list(pool.map(fill, range(len(rows))))
+        else:  # rows are words or channels, too little each for a thread
+            for i in range(len(rows)):
+                fill(i)
         return out
 
     if placement is None:

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that a second start compiles nothing."""
+"""JAX's own cache of compiled programs, on disk: what `executables` does not hold is at least not compiled again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 LIMIT = 4 * 2**30
-"""Bytes; what was not used for longest goes first."""
+"""Bytes, here and in `executables` each; what was not used for longest goes first."""
 
 
 def keep_compiled(folder: Path) -> Path | None:
@@ -22,9 +22,9 @@ def keep_compiled(folder: Path) -> Path | None:
         Where they are kept; None if the choice was the user's.
     """
     config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
-        return None
     place = folder / host()
+    if config.jax_compilation_cache_dir not in (None, "", str(place)) or not config.jax_enable_compilation_cache:
+        return None
     config.update("jax_compilation_cache_dir", str(place))
     config.update("jax_compilation_cache_max_size", LIMIT)
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

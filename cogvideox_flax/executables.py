@@ -11,7 +11,9 @@ import hashlib
 import logging
 import os
 import pickle
-import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -40,44 +42,49 @@ class Executables:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def load(self, name: str, args: tuple[Any, ...], mesh: Mesh | None = None) -> Any | None:
-        """The executable kept under this name, on the devices that it was compiled for; None if none there works.
+    def get(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
+        """A program's executable: as it is kept here, or made now and kept from now on.
 
-        args: of the structure that it will be called with.
+        Args:
+            what: all that the program is made from beside its arguments, as text.
+            args: arrays or shapes.
+            mesh: where it runs; None for JAX's first device.
+            make: compiles it.
         """
+        name = name_of(what, args, mesh)
+        if name is None:
+            return make()
         path = self.folder / (name + SUFFIX)
-        try:
-            payload, results = pickle.loads(path.read_bytes())
-            structure = jax.tree.structure((args, {}))
-            found = serialize_executable.deserialize_and_load(
-                payload, structure, results, execution_devices=_devices(mesh)
-            )
-            os.utime(path)
-        except FileNotFoundError:
-            return None
-        except Exception as e:  # damaged, or of a kind that its name does not tell: whatever it is, compiling helps
-            log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
-            return None
-        return found
+        found = _load(path, args, mesh)
+        if found is not None:
+            return found
+        with _compiled_here():
+            made = make()
+        self._keep(path, made)
+        return made
 
-    def keep(self, name: str, executable: Any) -> None:
-        """Write it down, if it can be; what was not used for longest goes when all of them pass the limit."""
+    def _keep(self, path: Path, executable: Any) -> None:
+        """Write it down, if it can be."""
         try:
             payload, _, results = serialize_executable.serialize(executable)
             data = pickle.dumps((payload, results))
         except Exception as e:  # not every compiler's can, and not every structure
-            log.info("%s cannot be kept (%s: %s)", name, type(e).__name__, e)
+            log.info("%s cannot be kept (%s: %s)", path.name, type(e).__name__, e)
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self.folder / (name + SUFFIX))
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(data)
+            part.replace(path)
             self._trim()
         except OSError as e:
-            log.info("%s is not kept: %s", name, e)
+            log.info("%s is not kept: %s", path.name, e)
 
     def _trim(self) -> None:
+        """What was not used for longest goes when all of them pass the limit; and what was never finished, in a day."""
+        for part in self.folder.glob("*.part"):
+            if part.stat().st_mtime < time.time() - 86400:
+                part.unlink(missing_ok=True)
         found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self.folder.glob("*" + SUFFIX))
         total = sum(size for _, size, _ in found)
         for _, size, path in found[:-1]:
@@ -87,19 +94,45 @@ class Executables:
             total -= size
 
 
-def name_of(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | None:
-    """A name that no other program has.
+def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
+    """The executable, on the devices that it was compiled for; None if none is there that works."""
+    try:
+        payload, results = pickle.loads(path.read_bytes())
+        structure = jax.tree.structure((args, {}))
+        found = serialize_executable.deserialize_and_load(payload, structure, results, execution_devices=_devices(mesh))
+    except FileNotFoundError:
+        return None
+    except Exception as e:  # damaged, or of a kind that its name does not tell: whatever it is, compiling helps
+        log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
+        return None
+    with suppress(OSError):  # a folder that may only be read
+        os.utime(path)
+    return found
 
-    Args:
-        what: all that the program is made from beside its arguments, as text.
-        args: arrays or shapes.
+
+@contextmanager
+def _compiled_here() -> Iterator[None]:
+    """Without JAX's cache on a CPU: what comes from there lacks parts of its code when it is written down again."""
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    if jax.default_backend() == "cpu":
+        config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+
+
+def name_of(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | None:
+    """A name that no other program has; arguments as for `Executables.get`.
 
     Returns:
         None for what is known by no more than an address, and for what runs on several hosts or elsewhere than JAX's
         first device.
     """
     leaves, tree = jax.tree.flatten(args)
-    text = repr((what, str(tree), [(leaf.shape, str(leaf.dtype)) for leaf in leaves], _where(mesh), _surroundings()))
+    kinds = [(leaf.shape, str(leaf.dtype), mesh and str(getattr(leaf, "sharding", None))) for leaf in leaves]
+    text = repr((what, str(tree), kinds, _where(mesh), _surroundings()))
     config: Any = jax.config
     if " at 0x" in text or jax.process_count() > 1 or config.jax_default_device is not None:
         return None

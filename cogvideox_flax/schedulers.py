@@ -105,8 +105,7 @@ class Scheduler:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        """Tells samplers of this module apart by what they compute; others by their address alone."""
-        return f"{type(self).__name__}({self.config})" if type(self) in SCHEDULERS.values() else super().__repr__()
+        return f"{type(self).__name__}({self.config})"
 
     def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"] | None:
         """What the first `step` takes as its state."""

@@ -194,13 +194,15 @@ def test_a_second_start_compiles_nothing(tmp_path):
     env = {"COGVIDEOX_HOME": str(tmp_path / "home"), "JAX_COMPILATION_CACHE_DIR": ""}
 
     def programs():
-        return {path.name for path in (tmp_path / "home" / "compiled").glob("*/*-cache")}
+        home = tmp_path / "home"
+        return {path.name for path in (*home.glob("compiled/*/*-cache"), *home.glob("programs/*/*.executable"))}
 
     for folder in ("first", "second"):
         before = programs()
         done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", folder, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
-    assert before and programs() == before, done.stderr
+    assert "compil" not in done.stderr and programs() == before, done.stderr
+    assert sum(name.endswith(".executable") for name in before) == 1
     mine = env | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")}
     done = python("-m", "cogvideox_flax", "encode", PROMPT, "--dir", "third", cwd=tmp_path, env=mine)
     assert done.returncode == 0 and programs() == before  # the user's choice stands

@@ -17,7 +17,7 @@ FLOORS = (
     {"errors", "version"},
     {"config", "tensorfile", "tokenizer"},
     {"preview", "sharding", "sizes", "schedulers", "video"},
-    {"layers", "rope", "attention", "compiled"},
+    {"layers", "rope", "attention", "compiled", "executables"},
     {"models"},
     {"checkpoint"},
     {"hub", "stagefiles", "checks", "quantization", "result"},

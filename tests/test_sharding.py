@@ -15,7 +15,7 @@ import pytest
 from reference import convert_component, make_text_encoder, make_transformer, save_layout
 
 from cogvideox_flax import CogVideoXPipeline, sharding
-from cogvideox_flax.attention import attend
+from cogvideox_flax.attention import Blocks, attend
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.collectives import collectives
@@ -24,6 +24,7 @@ from cogvideox_flax.sharding.tokens import group_of
 from conversion.convert import convert
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True), (2, 2, 2, True)]
+SPLASH = {"backend": "splash", "interpret": True}
 PROMPTS = ["a red circle", "a blue square", "a small circle moves to the left", "white"]
 
 
@@ -124,28 +125,31 @@ def test_attention_by_exchange(window, kv_len, heads):
     np.testing.assert_allclose(spread[sees], call(q, k, v)[sees], atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["xla", "splash"])
-def test_a_ring_of_kernels(backend):
-    """Large scores, far more keys than a block, groups that hold no real key at all."""
+@pytest.mark.parametrize("options", [{"backend": "xla"}, SPLASH, SPLASH | {"blocks": Blocks(128, 128, 128, 128)}])
+def test_a_ring_of_kernels(options):
+    """Large scores, one and several blocks of keys, groups that hold no real key at all, nonsense behind the last."""
     random = np.random.default_rng(1)
     q, k, v = (jnp.asarray(random.normal(size=(2, 1300, 2, 64)), jnp.float32) for _ in range(3))
     lengths = jnp.array([1290, 150])
     scaled = 12 * q.at[0].divide(12)  # the scores of the second clip are not bounded
-    options = {"backend": backend, "interpret": backend == "splash"}
+    k, v = (jnp.where(jnp.arange(1300)[None, :, None, None] < lengths[:, None, None, None], x, jnp.inf) for x in (k, v))
     call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, **options))
     with jax.set_mesh(sharding.make_mesh(1, 8, 1)):
         text = call.lower(scaled, k, v).compile().as_text()
         spread = call(scaled, k, v)
     assert "all-to-all" in text and "collective-permute" in text
-    np.testing.assert_allclose(spread, attend(scaled, k, v, kv_len=lengths, backend="xla"), atol=3e-5)
+    for clip, length in enumerate(lengths.tolist()):
+        q, *kv = scaled[clip][None], k[clip, :length][None], v[clip, :length][None]
+        np.testing.assert_allclose(spread[clip][None], attend(q, *kv, backend="xla"), atol=3e-5)
 
 
+@pytest.mark.parametrize("options", [{}, SPLASH], ids=["xla", "splash"])
 @pytest.mark.parametrize("heads", [6, 4])
-def test_gradients_pass_the_exchange(heads):
+def test_gradients_pass_the_exchange(heads, options):
     random = np.random.default_rng(0)
     args = [jnp.asarray(random.normal(size=(2, 21, heads, 8)), jnp.float32) for _ in range(3)]
-    grad = jax.jit(jax.grad(lambda *args: jnp.square(attend(*args)).sum(), argnums=(0, 1, 2)))
-    expected = grad(*args)
+    grad = jax.jit(jax.grad(lambda *args: jnp.square(attend(*args, **options)).sum(), argnums=(0, 1, 2)))
+    expected = jax.grad(lambda *args: jnp.square(attend(*args)).sum(), argnums=(0, 1, 2))(*args)
     with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
         for ours, theirs in zip(grad(*args), expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -120,6 +120,8 @@ def attend(
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"blocks": blocks} if blocks is not None else {}
     part = partial(PARTS[backend], **options) if backend in PARTS and window is None else None
+    if backend == "auto" and jax.default_backend() == "gpu" and cudnn.why_not(q, window) is None:
+        part = None  # cuDNN's form of a part is not here; heads of zeros cost less than another kernel
     return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len, part)
 
 

@@ -34,8 +34,8 @@ class Blocks:
     chunk: int
     slice: int
 
-    def check(self, keys: int, dim: int, dtype: Any) -> None:
-        """Refuse sizes that cannot run.
+    def check(self, keys: int, dim: int, dtype: Any, part: bool = False) -> None:
+        """Refuse sizes that cannot run; `part` as for `splash.attend_part`.
 
         Raises:
             InputError: they do not nest, do not fill registers, or need more memory than a chip has.
@@ -46,22 +46,23 @@ class Blocks:
             raise InputError(f"{self}: slice must divide chunk")
         if self.kv < keys and self.kv % self.chunk:
             raise InputError(f"{self}: chunk must divide kv where that is not all {keys} keys")
-        need = self.vmem(keys, dim, dtype)
+        need = self.vmem(keys, dim, dtype, part)
         if need > VMEM:
             raise InputError(
                 f"{self} needs about {need / 2**20:.0f} MiB of fast memory at head size {dim}; "
                 f"{VMEM // 2**20} MiB is the most: take smaller q or kv"
             )
 
-    def vmem(self, keys: int, dim: int, dtype: Any) -> int:
+    def vmem(self, keys: int, dim: int, dtype: Any, part: bool = False) -> int:
         """Bytes: every operand twice (one is fetched while the other is used), sums, and the scores of two slices."""
         each, dim, kv = jnp.dtype(dtype).itemsize, _up(dim, 64), min(self.kv, _up(keys, LANES))
         operands = 2 * 2 * dim * self.q + 2 * (dim + max(dim, LANES)) * kv
-        return each * operands + 4 * self.q * (dim + 16 + 2 * self.slice)
+        more = 2 * self.q * ((4 - each) * dim + 4 * 8) if part else 0  # a float32 result, and its weight
+        return each * operands + 4 * self.q * (dim + 16 + 2 * self.slice) + more
 
-    def vmem_limit(self, keys: int, dim: int, dtype: Any) -> int:
+    def vmem_limit(self, keys: int, dim: int, dtype: Any, part: bool = False) -> int:
         """What to allow the compiler: the plan and as much again for what it spills, within the chip."""
-        return min(VMEM, max(32 * 2**20, 2 * self.vmem(keys, dim, dtype)))
+        return min(VMEM, max(32 * 2**20, 2 * self.vmem(keys, dim, dtype, part)))
 
 
 @cache
@@ -70,7 +71,7 @@ def table() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(files(__package__).joinpath("blocks.json").read_text())["rows"])
 
 
-def choose_blocks(queries: int, keys: int, dim: int, dtype: Any) -> Blocks:
+def choose_blocks(queries: int, keys: int, dim: int, dtype: Any, part: bool = False) -> Blocks:
     """The tile sizes of the searched length nearest to `keys` in ratio, cut down to what this call fills and holds.
 
     Head sizes that were not searched take those of the nearest one; float32, which was not either, takes a third of
@@ -82,7 +83,7 @@ def choose_blocks(queries: int, keys: int, dim: int, dtype: Any) -> Blocks:
     chunk = min(row["chunk"] // piece, max(keys // piece, 1)) * piece
     blocks = Blocks(min(q, _up(queries, LANES)), _up(keys, LANES), chunk, piece)
     parts = 1
-    while blocks.vmem(keys, dim, dtype) > VMEM and blocks.kv > chunk:
+    while blocks.vmem(keys, dim, dtype, part) > VMEM and blocks.kv > chunk:
         parts += 1
         blocks = replace(blocks, kv=_up(-(-keys // parts), chunk))
     return blocks

@@ -91,7 +91,7 @@ class _Kernel:
         k_ref: Any,
         v_ref: Any,
         out_ref: Any,
-        *more: Any,
+        *refs: Any,
     ) -> None:
         """One block of queries against one block of keys.
 
@@ -100,7 +100,7 @@ class _Kernel:
         the unnormalised output, total [8, q] the sum of the probabilities in eight parts, and top [8, q] the score that
         both are relative to, eight times.
         """
-        *weight_ref, sums, total, top = more
+        *weight_ref, sums, total, top = refs
         size, chunk, piece = self.blocks.kv, self.blocks.chunk, self.blocks.slice
         head, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         bounded, length = bounded_ref[head] == 1, length_ref[head]
@@ -265,8 +265,8 @@ def _attend(static: _Static, q: Array, k: Array, v: Array, kv_len: Array) -> tup
     """The result, and of a part its weight."""
     window, blocks, interpret, is_part = static
     batch, queries, heads, dim = q.shape
-    blocks = blocks or choose_blocks(queries, k.shape[1], dim, q.dtype)
-    blocks.check(k.shape[1], dim, q.dtype)
+    blocks = blocks or choose_blocks(queries, k.shape[1], dim, q.dtype, is_part)
+    blocks.check(k.shape[1], dim, q.dtype, is_part)
 
     scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
     largest = [jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1).max(1)) for x in (scaled, k)]  # [B N]
@@ -346,7 +346,7 @@ def _call(
             ),
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
-                vmem_limit_bytes=blocks.vmem_limit(keys, dim, q.dtype),
+                vmem_limit_bytes=blocks.vmem_limit(keys, dim, q.dtype, is_part),
             ),
             cost_estimate=cost,
             interpret=interpret,

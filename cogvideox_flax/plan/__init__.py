@@ -282,7 +282,7 @@ def describe(forecast: Forecast) -> str:
     size, mesh = forecast.size, forecast.mesh
     head = (
         f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
-        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded over all' if mesh[3:] == (True,) else ''}"
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded' if mesh[3:] == (True,) else ''}"
     )
     rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
     rows += [

@@ -122,7 +122,8 @@ def _ring(
     def seen(step: Int[Array, ""] | int, k: Array, v: Array) -> tuple[Array, Array]:
         real = jnp.clip(lengths - (here - step) % around * size, 0, size)
         out, weight = part(q, k, v, jnp.maximum(real, 1))
-        return out, jnp.where(real[:, None, None] > 0, weight, _NOTHING)
+        some = real[:, None, None] > 0  # else what was attended is padding, of which not even a zero times may count
+        return jnp.where(some[..., None], out, 0), jnp.where(some, weight, _NOTHING)
 
     def add(step: Int[Array, ""] | int, k: Array, v: Array, out: Array, weight: Array) -> tuple[Array, Array]:
         more, its = seen(step, k, v)

@@ -74,10 +74,11 @@ class FinetuneConfig:
     out: folder of everything that the run writes; a run that was stopped goes on from it.
     method: "lora": adapters beside the weights, which stay as they are; "full": all weights of the transformer.
     num_frames, height, width: None for the release's.
-    mesh: "DP,SP,TP"; None for one device.
+    mesh: "DP,SP,TP", or "DP,SP,TP,sharded" to split weights and moments over all of it; None for one device.
     batch: clips per step, over all micro-batches of `loop.accumulate`.
     caption_dropout: share of captions replaced by the empty one, for guidance.
-    remat: compute each block again in the backward pass: a third more time, memory for one block in place of all.
+    remat: compute each block again in the backward pass: a third more time, memory for one block in place of all,
+        of its gathered weights too on a sharded mesh.
     loop: how long and how; its `dtype` is that of all weights that are not trained, and of the preparation.
     """
 

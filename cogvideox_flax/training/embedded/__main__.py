@@ -2,6 +2,7 @@
 
 python -m cogvideox_flax.training.embedded RUN                # every stage, in order; ends with RUN/checkpoint
 python -m cogvideox_flax.training.embedded RUN vae            # up to one stage
+python -m cogvideox_flax.training.embedded RUN --from weights/embedded    # trains a finished model on
 
 RUN is a folder. Each stage goes on from where it stopped, and is passed over once it is done.
 """

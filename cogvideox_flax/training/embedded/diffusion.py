@@ -80,7 +80,8 @@ def prepare_latents(run: Run) -> Store:
         std = np.exp(0.5 * np.asarray(logvar))
         return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16)}
 
-    meta = {"seed": CLIP_SEED, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
+    sample = hashlib.sha256(world_clips(range(20), CLIP_SEED).tobytes()).hexdigest()  # the world may have changed
+    meta = {"seed": CLIP_SEED, "clips": sample, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
     return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
 
 
@@ -130,8 +131,7 @@ def train_transformer(run: Run) -> State:
             run.mesh,
             stop_at=phase.steps,
         )
-        whole = phase.steps == phase.config.steps  # what stops on the way is gone on with as it is, not averaged
-        params, seen = state.result if whole else state.params, seen + phase.steps
+        params, seen = state.result if phase.cooled else state.params, seen + phase.steps
     return state
 
 

@@ -103,16 +103,20 @@ DIFFUSION_AGAIN = LoopConfig(
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
 )
 """Further rounds, from the cooled weights at half the rate (warm restarts, arXiv 1608.03983): what is small, as the
-difference between a circle and a square, is learned when little else moves."""
+difference between two shapes, is learned when little else moves."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the transformer's training: `steps` steps of the schedule laid out in `config`."""
+    """A part of the transformer's training: `steps` steps of the schedule laid out in `config`.
+
+    cooled: whether the rate falls to its end, so that what goes on is the average of the weights.
+    """
 
     name: str
     config: LoopConfig
     steps: int
+    cooled: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,11 @@ class Run:
         """The transformer's training, in order."""
         again = replace(DIFFUSION_AGAIN, steps=self.round_steps)
         if self.base is not None:
-            return [Phase(f"transformer-again-{n}", again, again.steps) for n in self._rounds]
+            which = read_manifest(self.base).weights["transformer"]["sha256"][:8]
+            return [Phase(f"transformer-{which}-again-{n}", again, again.steps) for n in self._rounds]
         cooled = f"transformer-cool-{self.stop}"
         return [
-            Phase("transformer", DIFFUSION_LOOP, self.stop),
+            Phase("transformer", DIFFUSION_LOOP, self.stop, cooled=False),
             Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
             *(Phase(f"{cooled}-{n}", again, again.steps) for n in self._rounds[1:]),
         ]
@@ -151,10 +156,10 @@ class Run:
         return range(1, self.rounds + 1)
 
     def steps_before(self) -> int:
-        """Steps that the base has seen."""
+        """Steps that the base has seen, as far as it says."""
         if self.base is None:
             return 0
-        return int(read_manifest(self.base).weights["transformer"]["source"]["steps"])
+        return int(read_manifest(self.base).weights["transformer"].get("source", {}).get("steps", 0))
 
     def __post_init__(self) -> None:
         if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
@@ -167,3 +172,7 @@ class Run:
             manifest = read_manifest(self.base)
             if (manifest.vae, manifest.text_encoder, manifest.transformer) != (VAE, TEXT, TRANSFORMER):
                 raise InputError(f"{self.base} is not this model: its config.json differs; give weights/embedded")
+            if self.base.resolve().is_relative_to(self.folder.resolve()):
+                raise InputError(
+                    f"{self.base} lies in the run's own folder, which would replace it; give another folder"
+                )
