@@ -2,7 +2,8 @@
 
 The parts are those of the compiled forecasts and were read off them (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer
 moves 78 bytes per token and channel outside of matrix products; a tensor-parallel one sums two float32 tensors over its
-devices, a sequence-parallel one exchanges four of the weights' dtype.
+devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and sharded weights send is counted,
+not read off.
 """
 
 from __future__ import annotations

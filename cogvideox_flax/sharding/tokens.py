@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 TOKEN_TILE = 128
 """Tokens of a device come in multiples of a TPU's lanes, along which they lie around an exchange; few of them, of 8."""
 
-
 WASTE = 1 / 8
 """Share of heads of zeros up to which all devices exchange heads."""
 
