@@ -42,7 +42,7 @@ from cogvideox_flax.training.embedded.settings import (
 )
 from cogvideox_flax.training.loop import State, to_the_end
 from cogvideox_flax.training.metrics import plot_metrics
-from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
+from cogvideox_flax.training.objectives import Focus, drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.store import Store, prepare
 from cogvideox_flax.training.vocabulary import word_model
@@ -85,7 +85,7 @@ def prepare_latents(run: Run) -> Store:
     return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
 
 
-def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any) -> Any:
+def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any, focus: Focus = FOCUS) -> Any:
     """v-prediction with the text encoder learning along."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
     latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
@@ -95,7 +95,7 @@ def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], ke
     def denoiser(x: Any, t: Any) -> Any:
         return params["transformer"](x, context, t, remat=True)
 
-    return v_prediction(denoiser, latents, noise_key, SCHEDULER, FOCUS)
+    return v_prediction(denoiser, latents, noise_key, SCHEDULER, focus)
 
 
 def train_transformer(run: Run) -> State:
@@ -124,7 +124,7 @@ def train_transformer(run: Run) -> State:
         state = to_the_end(
             params,
             empty,
-            diffusion_loss,
+            partial(diffusion_loss, focus=phase.focus),
             partial(_from, batches, seen),
             phase.config,
             run.folder / phase.name,
