@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cogvideox_flax.compiled import LIMIT
@@ -31,6 +33,7 @@ SUFFIX = ".executable"
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_traceback")
 """Settings of JAX, by how their names begin, that change no program."""
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class Executables:
@@ -113,14 +116,19 @@ def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
 @contextmanager
 def _compiled_here() -> Iterator[None]:
     """Without JAX's cache on a CPU: what comes from there lacks parts of its code when it is written down again."""
-    config: Any = jax.config
-    before = config.jax_enable_compilation_cache
-    if jax.default_backend() == "cpu":
-        config.update("jax_enable_compilation_cache", False)
-    try:
+    if jax.default_backend() != "cpu":
         yield
-    finally:
-        config.update("jax_enable_compilation_cache", before)
+        return
+    config: Any = jax.config
+    with _ONE_AT_A_TIME:
+        before = config.jax_enable_compilation_cache
+        config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # whether there is one is asked only once
+        try:
+            yield
+        finally:
+            config.update("jax_enable_compilation_cache", before)
+            compilation_cache.reset_cache()
 
 
 def name_of(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | None:

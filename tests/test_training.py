@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -396,8 +397,11 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
     tests = Path(__file__).parent
     code = KILLED.format(tests=str(tests), root=str(tests.parent))
 
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}  # one program, compiled once
+
     def run(folder, die_at):
-        return subprocess.run([sys.executable, "-c", code, folder, str(die_at)], capture_output=True, text=True)
+        command = [sys.executable, "-c", code, folder, str(die_at)]
+        return subprocess.run(command, capture_output=True, text=True, env=env)
 
     assert run(tmp_path / "cut", 4).returncode == -signal.SIGKILL
     for folder in ("cut", "whole"):
