@@ -123,10 +123,10 @@ def test_loading_casts(tmp_path):
 
 
 def test_peak_memory_is_near_one_tensor(tmp_path):
-    """A fresh process converts 1 GB whose largest tensor is 34 MB; its peak must not know the difference."""
+    """A fresh process converts 2 GB whose largest tensor is 34 MB; its peak must not know the difference."""
     folder = tmp_path / "hf" / "text_encoder"
     folder.mkdir(parents=True)
-    config = {"vocab_size": 64, "d_model": 2048, "num_layers": 6, "num_heads": 32, "d_kv": 64, "d_ff": 4096}
+    config = {"vocab_size": 64, "d_model": 2048, "num_layers": 12, "num_heads": 32, "d_kv": 64, "d_ff": 4096}
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         meta = make_meta_text_encoder(config)

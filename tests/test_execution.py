@@ -49,7 +49,7 @@ def test_operation_by_operation_on_a_mesh(native, pipe):
     spread = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
     spread.watch = Watch(jit=False)
     expected, found = (
-        each("red", **SMALL | {"num_inference_steps": 1}, output_type="latent").frames for each in (pipe, spread)
+        each("red", **SMALL | {"num_inference_steps": 1}, output_type="float").frames for each in (pipe, spread)
     )
     np.testing.assert_allclose(found, expected, atol=1e-4)
 

@@ -235,8 +235,6 @@ def test_one_program_is_the_same_run(pipe, guidance_scale):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_close(layout, dtype):
-    if "cogvideox-5b" in str(layout) and dtype == "bfloat16":
-        pytest.skip("as 1.5, which is tested")
     if dtype == "float16" and "2b" not in str(layout):
         with pytest.raises(InputError, match="float16 gives NaN"):
             cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype=dtype)
