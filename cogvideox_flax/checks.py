@@ -1,17 +1,20 @@
-"""What a run asks for, refused before any weights are converted or loaded."""
+"""What a run asks for and cannot have, refused before any weights are converted or loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.autoencoder import Tiling
-from cogvideox_flax.sizes import check_text_to_video
+from cogvideox_flax.schedulers import Scheduler
+from cogvideox_flax.sizes import Size, check_text_to_video
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -92,3 +95,38 @@ def check_tiling(config: VAEConfig) -> None:
         InputError: that is so; no released VAE is like that.
     """
     Tiling.official(config).check(config.spatial_compression)
+
+
+def check_arrays(
+    shape: tuple[int, ...],
+    size: Size,
+    steps: int,
+    scheduler: Scheduler,
+    latents: Float[Any, "B T h w C"] | None,
+    noise: Float[Any, "N B T h w C"] | None,
+) -> None:
+    """Refuse initial latents, or noise for the sampler, that do not go with the run.
+
+    Args:
+        shape: [B, T, h, w, C] of the latents that are denoised.
+
+    Raises:
+        InputError: another shape, or noise for a sampler that draws none.
+    """
+    if latents is not None and tuple(latents.shape) != shape:
+        extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
+        raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(latents.shape)}")
+    if noise is not None and not scheduler.needs_noise:
+        raise InputError(f"noise is for samplers that draw some; {scheduler.config.kind} does not")
+    if noise is not None and tuple(noise.shape) != (steps, *shape):
+        raise InputError(f"noise must be [N, B, T, h, w, C] = {(steps, *shape)}; got {tuple(noise.shape)}")
+
+
+def check_loop(compiled_loop: bool, callback: object | None) -> None:
+    """Refuse a callback where all steps are one program.
+
+    Raises:
+        InputError: both are asked for.
+    """
+    if compiled_loop and callback is not None:
+        raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")

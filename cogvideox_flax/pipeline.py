@@ -20,14 +20,15 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, hub, programs, sharding
-from cogvideox_flax.checks import check_model, check_prompts, check_sampling, check_tiling
+from cogvideox_flax.checks import check_arrays, check_loop, check_model, check_prompts, check_sampling, check_tiling
 from cogvideox_flax.components import Components
 from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.executables import Executables
-from cogvideox_flax.execution import Program, Programs, Watch, fetch, memory_limit, say, stoppable
+from cogvideox_flax.execution import Program, Programs, Watch, fetch, say, stoppable
+from cogvideox_flax.fits import check_fits, checked_stages
 from cogvideox_flax.models.autoencoder import Tiling
-from cogvideox_flax.plan import STAGES, Request, bytes_per_device, placed, program_of
+from cogvideox_flax.plan import STAGES, Request
 from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
@@ -40,13 +41,6 @@ Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
-
-ADVICE = {
-    "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,sharded), or take int8 ones.",
-    "denoise": "Take fewer frames or pixels, more devices (`cogvideox plan` compares meshes), or int8 weights.",
-    "decode": "Take fewer frames or pixels, more devices (--mesh), or decode in tiles (--tiling).",
-}
-"""Stage -> what to do when it does not fit."""
 
 
 class CogVideoXPipeline(Components):
@@ -193,8 +187,8 @@ class CogVideoXPipeline(Components):
         sharding.check_batch(self.mesh, len(prompts) * (2 if guidance_scale > 1 else 1))
         if tiling:
             check_tiling(self.vae_config)
-        self._check_arrays(size, len(prompts), num_inference_steps, sampler, latents, noise)
-        _check_loop(compiled_loop or one_program, callback)
+        check_arrays(self.latent_shape(size, len(prompts)), size, num_inference_steps, sampler, latents, noise)
+        check_loop(compiled_loop or one_program, callback)
         self.watch.check(num_inference_steps, compiled_loop or one_program)
         settings = {
             "num_frames": size.num_frames,
@@ -301,10 +295,8 @@ class CogVideoXPipeline(Components):
         Raises:
             InputError: with the numbers and what to change.
         """
-        limit = memory_limit(self.mesh)
-        if limit is None or not self.watch.jit:
+        if not self.watch.jit:
             return
-        sampler = self.get_scheduler(scheduler)
         request = Request(
             self.manifest,
             self.dtype,
@@ -314,38 +306,9 @@ class CogVideoXPipeline(Components):
             prompts,
             num_inference_steps,
             self._guidance(guidance_scale),
-            sampler,
+            self.get_scheduler(scheduler),
         )
-        made: dict[str, tuple[str, tuple[Any, ...]]] = {
-            "encode": ("text encoder", ("encode",)),
-            "denoise": ("denoising step", ("step", sampler)),
-            "decode": ("VAE decoder", ("decode", "uint8", None)),
-        }
-
-        def check(stage: str, held: int) -> int:
-            """Returns the bytes of the stage's weights on each device."""
-            f, args, _ = program_of(stage, request, size)
-            program = self._programs.get(*made[stage], lambda: f)
-            weights, *rest = placed(args, self.mesh)
-            program.check_memory(weights, *rest, limit=limit, held=held, advice=ADVICE[stage], announce=progress)
-            return bytes_per_device(weights)
-
-        held = 0
-        for stage in stages:
-            weights = check(stage, held)
-            held += weights if keep else 0
-
-    def _check_arrays(
-        self, size: Size, batch: int, steps: int, scheduler: Scheduler, latents: Any | None, noise: Any | None
-    ) -> None:
-        shape = self.latent_shape(size, batch)
-        if latents is not None and tuple(latents.shape) != shape:
-            extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
-            raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(latents.shape)}")
-        if noise is not None and not scheduler.needs_noise:
-            raise InputError(f"noise is for samplers that draw some; {scheduler.config.kind} does not")
-        if noise is not None and tuple(noise.shape) != (steps, *shape):
-            raise InputError(f"noise must be [N, B, T, h, w, C] = {(steps, *shape)}; got {tuple(noise.shape)}")
+        check_fits(request, size, self._programs, self.mesh, stages, keep=keep, progress=progress)
 
     def _guidance(self, given: float | None) -> float:
         return self.manifest.default_guidance if given is None else given
@@ -408,8 +371,8 @@ class CogVideoXPipeline(Components):
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
         sampler = self.get_scheduler(scheduler)
-        self._check_arrays(size, len(context), num_inference_steps, sampler, latents, noise)
-        _check_loop(compiled_loop, callback)
+        check_arrays(self.latent_shape(size, len(context)), size, num_inference_steps, sampler, latents, noise)
+        check_loop(compiled_loop, callback)
         self.watch.check(num_inference_steps, compiled_loop)
         # float32 whatever the encoder's dtype, as stage files hold it: one program for both ways
         both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
@@ -546,13 +509,3 @@ class CogVideoXPipeline(Components):
             f"the VAE gives NaN or infinity in {self.dtype}. Decode in --dtype float32; if that gives the same, "
             "download the checkpoint again and convert it again."
         )
-
-
-def checked_stages(*, denoise: bool, decode: bool) -> list[str]:
-    """The stages that `check_memory` is to look at."""
-    return ["encode", *(["denoise"] if denoise else []), *(["decode"] if decode else [])]
-
-
-def _check_loop(compiled_loop: bool, callback: Callback | None) -> None:
-    if compiled_loop and callback is not None:
-        raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")

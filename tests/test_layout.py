@@ -24,6 +24,7 @@ FLOORS = (
     {"lora", "programs", "execution"},
     {"components"},
     {"plan"},
+    {"fits"},
     {"pipeline"},
     {"stages", "training"},
     {"cli"},

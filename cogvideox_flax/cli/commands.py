@@ -43,7 +43,7 @@ TRAINING_OPTIONS = {
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax import stages
-    from cogvideox_flax.pipeline import checked_stages
+    from cogvideox_flax.fits import checked_stages
 
     prompts = read_prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
