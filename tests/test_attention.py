@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import Blocks, attend, cudnn, splash
+from cogvideox_flax.attention import Blocks, attend, nvidia, splash, triton, xla
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
 
@@ -140,14 +140,14 @@ def interpreted(q, k, v, kv_len=None, backend="splash", **options):
     return jax.jit(partial(attend, kv_len=kv_len, backend=backend, interpret=True, **options))(q, k, v)
 
 
-@pytest.mark.parametrize("backend", ["splash", "stock"])
+@pytest.mark.parametrize("backend", ["splash", "stock", "triton"])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (130, 1), (1, 300), (256, 1024), (300, 1100)])
 def test_kernel_is_exact(backend, queries, keys):
     args = random(queries, keys, batch=1, heads=2, dim=64)
     np.testing.assert_allclose(interpreted(*args, backend=backend), textbook(*args), atol=5e-6)
 
 
-@pytest.mark.parametrize("backend", ["splash", "stock"])
+@pytest.mark.parametrize("backend", ["splash", "stock", "triton"])
 @pytest.mark.parametrize("kv_len", [1, 128, 511, 513, [1, 700], [640, 512]])
 def test_kernel_never_attends_past_the_length(backend, kv_len):
     q, k, v = random(140, 700, heads=1, dim=64)
@@ -185,15 +185,16 @@ def test_kernel_of_equal_keys_averages_the_values():
     np.testing.assert_allclose(out, jnp.broadcast_to(v.mean(1, keepdims=True), out.shape), atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", ["splash", "triton"])
 @pytest.mark.parametrize("dim", [48, 64, 128])
-def test_kernel_in_bfloat16(dim):
+def test_kernel_in_bfloat16(backend, dim):
     args = random(200, 700, batch=1, heads=2, dim=dim, dtype=jnp.bfloat16)
-    out = interpreted(*args)
+    out = interpreted(*args, backend=backend)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(jnp.float32), textbook(*args), atol=0.006, rtol=2**-7)
 
 
-@pytest.mark.parametrize("backend", ["xla", "splash", "stock"])
+@pytest.mark.parametrize("backend", ["xla", "splash", "stock", "triton"])
 @pytest.mark.parametrize("window", [(0, 0), (100, 0), (40, 600), (300, 130)])
 @pytest.mark.parametrize("tokens", [700, 300])
 def test_window(backend, window, tokens):
@@ -225,9 +226,22 @@ def test_kernel_gradient_is_that_of_the_formula():
     def gradient(backend, **options):
         return jax.grad(lambda args: (weight * attend(*args, backend=backend, **options)).sum())((q, k, v))
 
-    found = gradient("splash", interpret=True, blocks=SMALL)
-    for a, b in zip(found, gradient("xla"), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+    expected = gradient("xla")
+    for found in (gradient("splash", interpret=True, blocks=SMALL), gradient("triton", interpret=True)):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_parts_of_the_keys_say_what_they_weigh():
+    q, k, v = random(130, 300, heads=2, dim=48)
+    lengths = jnp.array([300, 70])
+    expected = xla.attend_part(q, k, v, lengths)
+    for found in (
+        splash.attend_part(q, k, v, lengths, blocks=SMALL, interpret=True),
+        triton.attend_part(q, k, v, lengths, interpret=True),
+    ):
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, atol=5e-6)
 
 
 def test_blocks_are_checked_and_fit_every_length():
@@ -265,7 +279,7 @@ def test_a_last_narrow_block_of_queries():
     np.testing.assert_allclose(interpreted(q, k, v, blocks=blocks), textbook(q, k, v), atol=5e-6)
 
 
-# --- cuDNN's kernel ---
+# --- NVIDIA GPUs ---
 
 
 @pytest.fixture
@@ -273,7 +287,7 @@ def with_cudnn(monkeypatch):
     """Lowers for an NVIDIA GPU that is not there."""
     pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(cudnn, "_present", lambda: True)
+    monkeypatch.setattr(nvidia, "present", lambda: True)
 
     def lowered(*args, **options):
         return jax.jit(partial(attend, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -295,6 +309,18 @@ def test_cudnn_is_left_alone_where_it_would_not_be_exact_or_not_worth_it(with_cu
     assert "__cudnn$" not in with_cudnn(*random(600, 1030, dim=64, dtype=jnp.bfloat16), window=(3, 3))
 
 
+@pytest.mark.parametrize(("dim", "window"), [(64, (3, 3)), (20, None)])
+def test_what_cudnn_does_not_serve_is_our_kernel_on_an_nvidia_gpu(with_cudnn, dim, window):
+    assert triton.NAME in with_cudnn(*random(600, 1030, dim=dim, dtype=jnp.bfloat16), window=window)
+    assert triton.NAME not in with_cudnn(*random(600, 1030, dim=dim), window=window)  # float32
+
+
+def test_rings_are_our_kernel_on_an_nvidia_gpu(with_cudnn):
+    with jax.set_mesh(sharding.make_mesh(1, 4, 1)):  # 6 heads: 2 groups of 2 devices
+        text = with_cudnn(*random(4096, 4096, batch=1, heads=6, dim=64, dtype=jnp.bfloat16))
+    assert triton.NAME in text and "__cudnn$" not in text
+
+
 @pytest.mark.parametrize(
     ("dim", "dtype", "window", "message"),
     [
@@ -309,14 +335,16 @@ def test_cudnn_says_what_it_does_not_serve(with_cudnn, dim, dtype, window, messa
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
-def test_cudnn_without_a_gpu_is_refused():
-    with pytest.raises(InputError, match="needs an NVIDIA GPU"):
-        attend(*random(8, 8, dtype=jnp.bfloat16), backend="cudnn")
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
+def test_kernels_for_gpus_without_one_are_refused(backend):
+    with pytest.raises(InputError, match=f"'{backend}': it needs an NVIDIA GPU"):
+        attend(*random(8, 8, dtype=jnp.bfloat16), backend=backend)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("backend", ["cudnn", "triton"])
 @pytest.mark.parametrize("kv_len", [None, 1000, [3, 1030]])
-def test_cudnn_is_exact(kv_len):
+def test_kernels_for_gpus_are_exact_on_one(backend, kv_len):
     args = random(600, 1030, dim=64, dtype=jnp.bfloat16)
-    out = attend(*args, kv_len=jnp.array(kv_len) if isinstance(kv_len, list) else kv_len, backend="cudnn")
+    out = attend(*args, kv_len=jnp.array(kv_len) if isinstance(kv_len, list) else kv_len, backend=backend)
     np.testing.assert_allclose(np.asarray(out, np.float32), textbook(*args, kv_len), atol=2e-2)

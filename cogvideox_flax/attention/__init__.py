@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import cudnn, splash, stock, xla
+from cogvideox_flax.attention import cudnn, splash, stock, triton, xla
 from cogvideox_flax.attention.blocks import Blocks
 from cogvideox_flax.errors import InputError
 
@@ -28,7 +28,8 @@ def _best(
     *,
     window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """On a TPU our kernel, on an NVIDIA GPU cuDNN's, where there is enough for them to do; plain XLA elsewhere."""
+    """Where there is enough for them to do, on a TPU our kernel, and on an NVIDIA GPU in 16 bit cuDNN's or, for what it
+    does not serve, ours; plain XLA elsewhere."""
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
@@ -37,16 +38,26 @@ def _best(
     where: dict[str, Callable[..., Array]] = {"tpu": kernel}
     if cudnn.why_not(q, window) is None:
         where["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # no mask where there are no lengths
+    elif _flash_on_gpus(q):
+        where["cuda"] = partial(triton.attend, window=window)
     return jax.lax.platform_dependent(q, k, v, lengths, **where, default=plain)
 
 
 def _best_part(
     q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"]
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """On a TPU our kernel, where there is enough for it to do; plain XLA elsewhere."""
+    """Where there is enough for them to do, our kernels; plain XLA elsewhere. cuDNN's does not tell what keys weigh."""
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return xla.attend_part(q, k, v, kv_len)
-    return jax.lax.platform_dependent(q, k, v, kv_len, tpu=splash.attend_part, default=xla.attend_part)
+    where: dict[str, Part] = {"tpu": splash.attend_part}
+    if _flash_on_gpus(q):
+        where["cuda"] = triton.attend_part
+    return jax.lax.platform_dependent(q, k, v, kv_len, **where, default=xla.attend_part)
+
+
+def _flash_on_gpus(q: Float[Array, "B Q N K"]) -> bool:
+    """Whether our kernel for GPUs is for these: in float32 it has no tensor cores, as cuBLAS has none."""
+    return q.dtype in cudnn.DTYPES and triton.why_not() is None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -55,14 +66,20 @@ BACKENDS: dict[str, Backend] = {
     "splash": splash.attend,
     "stock": stock.attend,
     "cudnn": cudnn.attend,
+    "triton": triton.attend,
 }
 """name -> f(q, k, v, kv_len, window=): exact attention on one device; kv_len is None or int32 [B]."""
 
-PARTS: dict[str, Part] = {"auto": _best_part, "xla": xla.attend_part, "splash": splash.attend_part}
+PARTS: dict[str, Part] = {
+    "auto": _best_part,
+    "xla": xla.attend_part,
+    "splash": splash.attend_part,
+    "triton": triton.attend_part,
+}
 """name -> f(q, k, v, kv_len): attention to some of the keys, with their weight, where the backend can say it."""
 
-KERNELS = frozenset({"splash", "stock"})
-"""The backends that are Pallas kernels for TPUs and can be interpreted elsewhere."""
+KERNELS = frozenset({"splash", "stock", "triton"})
+"""The backends that are Pallas kernels and can be interpreted where they do not run."""
 
 
 def attend(
@@ -120,8 +137,6 @@ def attend(
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"blocks": blocks} if blocks is not None else {}
     part = partial(PARTS[backend], **options) if backend in PARTS and window is None else None
-    if backend == "auto" and jax.default_backend() == "gpu" and cudnn.why_not(q, window) is None:
-        part = None  # cuDNN's form of a part is not here; heads of zeros cost less than another kernel
     return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len, part)
 
 

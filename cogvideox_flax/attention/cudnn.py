@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from cogvideox_flax.attention import nvidia
 from cogvideox_flax.errors import InputError
 
 DTYPES = (jnp.bfloat16, jnp.float16)
@@ -24,12 +24,7 @@ def why_not(q: Float[Array, "B Q N K"], window: tuple[int, int] | None) -> str |
         return f"its heads are multiples of 8 up to {MAX_HEAD_DIM}; got {q.shape[-1]}"
     if window is not None:
         return f"it has no window to both sides; got {window}"
-    return None if _present() else "it needs an NVIDIA GPU with cuDNN, and there is none here"
-
-
-@cache
-def _present() -> bool:
-    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version.lower()
+    return None if nvidia.present() else "it needs an NVIDIA GPU of the Ampere generation or later; there is none here"
 
 
 def attend(

@@ -22,7 +22,6 @@ Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691),
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,8 +32,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int
 
-from cogvideox_flax.attention import xla
 from cogvideox_flax.attention.blocks import LANES, Blocks, choose_blocks
+from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.layers import precision
 
 BOUND = 100.0
@@ -239,7 +238,7 @@ def attend(
         InputError: blocks that do not fit together or into the chip's fast memory, with the numbers.
     """
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
-    return _attend((window, blocks, interpret, False), q, k, v, lengths)[0]
+    return _attend(Static(window, blocks, interpret, is_part=False), q, k, v, lengths)[0]
 
 
 def attend_part(
@@ -252,16 +251,12 @@ def attend_part(
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
     """Attention to some of the keys, and how much they weigh; see `xla.attend_part`."""
-    out, weight = _attend((None, blocks, interpret, True), q, k, v, kv_len)
+    out, weight = _attend(Static(None, blocks, interpret, is_part=True), q, k, v, kv_len)
     return out, weight
 
 
-_Static = tuple[Window | None, Blocks | None, bool, bool]
-"""window, blocks, interpret, and whether the keys are a part."""
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
+@with_plain_gradient
+def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
     """The result, and of a part its weight."""
     window, blocks, interpret, is_part = static
     batch, queries, heads, dim = q.shape
@@ -354,26 +349,6 @@ def _call(
         )(lengths, bounded, q, k, v)
 
     return call
-
-
-def _forward(
-    static: _Static, q: Array, k: Array, v: Array, kv_len: Array
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    return _attend(static, q, k, v, kv_len), (q, k, v, kv_len)
-
-
-def _backward(static: _Static, saved: tuple[Array, ...], grad: tuple[Array, ...]) -> tuple[Array | None, ...]:
-    window, *_, is_part = static
-    q, k, v, kv_len = saved
-
-    def plain(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-        return xla.attend_part(q, k, v, kv_len) if is_part else (xla.attend(q, k, v, kv_len, window=window),)
-
-    _, pull = jax.vjp(plain, q, k, v)
-    return *pull(grad), None
-
-
-_attend.defvjp(_forward, _backward)
 
 
 def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "BN k s"]:
