@@ -353,6 +353,9 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
     expected = jit(native)(*args)
     assert expected.shape == (2, 4, 6 // stride, 10 // stride, 7)
     assert relative_error(jit(ours)(*args), expected) < ROUNDING_BAR
+    how = {"stride": stride, "padding": ZEROS[stride], "dtype": x.dtype}
+    on_gpus = jit(partial(causal_conv._by_frame, causal_conv._taps_at_once, **how))(x, residual, kernel, bias)
+    assert relative_error(on_gpus, expected) < ROUNDING_BAR
 
     dy = random(2, *expected.shape)
     gradients = [jit(lambda *args, f=f: jax.vjp(f, *args)[1](dy))(*args) for f in (native, ours)]
@@ -412,7 +415,8 @@ def test_the_kernel_rounds_once():
         ("tpu", 128, 1, None, 0),  # the kernel
         ("tpu", 5, 1, None, 0),
         ("tpu", 128, 2, "1x11x6x10x128xbf16", 1),
-        ("cuda", 128, 1, "1x11x6x10x128xbf16", 1),
+        ("cuda", 128, 1, "1x6x10x384xbf16", 1),  # taps in time as channels
+        ("cuda", 128, 2, "1x6x10x384xbf16", 1),
     ],
 )
 def test_each_backend_gets_its_convolution(platform, channels, stride, operand, count):
@@ -422,6 +426,8 @@ def test_each_backend_gets_its_convolution(platform, channels, stride, operand, 
     text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
     assert re.findall(r"stablehlo\.convolution.*?: \(tensor<(\w+)>", text) == [operand] * count
     assert (conv_kernel.NAME in text) == (platform == "tpu" and not count)
+    if platform == "cuda":  # a wider result would be computed in float32
+        assert set(re.findall(r"stablehlo\.convolution.*-> tensor<[\dx]+x(\w+)>", text)) == {"bf16"}
 
 
 @pytest.mark.parametrize(("mesh", "batch"), [((1, 4, 1), 1), ((2, 1, 2), 2), ((8, 1, 1), 1), ((2, 3, 1), 1)], ids=str)

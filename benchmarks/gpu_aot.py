@@ -1,0 +1,98 @@
+"""What the releases need on one NVIDIA GPU, from programs compiled without one.
+
+    python -m benchmarks.gpu_aot [--gpu h100] [--cases 5b 768p] [--stages encode denoise decode] [--json FILE]
+
+Each stage is compiled in bfloat16 as the pipeline would run it. Memory is the compiler's count of arguments, results
+and temporaries; what cuDNN takes beside them is chosen on the GPU and not in it. The last column says which of cuDNN's
+operations the program calls, and in what precision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.gpu import GPUS, device, prepare
+
+CASES = {
+    "5b": ("cogvideox-5b", 480, 720, 49),
+    "2b": ("cogvideox-2b", 480, 720, 49),
+    "768p": ("cogvideox1.5-5b", 768, 1360, 81),
+}
+"""Name -> release, height, width, frames."""
+
+GIB = 2**30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=None)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    prepare()
+    where = jax.sharding.SingleDeviceSharding(device(GPUS[args.gpu]))
+    rows = []
+    print("| GPU | case | stage | GiB | weights and inputs | temporaries | compile s | cuDNN |")
+    print("|---|---|---|---|---|---|---|---|")
+    for case in args.cases:
+        for stage in args.stages or ("encode", "denoise", "decode"):
+            rows.append({"gpu": args.gpu, "case": case, "stage": stage} | compiled(case, stage, where))
+            print(_line(rows[-1]), flush=True)
+    if args.json:
+        versions = {name: version(name) for name in ("jax", "jaxlib")}
+        args.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, Any]:
+    """Bytes and calls of one stage's program."""
+    from cogvideox_flax import plan
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.config import get_release
+    from cogvideox_flax.execution import compiler_options
+
+    release, height, width, frames = CASES[case]
+    request = plan.Request(Manifest.of_release(get_release(release)), num_frames=frames, height=height, width=width)
+    f, args, _ = plan.program_of(stage, request, request.size())
+    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arg) for _, arg in args]
+    start = time.perf_counter()
+    program = jax.jit(f, compiler_options=compiler_options(request.dtype, platform="gpu")).lower(*shapes).compile()
+    seconds = time.perf_counter() - start
+    memory, text = program.memory_analysis(), program.as_text()
+    assert memory is not None and text is not None
+    calls = Counter(
+        f"{match[2]} {match[1]}"
+        for line in text.splitlines()
+        if (match := re.search(r"= \((\w+)\[.*custom_call_target=\"__cudnn\$(fmha|conv)", line))
+    )
+    beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "argument_gib": memory.argument_size_in_bytes / GIB,
+        "temp_gib": memory.temp_size_in_bytes / GIB,
+        "gib": (memory.argument_size_in_bytes + memory.temp_size_in_bytes + beside) / GIB,
+        "compile_s": seconds,
+        "cudnn": dict(calls),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    calls = ", ".join(f"{n} {kind}" for kind, n in row["cudnn"].items()) or "none"
+    sizes = " | ".join(f"{row[name]:.1f}" for name in ("gib", "argument_gib", "temp_gib"))
+    return f"| {row['gpu']} | {row['case']} | {row['stage']} | {sizes} | {row['compile_s']:.0f} | {calls} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
