@@ -25,6 +25,11 @@ def precision(dtype: Any) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is n or more."""
+    return -(-n // multiple) * multiple
+
+
 def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
     """n modules as one pytree; every parameter gains a leading layer axis, ready for `jax.lax.scan`."""
     keys = jax.random.split(rngs.params(), n)

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import round_up
 
 VMEM = 96 * 2**20
 """Bytes of fast memory that a kernel may plan with; the chips have 95 (v5p) to 128 MiB (v5e, v6e)."""
@@ -55,7 +56,7 @@ class Blocks:
 
     def vmem(self, keys: int, dim: int, dtype: Any, part: bool = False) -> int:
         """Bytes: every operand twice (one is fetched while the other is used), sums, and the scores of two slices."""
-        each, dim, kv = jnp.dtype(dtype).itemsize, _up(dim, 64), min(self.kv, _up(keys, LANES))
+        each, dim, kv = jnp.dtype(dtype).itemsize, round_up(dim, 64), min(self.kv, round_up(keys, LANES))
         operands = 2 * 2 * dim * self.q + 2 * (dim + max(dim, LANES)) * kv
         more = 2 * self.q * ((4 - each) * dim + 4 * 8) if part else 0  # a float32 result, and its weight
         return each * operands + 4 * self.q * (dim + 16 + 2 * self.slice) + more
@@ -79,15 +80,11 @@ def choose_blocks(queries: int, keys: int, dim: int, dtype: Any, part: bool = Fa
     """
     row = min(table(), key=lambda r: (abs(r["head_dim"] - dim), abs(math.log(r["tokens"] / keys))))
     q = row["q"] if jnp.dtype(dtype).itemsize <= 2 else max(row["q"] // 3 // LANES, 1) * LANES
-    piece = min(row["slice"], _up(keys, LANES))
+    piece = min(row["slice"], round_up(keys, LANES))
     chunk = min(row["chunk"] // piece, max(keys // piece, 1)) * piece
-    blocks = Blocks(min(q, _up(queries, LANES)), _up(keys, LANES), chunk, piece)
+    blocks = Blocks(min(q, round_up(queries, LANES)), round_up(keys, LANES), chunk, piece)
     parts = 1
     while blocks.vmem(keys, dim, dtype, part) > VMEM and blocks.kv > chunk:
         parts += 1
-        blocks = replace(blocks, kv=_up(-(-keys // parts), chunk))
+        blocks = replace(blocks, kv=round_up(-(-keys // parts), chunk))
     return blocks
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
+from cogvideox_flax.layers import round_up
+
 Q_BLOCK, KV_BLOCK, COMPUTE = 2048, 2048, 1024
 """Best of its tile sizes at 45,106 tokens by the static schedule for v6e."""
 
@@ -25,7 +27,7 @@ def attend(
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`."""
     batch, queries, heads, dim = q.shape
     keys = k.shape[1]
-    q_block, kv_block = min(Q_BLOCK, _up(queries, 128)), min(KV_BLOCK, _up(keys, 128))
+    q_block, kv_block = min(Q_BLOCK, round_up(queries, 128)), min(KV_BLOCK, round_up(keys, 128))
     compute = COMPUTE if kv_block % COMPUTE == 0 else 128
     dtype = q.dtype
     q = (q.astype(jnp.float32) / math.sqrt(dim)).astype(dtype)
@@ -50,7 +52,3 @@ def attend(
 
 def _heads(x: Float[Array, "B S N K"], block: int, dim: int) -> Float[Array, "B N s k"]:
     return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % block), (0, -dim % 64)))
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

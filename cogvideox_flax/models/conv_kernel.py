@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from cogvideox_flax.layers import precision
+from cogvideox_flax.layers import precision, round_up
 from cogvideox_flax.sharding import Padding
 
 NAME = "cogvideox_conv"
@@ -56,7 +56,7 @@ class Tiles:
     @classmethod
     def of(cls, rows: int, columns: int, channels: int, out_channels: int, taps: int, itemsize: int) -> Tiles:
         """For an output of so many rows and columns; channels are multiples of 128."""
-        width = _up(columns + 2, _ROW_TILE)
+        width = round_up(columns + 2, _ROW_TILE)
         row_bytes = taps * width * channels * itemsize
         for mib, pixels, part in _CHOICES:
             fits = [n for n in range(1, rows + 1) if rows % n == 0 and (n + 2) * row_bytes <= mib * _MIB]
@@ -179,7 +179,3 @@ def convolve(
 
 def _pad_channels(x: Array, count: int) -> Array:
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, count),))
-
-
-def _up(n: int, multiple: int) -> int:
-    return n + -n % multiple

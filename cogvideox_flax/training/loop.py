@@ -238,7 +238,7 @@ def _step(
         n = state.step.astype(jnp.float32)
         decay = jnp.minimum(config.ema_decay, (1 + n) / (10 + n))
         ema = jax.tree.map(lambda average, new: decay * average + (1 - decay) * new, state.ema, params)
-    logged = logged | {"gradient_norm": optax.global_norm(grads)}
+    logged = logged | {"gradient_norm": optax.tree.norm(grads)}
     return State(state.step + 1, params, ema, opt_state), logged
 
 
