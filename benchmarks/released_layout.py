@@ -166,14 +166,17 @@ def save_layout(
     transformer.save_pretrained(folder / "transformer")
     (vae or randomise(build("vae", release, small=True))).save_pretrained(folder / "vae")
     (text_encoder or randomise(build("text_encoder", release, small=True))).save_pretrained(folder / "text_encoder")
-    _save_rest(folder, release, spiece)
+    save_rest(folder, release, spiece)
     return folder
 
 
-def write_component(folder: Path, component: str, release: str, dtype: str, seed: int = 0) -> int:
-    """Write one component in the released shape, streamed. Returns its bytes; peak memory is about one tensor."""
+def write_component(folder: Path, component: str, release: str, dtype: str, seed: int = 0, **changes: Any) -> int:
+    """Write one component in the released shape, streamed. Returns its bytes; peak memory is about one tensor.
+
+    changes: config keys that differ from the release's.
+    """
     with torch.device("meta"):
-        module: Any = build(component, release, small=False)
+        module: Any = build(component, release, small=False, **changes)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     shapes.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight, and not saved by the reference either
     folder = folder / component
@@ -201,7 +204,8 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _save_rest(folder: Path, release: str, spiece: Path | None) -> None:
+def save_rest(folder: Path, release: str, spiece: Path | None = None) -> None:
+    """What belongs to a checkpoint beside its weights: the sampler's settings, the tokenizer, the list of parts."""
     make_scheduler("ddim", RELEASES[release].scheduler.snr_shift_scale).save_pretrained(folder / "scheduler")
     (folder / "tokenizer").mkdir()
     target = folder / "tokenizer" / "spiece.model"
@@ -235,7 +239,7 @@ def main() -> None:
         half = RELEASES[args.release].dtype
         for component, dtype in (("transformer", half), ("vae", "float32"), ("text_encoder", half)):
             write_component(args.dir, component, args.release, dtype)
-        _save_rest(args.dir, args.release, args.spiece)
+        save_rest(args.dir, args.release, args.spiece)
     else:
         save_layout(args.dir, args.release, text_length=RELEASES[args.release].tokenizer.max_length, spiece=args.spiece)
     print(args.dir)

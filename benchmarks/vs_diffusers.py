@@ -2,13 +2,14 @@
 
     python -m benchmarks.vs_diffusers                                  # all parts at 240x368, some minutes on two cores
     python -m benchmarks.vs_diffusers --parts decode --height 480 --width 720 --latent-frames 3 5
-    python -m benchmarks.vs_diffusers --device gpu --dtype bfloat16 --layers 42 --height 480 --width 720
+    python -m benchmarks.vs_diffusers --released --device gpu --dtype bfloat16 --torch-compile
 
 Each side runs in a process of its own, which loads the part, compiles or warms up, and then waits; timed runs
 alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
 result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
 wins by computing something else. Weights are random, in the released widths with fewer layers; speed does not depend on
-their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
+their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame. "matmul share" is
+what our side computes a second, as a share of what one large matrix product of the same dtype does there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,19 @@ PARTS = ("text_encoder", "transformer", "encode", "decode", "video")
 SIDES = ("ours", "diffusers")
 STEPS = 4
 """Of the whole video."""
-RELEASE = "cogvideox-5b"
+RELEASED = (("cogvideox-5b", 480, 720, 13), ("cogvideox1.5-5b", 768, 1360, 21))
+"""Release, height, width and latent frames that it was made for."""
 COMPONENT = {"encode": "vae", "decode": "vae"}
+
+
+HEAD = (
+    "| release | part | frames | tokens | ours s | diffusers s | ratio | first s | GiB | ratio | difference "
+    "| matmul share |"
+)
+
+
+class Stopped(Exception):
+    """A side ended before it was done."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,11 @@ class Case:
     """One part at one size."""
 
     part: str
+    release: str
     height: int
     width: int
     latent_frames: int
-    layers: int
+    layers: int | None
     dtype: str
     device: str
     torch_compile: bool
@@ -57,9 +71,15 @@ class Case:
         return 4 * (self.latent_frames - 1) + 1
 
     @property
+    def denoised_frames(self) -> int:
+        """Latent frames that the transformer sees: 1.5 releases take them in twos."""
+        return self.latent_frames + (self.latent_frames % 2 if "1.5" in self.release else 0)
+
+    @property
     def tokens(self) -> int:
         """Of the transformer."""
-        return 226 + self.latent_frames * (self.height // 16) * (self.width // 16)
+        frames = self.denoised_frames // (2 if "1.5" in self.release else 1)
+        return 226 + frames * (self.height // 16) * (self.width // 16)
 
 
 def main() -> int:
@@ -68,7 +88,11 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; with --released all but the video")
+    parser.add_argument(
+        "--released", action="store_true", help="5b and 1.5-5B with all layers, at their sizes: for GPUs of 80 GB"
+    )
+    parser.add_argument("--release", choices=[name for name, *_ in RELEASED], default=RELEASED[0][0])
     parser.add_argument("--height", type=int, default=240)
     parser.add_argument("--width", type=int, default=368)
     parser.add_argument("--latent-frames", type=int, nargs="+", default=[3], help="odd; 3 is 9 frames")
@@ -85,17 +109,25 @@ def main() -> int:
         work(*args.worker)
         return 0
 
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
-        write_weights(Path(folder), args.parts, args.layers)
-        print("| part | frames | tokens | ours s | diffusers s | ratio | first s | GiB | ratio | difference |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
-        for part in args.parts:
-            for n in args.latent_frames if part != "text_encoder" else args.latent_frames[:1]:
-                case = Case(part, args.height, args.width, n, args.layers, args.dtype, args.device, args.torch_compile)
-                rows.append(compare(case, Path(folder), args.repeat))
-                print(line(rows[-1]), flush=True)
-    slopes = {part: slope for part in args.parts if (slope := slopes_of(part, rows))}
+    parts = args.parts or [part for part in PARTS if not (args.released and part == "video")]
+    sizes = RELEASED if args.released else [(args.release, args.height, args.width, n) for n in args.latent_frames]
+    how = None if args.released else args.layers, args.dtype, args.device, args.torch_compile
+    rows: list[dict[str, Any]] = []
+    print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
+    for release, found in groupby(sizes, key=lambda size: size[0]):
+        group = list(found)
+        with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
+            write_weights(Path(folder), release, parts, *how[:2])
+            for part in parts:
+                for size in group[:1] if part == "text_encoder" else group:  # which does not see frames
+                    case = Case(part, *size, *how)
+                    try:
+                        rows.append(compare(case, Path(folder), args.repeat))
+                    except Stopped as e:
+                        print(f"| {release} | {part} | {case.frames} | {e} |", flush=True)
+                        continue
+                    print(line(rows[-1]), flush=True)
+    slopes = {part: slope for part in parts if not args.released and (slope := slopes_of(part, rows))}
     for part, slope in slopes.items():
         print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
     names = ("jax", "flax", "torch", "diffusers", "transformers")
@@ -114,27 +146,20 @@ def main() -> int:
     return 0
 
 
-def write_weights(folder: Path, parts: list[str], layers: int) -> None:
+def write_weights(folder: Path, release: str, parts: list[str], layers: int | None, dtype: str) -> None:
     """The components that the parts need, in the released layout and converted."""
-    from benchmarks.released_layout import build, make_scheduler, make_spiece, randomise
+    from benchmarks.released_layout import save_rest, write_component
     from conversion.convert import convert
 
-    wanted = {COMPONENT.get(part, part) for part in parts}
-    if "video" in wanted:
-        wanted = {"text_encoder", "transformer", "vae", "video"}
-    changes = {"text_encoder": {"num_layers": layers}, "transformer": {"num_layers": layers}, "vae": {}}
-    for component in sorted(wanted - {"video"}):
-        module = randomise(build(component, RELEASE, small=False, **changes[component]))
-        module.save_pretrained(folder / "hf" / component)
-        del module
-    if "video" not in wanted:
+    wanted = {"text_encoder", "transformer", "vae"} if "video" in parts else {COMPONENT.get(p, p) for p in parts}
+    changes = {} if layers is None else {"num_layers": layers}
+    for component in sorted(wanted):
+        write_component(folder / "hf", component, release, dtype, **({} if component == "vae" else changes))
+    if "video" in parts:
+        save_rest(folder / "hf", release)
+        convert(folder / "hf", folder / "native")
+    else:
         convert(folder / "hf", folder / "native", components=sorted(wanted))
-        return
-    make_scheduler("ddim", 1.0).save_pretrained(folder / "hf" / "scheduler")
-    (folder / "hf" / "tokenizer").mkdir()
-    make_spiece(folder / "hf" / "tokenizer" / "spiece.model")
-    (folder / "hf" / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
-    convert(folder / "hf", folder / "native")
 
 
 def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
@@ -148,7 +173,9 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
         for _ in range(repeat):
             for side, worker in workers.items():
                 times[side].append(worker.run())
-        peaks = {side: worker.stop() for side, worker in workers.items()}
+        peaks = {side: worker.peak() for side, worker in workers.items()}
+        workers["diffusers"].kill()
+        rate = workers["ours"].matmul_rate()
     finally:
         for worker in workers.values():
             worker.kill()
@@ -161,6 +188,8 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
             f"{side}_first_s": workers[side].first,
             f"{side}_gib": peaks[side],
         }
+    row["flops"], row["matmul_flops_per_s"] = flops_of(case, folder), rate
+    row["matmul_share"] = row["flops"] / row["ours_s"] / rate
     row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
     row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
     row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())
@@ -172,7 +201,7 @@ class _Worker:
 
     def __init__(self, side: str, folder: Path):
         env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
-        self.first = 0.0
+        self.first, self._side = 0.0, side
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vs_diffusers", "--worker", side, str(folder)],
             stdin=subprocess.PIPE,
@@ -186,7 +215,9 @@ class _Worker:
         print(word, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"a side stopped at {word!r}; see its message above")
+            code = self._process.wait()
+            why = "killed, as when memory ends" if code == -9 else f"exit status {code}, see its message above"
+            raise Stopped(f"{self._side} stopped at {word!r}: {why}")
         return float(answer)
 
     def start(self) -> None:
@@ -196,9 +227,13 @@ class _Worker:
     def run(self) -> float:
         return self._ask("run")
 
-    def stop(self) -> float:
-        """GiB that it held at most."""
+    def peak(self) -> float:
+        """GiB that it held at most until now."""
         return self._ask("peak")
+
+    def matmul_rate(self) -> float:
+        """Floating-point operations a second of a large matrix product; of our side only."""
+        return self._ask("rate")
 
     def kill(self) -> None:
         self._process.kill()
@@ -214,6 +249,9 @@ def work(side: str, folder: str) -> None:
         word = request.strip()
         if word == "peak":
             print(_peak_gib(side, case), flush=True)
+            continue
+        if word == "rate":
+            print(_matmul_rate(case), flush=True)
             continue
         if call is None:
             call = (_ours if side == "ours" else _diffusers)(case, where)
@@ -236,7 +274,8 @@ INPUTS = {
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
     """What the part needs, the same for both sides, channels last; the transformer gets both halves of guidance."""
-    h, w, t = case.height // 8, case.width // 8, case.latent_frames
+    h, w = case.height // 8, case.width // 8
+    t = case.latent_frames if case.part == "decode" else case.denoised_frames
 
     def make(name: str) -> np.ndarray:
         random = np.random.default_rng(0)
@@ -274,19 +313,71 @@ def _ours(case: Case, folder: Path) -> Any:
             negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
             steps: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
             x, _ = pipe.denoise(context, negative, size, scheduler="ddim", progress=False, **steps)
-            return fetch(pipe.decode_latents(x, output_type="float", progress=False))
+            return fetch(pipe.decode_latents(x[:, size.extra_latents :], output_type="float", progress=False))
 
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    functions: dict[str, Callable[..., Any]] = {
-        "text_encoder": lambda m, ids: m(ids),
-        "transformer": lambda m, x, c: m(jnp.repeat(x, 2, 0), c, 999),
-        "encode": lambda m, x: m.encode(x)[0],
-        "decode": lambda m, z: m.decode(z),
-    }
-    call = jax.jit(functions[case.part], compiler_options=compiler_options(case.dtype))
+    call = jax.jit(FUNCTIONS[case.part], compiler_options=compiler_options(case.dtype))
     return lambda: fetch(call(module, *given.values()))
+
+
+def _both_halves(module: Any, x: Any, context: Any) -> Any:
+    """The transformer, with and without the prompt."""
+    return module(x.repeat(2, 0), context, 999)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "text_encoder": lambda module, ids: module(ids),
+    "transformer": _both_halves,
+    "encode": lambda module, video: module.encode(video)[0],
+    "decode": lambda module, z: module.decode(z),
+}
+"""Part -> what our side computes."""
+
+
+def flops_of(case: Case, folder: Path) -> int:
+    """Of our side's products, counted without running it."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # the device is the workers'
+    from cogvideox_flax.checkpoint import read_manifest
+    from cogvideox_flax.plan.flops import count_flops
+
+    manifest = read_manifest(folder / "native")
+    given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs(case).items()}
+    if case.part != "video":
+        module = manifest.abstract(COMPONENT.get(case.part, case.part))
+        return count_flops(FUNCTIONS[case.part], module, *given.values()).total
+    encoder, transformer, vae = (manifest.abstract(name) for name in ("text_encoder", "transformer", "vae"))
+    x, ids = given["latents"], given["ids"]
+    context = jax.eval_shape(FUNCTIONS["text_encoder"], encoder, ids)
+    both = jax.ShapeDtypeStruct((2, *context.shape[1:]), context.dtype)
+    z = jax.ShapeDtypeStruct((1, case.latent_frames, *x.shape[2:]), x.dtype)
+    return (
+        2 * count_flops(FUNCTIONS["text_encoder"], encoder, ids).total
+        + STEPS * count_flops(_both_halves, transformer, x, both).total
+        + count_flops(FUNCTIONS["decode"], vae, z).total
+    )
+
+
+def _matmul_rate(case: Case) -> float:
+    """Of a square product of the case's dtype, the best of five."""
+    import jax
+    import jax.numpy as jnp
+
+    from cogvideox_flax.layers import precision
+
+    n = 8192 if case.device == "gpu" else 2048
+    x = jnp.ones((n, n), case.dtype)
+    product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
+    product(x).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(x).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / min(times)
 
 
 def _diffusers(case: Case, folder: Path) -> Any:
@@ -353,7 +444,7 @@ def _diffusers(case: Case, folder: Path) -> Any:
         return _without_gradients(lambda: take(module.decode(z).sample.permute(0, 2, 3, 4, 1)))
     shape = type("Config", (), {"transformer": module, "vae_scale_factor_spatial": 8})()
     rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
-        shape, case.height, case.width, case.latent_frames, torch.device(device)
+        shape, case.height, case.width, case.denoised_frames, torch.device(device)
     )
     both, context, t = latents.repeat(2, 1, 1, 1, 1), put(given["context"]), torch.tensor([999, 999], device=device)
 
@@ -408,6 +499,7 @@ def line(row: dict[str, Any]) -> str:
     tokens = row["tokens"] if row["part"] in ("transformer", "video") else 226 if row["part"] == "text_encoder" else ""
     frames = "" if row["part"] == "text_encoder" else row["frames"]
     cells = [
+        row["release"],
         row["part"],
         frames,
         tokens,
@@ -418,6 +510,7 @@ def line(row: dict[str, Any]) -> str:
         f"{row['ours_gib']:.2f}, {row['diffusers_gib']:.2f}",
         f"{row['memory_ratio']:.2f}",
         f"{row['difference']:.1e}",
+        f"{row['matmul_share']:.2f}",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
 

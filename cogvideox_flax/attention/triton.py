@@ -103,6 +103,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     q_spec = pl.BlockSpec((None, tiles.q, None, width), lambda i, n, b: (b, i, n, 0))
     kv_spec = pl.BlockSpec((None, k.shape[1], None, width), lambda i, n, b: (b, 0, n, 0))
     weight = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    pairs = batch * heads * queries * k.shape[1]
     out, *weights = pl.pallas_call(
         partial(_kernel, tiles, static.window, queries, dim),
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.is_part else q.dtype)]
@@ -111,6 +112,11 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
         in_specs=[pl.BlockSpec((1,), lambda i, n, b: (b,)), q_spec, kv_spec, kv_spec],
         out_specs=[q_spec] + [pl.BlockSpec((None, None, tiles.q), lambda i, n, b: (b, n, i))] * static.is_part,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * pairs * dim,
+            transcendentals=pairs,
+            bytes_accessed=2 * batch * heads * (queries + k.shape[1]) * dim * q.dtype.itemsize,
+        ),
         interpret=static.interpret,
         name=NAME,
     )(kv_len, q, k, v)
