@@ -18,8 +18,8 @@ import jax
 class Gpu:
     """What the compiler wants to know, as published.
 
-    memory, bandwidth: bytes, and a second. shared, shared_most: bytes of shared memory of a multiprocessor, and those
-    that a block can have. clock: GHz.
+    cores: multiprocessors. lanes, threads: float32 units and resident threads of one. shared, shared_most: bytes of
+    shared memory of one, and those that a block can have. l2, memory, bandwidth: bytes, and a second. clock: GHz.
     """
 
     name: str
@@ -62,17 +62,22 @@ GPUS = {
 }
 
 
+def installed() -> bool:
+    """Whether the compiler is."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = list(plugins.submodule_search_locations or ()) if plugins else []
+    return any("cuda" in module.name for module in pkgutil.iter_modules(folders))
+
+
 def prepare() -> None:
     """Make programs for GPUs out of what is traced from here on, in this process. No GPU is used.
 
     Raises:
         SystemExit: the compiler is not installed.
     """
-    jax.config.update("jax_platforms", "cpu")
-    plugins = importlib.util.find_spec("jax_plugins")
-    folders = list(plugins.submodule_search_locations or ()) if plugins else []
-    if not any("cuda" in module.name for module in pkgutil.iter_modules(folders)):
+    if not installed():
         raise SystemExit("no compiler for NVIDIA GPUs here: pip install '.[cuda]'")
+    jax.config.update("jax_platforms", "cpu")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # that no driver is there
 
     from jax._src import xla_bridge

@@ -7,9 +7,10 @@
 Each side runs in a process of its own, which loads the part, compiles or warms up, and then waits; timed runs
 alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
 result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
-wins by computing something else. Weights are random, in the released widths with fewer layers; speed does not depend on
-their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame. "matmul share" is
-what our side computes a second, as a share of what one large matrix product of the same dtype does there.
+wins by computing something else. "matmul share" is what our side computes a second, as a share of what one large
+matrix product of the same dtype does there. Weights are random, in the released widths, with fewer layers or all; speed
+does not depend on their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
+A side that stops, out of memory say, ends its row only.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from typing import Any
 
 import numpy as np
 
+from cogvideox_flax.config import RELEASES
+
 PARTS = ("text_encoder", "transformer", "encode", "decode", "video")
 SIDES = ("ours", "diffusers")
 STEPS = 4
@@ -40,8 +43,6 @@ STEPS = 4
 RELEASED = (("cogvideox-5b", 480, 720, 13), ("cogvideox1.5-5b", 768, 1360, 21))
 """Release, height, width and latent frames that it was made for."""
 COMPONENT = {"encode": "vae", "decode": "vae"}
-
-
 HEAD = (
     "| release | part | frames | tokens | ours s | diffusers s | ratio | first s | GiB | ratio | difference "
     "| matmul share |"
@@ -73,13 +74,17 @@ class Case:
     @property
     def denoised_frames(self) -> int:
         """Latent frames that the transformer sees: 1.5 releases take them in twos."""
-        return self.latent_frames + (self.latent_frames % 2 if "1.5" in self.release else 0)
+        return self.latent_frames + -self.latent_frames % self._frames_per_token
 
     @property
     def tokens(self) -> int:
         """Of the transformer."""
-        frames = self.denoised_frames // (2 if "1.5" in self.release else 1)
+        frames = self.denoised_frames // self._frames_per_token
         return 226 + frames * (self.height // 16) * (self.width // 16)
+
+    @property
+    def _frames_per_token(self) -> int:
+        return RELEASES[self.release].transformer.patch_size_t or 1
 
 
 def main() -> int:
@@ -90,16 +95,17 @@ def main() -> int:
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; with --released all but the video")
     parser.add_argument(
-        "--released", action="store_true", help="5b and 1.5-5B with all layers, at their sizes: for GPUs of 80 GB"
+        "--released", action="store_true", help="all layers, at the size it was made for: for GPUs of 80 GB"
     )
-    parser.add_argument("--release", choices=[name for name, *_ in RELEASED], default=RELEASED[0][0])
-    parser.add_argument("--height", type=int, default=240)
-    parser.add_argument("--width", type=int, default=368)
-    parser.add_argument("--latent-frames", type=int, nargs="+", default=[3], help="odd; 3 is 9 frames")
-    parser.add_argument("--layers", type=int, default=2, help="of the text encoder and the transformer")
+    names = [name for name, *_ in RELEASED]
+    parser.add_argument("--release", choices=names, help=f"default: {names[0]}; with --released all of them")
+    parser.add_argument("--height", type=int, help="default: 240")
+    parser.add_argument("--width", type=int, help="default: 368")
+    parser.add_argument("--latent-frames", type=int, nargs="+", help="odd; default: 3, which is 9 frames")
+    parser.add_argument("--layers", type=int, help="of the text encoder and the transformer; default: 2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--torch-compile", action="store_true", help="for the other side")
+    parser.add_argument("--torch-compile", action="store_true", help="the other side's transformer")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each side")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
@@ -109,38 +115,60 @@ def main() -> int:
         work(*args.worker)
         return 0
 
+    own = [args.height, args.width, args.latent_frames, args.layers]
+    if args.released and any(value is not None for value in own):
+        parser.error("--released says sizes and layers itself; leave out --height, --width, --latent-frames, --layers")
+    frames = args.latent_frames or [3]
+    if any(n % 2 == 0 or n < 1 for n in frames):
+        parser.error(f"--latent-frames must be odd, as 4 frames make one and the first makes one alone; got {frames}")
+    release = args.release or RELEASED[0][0]
+    sizes = [(release, args.height or 240, args.width or 368, n) for n in frames]
+    if args.released:
+        sizes = [size for size in RELEASED if args.release in (None, size[0])]
     parts = args.parts or [part for part in PARTS if not (args.released and part == "video")]
-    sizes = RELEASED if args.released else [(args.release, args.height, args.width, n) for n in args.latent_frames]
-    how = None if args.released else args.layers, args.dtype, args.device, args.torch_compile
+    how = None if args.released else args.layers or 2, args.dtype, args.device, args.torch_compile
+    cases = [Case(part, *size, *how) for size in sizes for part in parts if part != "text_encoder" or size == sizes[0]]
+    return measure(sorted(cases, key=lambda case: (names.index(case.release), parts.index(case.part))), args)
+
+
+def measure(cases: list[Case], args: argparse.Namespace) -> int:
+    """All cases, each release with weights of its own; what is known is in the JSON after each."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # here we only count; the device is the workers'
     rows: list[dict[str, Any]] = []
-    print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
-    for release, found in groupby(sizes, key=lambda size: size[0]):
-        group = list(found)
-        with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
-            write_weights(Path(folder), release, parts, *how[:2])
-            for part in parts:
-                for size in group[:1] if part == "text_encoder" else group:  # which does not see frames
-                    case = Case(part, *size, *how)
-                    try:
-                        rows.append(compare(case, Path(folder), args.repeat))
-                    except Stopped as e:
-                        print(f"| {release} | {part} | {case.frames} | {e} |", flush=True)
-                        continue
-                    print(line(rows[-1]), flush=True)
-    slopes = {part: slope for part in parts if not args.released and (slope := slopes_of(part, rows))}
-    for part, slope in slopes.items():
-        print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
-    names = ("jax", "flax", "torch", "diffusers", "transformers")
-    record = {
+    record: dict[str, Any] = {
         "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-        "versions": {name: version(name) for name in names},
+        "versions": {name: version(name) for name in ("jax", "flax", "torch", "diffusers", "transformers")},
         "repeat": args.repeat,
         "rows": rows,
-        "slopes": slopes,
+        "stopped": [],
     }
-    print(f"\n{os.cpu_count()} cores, " + ", ".join(f"{n} {v}" for n, v in record["versions"].items()))
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+    def keep() -> None:
+        if args.json:
+            args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+    print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
+    for release, found in groupby(cases, key=lambda case: case.release):
+        group = list(found)
+        with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
+            write_weights(Path(folder), release, [case.part for case in group], group[0].layers, group[0].dtype)
+            for case in group:
+                try:
+                    rows.append(compare(case, Path(folder), args.repeat))
+                    print(line(rows[-1]), flush=True)
+                except Stopped as e:
+                    record["stopped"].append(asdict(case) | {"why": str(e)})
+                    print(f"| {release} | {case.part} | {case.frames} | {e} |", flush=True)
+                keep()
+    slopes = record["slopes"] = {} if args.released else slopes_of_parts(rows)
+    for part, slope in slopes.items():
+        print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
+    record["machine"]["device"] = rows[-1]["device_name"] if rows else None
+    print(f"\n{os.cpu_count()} cores, {record['machine']['device']}, ", end="")
+    print(", ".join(f"{name} {version}" for name, version in record["versions"].items()))
+    keep()
     if args.plot:
         plot(rows, args.plot)
     return 0
@@ -175,7 +203,7 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
                 times[side].append(worker.run())
         peaks = {side: worker.peak() for side, worker in workers.items()}
         workers["diffusers"].kill()
-        rate = workers["ours"].matmul_rate()
+        rate, name = workers["ours"].matmul_rate(), workers["ours"].device()
     finally:
         for worker in workers.values():
             worker.kill()
@@ -188,11 +216,15 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
             f"{side}_first_s": workers[side].first,
             f"{side}_gib": peaks[side],
         }
+    row["device_name"] = name
     row["flops"], row["matmul_flops_per_s"] = flops_of(case, folder), rate
     row["matmul_share"] = row["flops"] / row["ours_s"] / rate
     row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
     row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
+    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        raise Stopped(f"outputs of {ours.shape} and {theirs.shape}, or not finite: they are not of the same thing")
     row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())
+    row["rms_difference"] = float(np.sqrt(np.square(ours - theirs).mean()) / theirs.std())
     return row
 
 
@@ -210,30 +242,37 @@ class _Worker:
             env=env,
         )
 
-    def _ask(self, word: str) -> float:
+    def _ask(self, word: str) -> str:
         assert self._process.stdin and self._process.stdout
-        print(word, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        try:
+            print(word, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
         if not answer:
             code = self._process.wait()
             why = "killed, as when memory ends" if code == -9 else f"exit status {code}, see its message above"
             raise Stopped(f"{self._side} stopped at {word!r}: {why}")
-        return float(answer)
+        return answer
 
     def start(self) -> None:
         """Load, and run once: seconds to the first result, loading not included."""
-        self.first = self._ask("first")
+        self.first = float(self._ask("first"))
 
     def run(self) -> float:
-        return self._ask("run")
+        return float(self._ask("run"))
 
     def peak(self) -> float:
         """GiB that it held at most until now."""
-        return self._ask("peak")
+        return float(self._ask("peak"))
 
     def matmul_rate(self) -> float:
         """Floating-point operations a second of a large matrix product; of our side only."""
-        return self._ask("rate")
+        return float(self._ask("rate"))
+
+    def device(self) -> str:
+        """Its name; of our side only."""
+        return self._ask("device")
 
     def kill(self) -> None:
         self._process.kill()
@@ -252,6 +291,9 @@ def work(side: str, folder: str) -> None:
             continue
         if word == "rate":
             print(_matmul_rate(case), flush=True)
+            continue
+        if word == "device":
+            print(_device_name(), flush=True)
             continue
         if call is None:
             call = (_ours if side == "ours" else _diffusers)(case, where)
@@ -300,7 +342,7 @@ def _ours(case: Case, folder: Path) -> Any:
     from cogvideox_flax.checkpoint import LOADERS
     from cogvideox_flax.execution import compiler_options, fetch
 
-    given = {name: jnp.asarray(x) for name, x in inputs(case).items()}
+    given = {name: jnp.asarray(x, case.dtype if x.dtype == np.float32 else x.dtype) for name, x in inputs(case).items()}
     native = folder / "native"
     if case.part == "video":
         pipe = CogVideoXPipeline.from_pretrained(native, case.dtype)
@@ -340,7 +382,6 @@ def flops_of(case: Case, folder: Path) -> int:
     """Of our side's products, counted without running it."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # the device is the workers'
     from cogvideox_flax.checkpoint import read_manifest
     from cogvideox_flax.plan.flops import count_flops
 
@@ -362,14 +403,14 @@ def flops_of(case: Case, folder: Path) -> int:
 
 
 def _matmul_rate(case: Case) -> float:
-    """Of a square product of the case's dtype, the best of five."""
+    """Of a square product of the case's dtype, the median of five."""
     import jax
     import jax.numpy as jnp
 
     from cogvideox_flax.layers import precision
 
     n = 8192 if case.device == "gpu" else 2048
-    x = jnp.ones((n, n), case.dtype)
+    x = jax.random.normal(jax.random.key(0), (n, n)).astype(case.dtype)
     product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
     product(x).block_until_ready()
     times = []
@@ -377,7 +418,13 @@ def _matmul_rate(case: Case) -> float:
         start = time.perf_counter()
         product(x).block_until_ready()
         times.append(time.perf_counter() - start)
-    return 2 * n**3 / min(times)
+    return 2 * n**3 / statistics.median(times)
+
+
+def _device_name() -> str:
+    import jax
+
+    return jax.devices()[0].device_kind
 
 
 def _diffusers(case: Case, folder: Path) -> Any:
@@ -390,6 +437,7 @@ def _diffusers(case: Case, folder: Path) -> Any:
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.backends.cudnn.allow_tf32 = False  # nor do we multiply float32 in less
+    torch.backends.cudnn.benchmark = True  # as XLA does, it looks for the fastest convolutions
     device, dtype = ("cuda" if case.device == "gpu" else "cpu"), getattr(torch, case.dtype)
     classes: dict[str, Any] = {
         "text_encoder": T5EncoderModel,
@@ -408,7 +456,7 @@ def _diffusers(case: Case, folder: Path) -> Any:
         return put(x).permute(0, 4, 1, 2, 3).contiguous()
 
     def take(x: Any) -> np.ndarray:
-        return x.float().cpu().numpy()
+        return x.cpu().float().numpy()
 
     given = inputs(case)
     latents: Any = put(given["latents"]).permute(0, 1, 4, 2, 3).contiguous() if "latents" in given else None
@@ -478,6 +526,11 @@ def _peak_gib(side: str, case: Case) -> float:
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**30
+
+
+def slopes_of_parts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Part -> its slopes, of those that were measured at several sizes."""
+    return {part: slope for part in PARTS if (slope := slopes_of(part, rows))}
 
 
 def slopes_of(part: str, rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -315,17 +315,20 @@ def test_what_cudnn_does_not_serve_is_our_kernel_on_an_nvidia_gpu(with_cudnn, di
     assert triton.NAME not in with_cudnn(*random(600, 1030, dim=dim), window=window)  # float32
 
 
-def test_rings_are_our_kernel_on_an_nvidia_gpu(with_cudnn):
+@pytest.mark.parametrize(("dim", "ours"), [(64, False), (20, True)])
+def test_rings_on_nvidia_gpus_are_where_cudnn_does_not_serve(with_cudnn, dim, ours):
     with jax.set_mesh(sharding.make_mesh(1, 4, 1)):  # 6 heads: 2 groups of 2 devices
-        text = with_cudnn(*random(4096, 4096, batch=1, heads=6, dim=64, dtype=jnp.bfloat16))
-    assert triton.NAME in text and "__cudnn$" not in text
+        text = with_cudnn(*random(4096, 4096, batch=1, heads=6, dim=dim, dtype=jnp.bfloat16))
+    assert (triton.NAME in text, "__cudnn$fmhaSoftmax" in text) == (ours, not ours)
+    assert ("collective_permute" in text) == ours
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype", "window", "message"),
     [
         (64, jnp.float32, None, "computes in bfloat16 or float16; got float32"),
-        (20, jnp.bfloat16, None, "multiples of 8 up to 128; got 20"),
+        (20, jnp.bfloat16, None, "multiples of 8; got 20"),
+        (136, jnp.bfloat16, None, "up to 128; got 136"),
         (64, jnp.bfloat16, (3, 3), "no window to both sides"),
     ],
 )

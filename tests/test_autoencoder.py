@@ -398,6 +398,16 @@ def test_a_wider_result_is_not_rounded_on_the_way(f):
     assert y.dtype == jnp.float32 and jnp.mean(y == y.astype(jnp.bfloat16)) < 0.1
 
 
+def test_on_gpus_16_bit_sums_are_off_by_one_rounding_at_most():
+    x, kernel = random(0, 1, 4, 6, 10, 64).astype(jnp.bfloat16), random(1, 3, 3, 3, 64, 32).astype(jnp.bfloat16)
+    bias, residual = random(2, 32), random(3, 1, 2, 6, 10, 32)
+    exact = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1])
+    on_gpus = partial(causal_conv._by_frame, causal_conv._taps_at_once, stride=1, padding=ZEROS[1], dtype=jnp.float32)
+    found = jit(on_gpus)(x, residual, kernel, bias) - residual - bias
+    assert found.dtype == jnp.float32
+    assert jnp.all(jnp.abs(found - exact) <= 2.0**-8 * jnp.abs(exact) + 1e-3)  # where the compiler does round there
+
+
 def test_the_kernel_rounds_once():
     x, kernel, bias = random(0, 1, 3, 6, 10, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
     x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 from benchmarks import gpu
-
-PLUGINS = importlib.util.find_spec("jax_plugins")
-COMPILER = PLUGINS is not None and any(
-    "cuda" in module.name for module in pkgutil.iter_modules(PLUGINS.submodule_search_locations)
-)
 
 COMPILE = """
 import jax, jax.numpy as jnp
@@ -42,13 +35,13 @@ for name, one in GPUS.items():
 """
 
 
-@pytest.mark.skipif(COMPILER, reason="the compiler for NVIDIA GPUs is installed")
+@pytest.mark.skipif(gpu.installed(), reason="the compiler for NVIDIA GPUs is installed")
 def test_without_the_compiler_it_says_what_to_install():
     with pytest.raises(SystemExit, match=r"pip install '\.\[cuda\]'"):
         gpu.prepare()
 
 
-@pytest.mark.skipif(not COMPILER, reason="needs the compiler for NVIDIA GPUs: pip install -e '.[cuda]'")
+@pytest.mark.skipif(not gpu.installed(), reason="needs the compiler for NVIDIA GPUs: pip install -e '.[cuda]'")
 def test_kernels_and_convolutions_compile_for_gpus_that_are_not_here():
     """In a process of its own, which is told that there is a GPU."""
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import cudnn, splash, stock, triton, xla
+from cogvideox_flax.attention import cudnn, nvidia, splash, stock, triton, xla
 from cogvideox_flax.attention.blocks import Blocks
 from cogvideox_flax.errors import InputError
 
@@ -57,7 +57,7 @@ def _best_part(
 
 def _flash_on_gpus(q: Float[Array, "B Q N K"]) -> bool:
     """Whether our kernel for GPUs is for these: in float32 it has no tensor cores, as cuBLAS has none."""
-    return q.dtype in cudnn.DTYPES and triton.why_not() is None
+    return q.dtype in cudnn.DTYPES and nvidia.why_not(q.shape[-1]) is None
 
 
 BACKENDS: dict[str, Backend] = {
@@ -137,6 +137,8 @@ def attend(
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"blocks": blocks} if blocks is not None else {}
     part = partial(PARTS[backend], **options) if backend in PARTS and window is None else None
+    if backend == "auto" and cudnn.why_not(q, window) is None:
+        part = None  # heads of zeros in cuDNN's kernel, until rings of our own have been seen to cost less
     return sharding.over_heads(partial(BACKENDS[backend], window=window, **options), q, k, v, kv_len, part)
 
 

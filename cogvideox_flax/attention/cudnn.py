@@ -12,19 +12,17 @@ from cogvideox_flax.attention import nvidia
 from cogvideox_flax.errors import InputError
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-MAX_HEAD_DIM = 128
-"""What all its versions and GPUs serve; newer ones go to 256."""
 
 
 def why_not(q: Float[Array, "B Q N K"], window: tuple[int, int] | None) -> str | None:
     """Why it cannot serve these queries here, or None if it can."""
     if q.dtype not in DTYPES:
         return f"it computes in bfloat16 or float16; got {q.dtype}"
-    if q.shape[-1] > MAX_HEAD_DIM or q.shape[-1] % 8:
-        return f"its heads are multiples of 8 up to {MAX_HEAD_DIM}; got {q.shape[-1]}"
+    if q.shape[-1] % 8:
+        return f"its heads are multiples of 8; got {q.shape[-1]}"
     if window is not None:
         return f"it has no window to both sides; got {window}"
-    return None if nvidia.present() else "it needs an NVIDIA GPU of the Ampere generation or later; there is none here"
+    return nvidia.why_not(q.shape[-1])
 
 
 def attend(

@@ -20,7 +20,7 @@ class Static(NamedTuple):
 
     window: tuple[int, int] | None
     blocks: Any
-    """Tile sizes, of the kernel's own kind; None for its choice."""
+    """Tile sizes, where the kernel takes any; None for its choice."""
     interpret: bool
     is_part: bool
     """Whether the keys are some of all, and the weight of their scores is wanted; see `xla.attend_part`."""

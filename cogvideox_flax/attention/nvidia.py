@@ -1,4 +1,4 @@
-"""Whether there is an NVIDIA GPU to run on."""
+"""Whether there is an NVIDIA GPU that the kernels for them run on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import jax
 
 AMPERE = 8.0
 """The least compute capability that knows bfloat16 and copies to shared memory in the background."""
+
+MAX_HEAD_DIM = 128
+"""What all versions of cuDNN and all these GPUs serve, and what our kernel's tiles leave room for."""
+
+
+def why_not(head_dim: int) -> str | None:
+    """Why a kernel cannot run here on heads of this size, or None if it can."""
+    if head_dim > MAX_HEAD_DIM:
+        return f"its heads go up to {MAX_HEAD_DIM}; got {head_dim}"
+    return None if present() else "it needs an NVIDIA GPU of the Ampere generation or later; there is none here"
 
 
 @cache

@@ -1,5 +1,5 @@
-"""Exact attention as a Pallas kernel for NVIDIA GPUs, which Triton compiles: any float dtype and head size, windows,
-and parts of the keys, none of which cuDNN's kernel serves.
+"""Exact attention as a Pallas kernel for NVIDIA GPUs, which Triton compiles: any float dtype, any head size to 128,
+windows, and parts of the keys, all of which cuDNN's kernel does not serve.
 
 A program has one block of queries of one head and goes through the keys with a running maximum. Keys past their length
 are never attended: blocks that all queries see in full run without a mask, and those at a ragged end, or in a window,
@@ -49,11 +49,6 @@ class Tiles:
         return Tiles(128, 64, 4, 3) if dim <= 64 else Tiles(128, 64, 8, 2)
 
 
-def why_not() -> str | None:
-    """Why it cannot run here, or None if it can."""
-    return None if nvidia.present() else "it needs an NVIDIA GPU of the Ampere generation or later; there is none here"
-
-
 def attend(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
@@ -71,10 +66,9 @@ def attend(
         interpret: run on any device, slowly.
 
     Raises:
-        InputError: no NVIDIA GPU, and not interpreted.
+        InputError: no NVIDIA GPU, or too large heads, and not interpreted.
     """
-    if not interpret and (reason := why_not()):
-        raise InputError(f"attention backend 'triton': {reason}. Take 'auto'")
+    _check(q, interpret)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
     return _attend(Static(window, None, interpret, is_part=False), q, k, v, lengths)[0]
 
@@ -87,16 +81,22 @@ def attend_part(
     *,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """Attention to some of the keys, and how much they weigh; see `xla.attend_part`."""
+    """Attention to some of the keys, and how much they weigh; see `xla.attend_part`. Errors as for `attend`."""
+    _check(q, interpret)
     out, weight = _attend(Static(None, None, interpret, is_part=True), q, k, v, kv_len)
     return out, weight
+
+
+def _check(q: Array, interpret: bool) -> None:
+    if not interpret and (reason := nvidia.why_not(q.shape[-1])):
+        raise InputError(f"attention backend 'triton': {reason}. Take 'auto'")
 
 
 @with_plain_gradient
 def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
     """The result, and of a part its weight."""
     batch, queries, heads, dim = q.shape
-    tiles = static.blocks or Tiles.choose(dim, q.dtype)
+    tiles = Tiles.choose(dim, q.dtype)
     width = max(pl.next_power_of_2(dim), 16)
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % tiles.kv), (0, 0), (0, 0))) for x in (k, v))
     # programs that run at the same time are of one head, so its keys are read from memory once

@@ -46,7 +46,7 @@ class CausalConv3d(nnx.Module):
 
         Args:
             cache: what the previous chunk returned; None for the first chunk of a clip.
-            residual: added to the convolution before the one rounding, which then is to its dtype.
+            residual: added to the convolution in float32; the result has its dtype.
         """
         x = x.astype(self.kernel.dtype)
         past = [x[:, :1]] * (TAPS - 1) if cache is None else [cache]
@@ -89,12 +89,13 @@ def conv3d(
     """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
     Where pictures are split over devices (`sharding.split_picture`), neighbours exchange their edges. How it is put to
-    the compiler depends on the backend; the numbers differ by rounding only: on an NVIDIA GPU, a sum of 16-bit products
-    is rounded to 16 bit before the bias is added. It has a reverse-mode derivative, no forward-mode one.
+    the compiler depends on the backend; the numbers differ by rounding only. On an NVIDIA GPU there is one more: a sum
+    of 16-bit products comes in 16 bit, before bias and residual are added in float32. It has a reverse-mode
+    derivative, no forward-mode one.
 
     Args:
-        residual: added before the one rounding.
-        dtype: what is rounded to; None is the residual's, or without one x's.
+        residual: added in float32.
+        dtype: of the result; None is the residual's, or without one x's.
     """
     reach = (1, 1) if stride == 1 else (0, 1)
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))

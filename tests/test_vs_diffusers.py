@@ -1,0 +1,64 @@
+"""The comparison's own arithmetic; what it measures takes too long for a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import vs_diffusers
+from benchmarks.vs_diffusers import RELEASED, Case, Stopped, inputs, slopes_of
+
+
+def case(part, release="cogvideox-5b", height=480, width=720, frames=13):
+    return Case(part, release, height, width, frames, 2, "float32", "cpu", False)
+
+
+def test_sizes_are_those_of_the_releases():
+    first, second = (case("transformer", *size) for size in RELEASED)
+    assert (first.frames, first.denoised_frames, first.tokens) == (49, 13, 17_776)
+    assert (second.frames, second.denoised_frames, second.tokens) == (81, 22, 45_106)
+
+
+def test_only_the_transformer_sees_the_frame_that_fills_up():
+    small = {"release": "cogvideox1.5-5b", "height": 32, "width": 48, "frames": 3}
+    assert inputs(case("transformer", **small))["latents"].shape == (1, 4, 4, 6, 16)
+    assert inputs(case("decode", **small))["latents"].shape == (1, 3, 4, 6, 16)
+    assert inputs(case("encode", **small))["video"].shape == (1, 9, 32, 48, 3)
+
+
+def test_slopes_are_of_several_sizes():
+    rows = [
+        {"part": "decode", "frames": n, "tokens": 0}
+        | {
+            f"{side}_{unit}": factor * n + 1
+            for side, factor in (("ours", 2), ("diffusers", 3))
+            for unit in ("s", "gib")
+        }
+        for n in (9, 17, 25)
+    ]
+    assert slopes_of("decode", rows)["ours s per frame"] == pytest.approx(2)
+    assert slopes_of("decode", rows)["diffusers gib per frame"] == pytest.approx(3)
+    assert slopes_of("decode", rows[:1]) == {} and slopes_of("encode", rows) == {}
+
+
+def test_a_side_that_stops_says_when_and_how(tmp_path):
+    worker = vs_diffusers._Worker("ours", tmp_path)  # a folder without a case: it ends at once
+    for _ in range(2):  # also when it is asked again
+        with pytest.raises(Stopped, match="ours stopped at 'first': exit status 1"):
+            worker.start()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--latent-frames", "3", "4"], "must be odd"),
+        (["--released", "--layers", "3"], "says sizes and layers itself"),
+    ],
+)
+def test_refuses(options, message):
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vs_diffusers", *options], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and message in run.stderr
