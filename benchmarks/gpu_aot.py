@@ -78,7 +78,8 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
         for line in text.splitlines()
         if (match := re.search(r"= \((\w+)\[.*custom_call_target=\"__cudnn\$(fmha|conv)", line))
     )
-    held = plan.bytes_per_device(shapes)  # weights that the program does not use among them
+    plain = [x for x in jax.tree.leaves(shapes) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
+    held = plan.bytes_per_device(plain)  # weights that the program does not use among them
     beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "argument_gib": held / GIB,
