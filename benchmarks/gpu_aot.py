@@ -22,6 +22,10 @@ from typing import Any
 import jax
 
 from benchmarks.gpu import GPUS, device, prepare
+from cogvideox_flax import plan
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.config import get_release
+from cogvideox_flax.execution import GIB, compiler_options
 
 CASES = {
     "5b": ("cogvideox-5b", 480, 720, 49),
@@ -29,8 +33,6 @@ CASES = {
     "768p": ("cogvideox1.5-5b", 768, 1360, 81),
 }
 """Name -> release, height, width, frames."""
-
-GIB = 2**30
 
 
 def main() -> int:
@@ -59,11 +61,6 @@ def main() -> int:
 
 def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, Any]:
     """Bytes and calls of one stage's program."""
-    from cogvideox_flax import plan
-    from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.config import get_release
-    from cogvideox_flax.execution import compiler_options
-
     release, height, width, frames = CASES[case]
     request = plan.Request(Manifest.of_release(get_release(release)), num_frames=frames, height=height, width=width)
     f, args, _ = plan.program_of(stage, request, request.size())

@@ -147,7 +147,7 @@ def _native(x: Array, kernel: Array, *, stride: int, padding: Padding, dtype: An
 
 
 def _by_frame(
-    convolve: Callable[..., Float[Array, "B h w O"]],
+    taps_of: Callable[..., Callable[[list[Array]], Float[Array, "B h w O"]]],
     x: Array,
     residual: Array | None,
     kernel: Array,
@@ -159,14 +159,15 @@ def _by_frame(
 ) -> Array:
     """Frame by frame, each finished in its place: in the residual's memory, where that is needed no longer.
 
-    convolve: the frames that the taps in time see, and the kernel, to one frame in float32.
+    taps_of: from the kernel, made ready once, what takes the frames that the taps in time see to one frame in float32.
     """
     taps = kernel.shape[0]
+    convolve = taps_of(kernel, stride=stride, padding=padding)
     count = x.shape[1] - taps + 1
 
     def frame(t: Array) -> Array:
         frames = [jax.lax.dynamic_index_in_dim(x, t + i, 1, keepdims=False) for i in range(taps)]
-        return convolve(frames, kernel, stride=stride, padding=padding)
+        return convolve(frames)
 
     def put(t: Array, y: Array) -> Array:
         before = jax.lax.dynamic_index_in_dim(y, t, 1, keepdims=False) if residual is not None else None
@@ -180,22 +181,30 @@ def _by_frame(
     return jax.lax.fori_loop(0, count, put, start)
 
 
-def _taps_in_turn(frames: list[Array], kernel: Array, *, stride: int, padding: Padding) -> Array:
+def _taps_in_turn(kernel: Array, *, stride: int, padding: Padding) -> Callable[[list[Array]], Array]:
     """One 2-D convolution per tap: on a CPU two to five times faster than one 3-D convolution, and in float32 only."""
     kernel = kernel.astype(jnp.float32)
-    parts = [_conv2d(x.astype(jnp.float32), kernel[i], stride=stride, padding=padding) for i, x in enumerate(frames)]
-    return reduce(jnp.add, parts)
+
+    def convolve(frames: list[Array]) -> Array:
+        wide = [x.astype(jnp.float32) for x in frames]
+        return reduce(jnp.add, [_conv2d(x, kernel[i], stride=stride, padding=padding) for i, x in enumerate(wide)])
+
+    return convolve
 
 
-def _taps_at_once(frames: list[Array], kernel: Array, *, stride: int, padding: Padding) -> Array:
+def _taps_at_once(kernel: Array, *, stride: int, padding: Padding) -> Callable[[list[Array]], Array]:
     """One 2-D convolution, the taps side by side as channels, for NVIDIA GPUs. There, 3-D convolutions are put with the
     channels in front of the pixels, and those with a wider result than their operands are done in float32: neither
     has fast tensor cores. The sum is float32 within it, and is rounded to the operands' dtype once, as PyTorch's is.
     """
     size, inputs, outputs = kernel.shape[1], kernel.shape[0] * kernel.shape[3], kernel.shape[4]
     flat = kernel.transpose(1, 2, 0, 3, 4).reshape(size, size, inputs, outputs)
-    x = jnp.concatenate(frames, -1)
-    return _conv2d(x, flat, stride=stride, padding=padding, dtype=x.dtype).astype(jnp.float32)
+
+    def convolve(frames: list[Array]) -> Array:
+        x = jnp.concatenate(frames, -1)
+        return _conv2d(x, flat, stride=stride, padding=padding, dtype=x.dtype).astype(jnp.float32)
+
+    return convolve
 
 
 def _conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding, dtype: Any = jnp.float32) -> Array:
