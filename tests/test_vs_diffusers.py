@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from benchmarks import vs_diffusers
-from benchmarks.vs_diffusers import RELEASED, Case, Stopped, inputs, slopes_of
+from benchmarks.vs_diffusers.__main__ import alone, main
+from benchmarks.vs_diffusers.cases import RELEASED, Case, inputs
+from benchmarks.vs_diffusers.report import slopes_of
+from benchmarks.vs_diffusers.worker import Stopped, Worker
 
 
 def case(part, release="cogvideox-5b", height=480, width=720, frames=13):
@@ -44,10 +43,11 @@ def test_slopes_are_of_several_sizes():
 
 
 def test_a_side_that_stops_says_when_and_how(tmp_path):
-    worker = vs_diffusers._Worker("ours", tmp_path)  # a folder without a case: it ends at once
+    worker = Worker("ours", tmp_path, case("decode"))  # a folder without weights: it ends at once
     for _ in range(2):  # also when it is asked again
         with pytest.raises(Stopped, match="ours stopped at 'first': exit status 1"):
             worker.start()
+    assert alone(worker) == {}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,7 @@ def test_a_side_that_stops_says_when_and_how(tmp_path):
         (["--released", "--layers", "3"], "says sizes and layers itself"),
     ],
 )
-def test_refuses(options, message):
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.vs_diffusers", *options], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2 and message in run.stderr
+def test_refuses(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""This library beside diffusers on the same machine."""

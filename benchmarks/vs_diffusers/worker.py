@@ -1,0 +1,120 @@
+"""One side in a process of its own, and how its parent speaks with it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.vs_diffusers.cases import Case
+
+MODULES = {"ours": "ours", "diffusers": "theirs"}
+
+
+class Stopped(Exception):
+    """A side ended before it was done.
+
+    other: what the other side measured without it.
+    """
+
+    def __init__(self, side: str, why: str):
+        super().__init__(why)
+        self.side = side
+        self.other: dict[str, float] = {}
+
+
+class Worker:
+    """One side, as a process that runs once per line it is sent."""
+
+    def __init__(self, side: str, folder: Path, case: Case):
+        env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        env.setdefault("JAX_PLATFORMS", "cpu" if case.device == "cpu" else "cuda")
+        self.first, self.side = 0.0, side
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.vs_diffusers.worker", side, str(folder), json.dumps(asdict(case))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def _ask(self, word: str) -> str:
+        assert self._process.stdin and self._process.stdout
+        try:
+            print(word, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self._process.wait()
+            why = "killed, as when memory ends" if code == -9 else f"exit status {code}, see its message above"
+            raise Stopped(self.side, f"{self.side} stopped at {word!r}: {why}")
+        return answer
+
+    def start(self) -> None:
+        """Load, and run once: seconds to the first result, loading not included."""
+        self.first = float(self._ask("first"))
+
+    def run(self) -> float:
+        return float(self._ask("run"))
+
+    def peak(self) -> float:
+        """GiB that it held at most until now."""
+        return float(self._ask("peak"))
+
+    def matmul_rate(self) -> float:
+        """Floating-point operations a second of a large matrix product; of our side only."""
+        return float(self._ask("rate"))
+
+    def device(self) -> str:
+        """Its name; of our side only."""
+        return self._ask("device")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def work(side: str, folder: Path, case: Case) -> None:
+    """The loop of a worker; what it prints is for its parent."""
+    module = importlib.import_module(f"benchmarks.vs_diffusers.{MODULES[side]}")
+    call = None
+    for request in sys.stdin:
+        word = request.strip()
+        if word == "peak":
+            print(_peak_gib() if case.device == "cpu" else module.gpu_peak_gib(), flush=True)
+        elif word == "rate":
+            print(module.matmul_rate(case), flush=True)
+        elif word == "device":
+            print(module.device_name(), flush=True)
+        else:
+            call = call or module.build(case, folder)
+            start = time.perf_counter()
+            result = call()
+            seconds = time.perf_counter() - start
+            if word == "first":
+                np.save(folder / f"{side}.npy", np.asarray(result, np.float32))
+            print(seconds, flush=True)
+
+
+def _peak_gib() -> float:
+    """Of this process."""
+    # what `resource` says starts with the peak of the parent
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 2**20
+
+
+if __name__ == "__main__":
+    first_to_go = Path("/proc/self/oom_score_adj")  # where memory ends, it is this process that goes
+    if first_to_go.exists():
+        first_to_go.write_text("1000")
+    work(sys.argv[1], Path(sys.argv[2]), Case(**json.loads(sys.argv[3])))
