@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,11 @@ from tqdm import tqdm
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.executables import Executables
+from cogvideox_flax.programs import Recipe
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-
-QUICKLY = frozenset({"decode"})
-"""Stages whose programs run once in a run and take longer to compile than to run."""
 
 
 @dataclass(frozen=True)
@@ -103,22 +101,17 @@ class Programs:
     def __init__(self, dtype: str, mesh: Mesh | None, model: str):
         self.dtype, self.mesh, self.model = dtype, mesh, model
         self.kept: Executables | None = None
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Recipe, Program] = {}
 
-    def get(
-        self, name: str, key: tuple[Any, ...], make: Callable[[], Callable[..., Any]], donate: Sequence[int] = ()
-    ) -> Program:
-        """One program per key, (stage, what else it was made for), made when it is first wanted.
-
-        donate: arguments whose memory the result may take.
-        """
-        if key not in self._programs:
-            options = compiler_options(self.dtype, quickly=key[0] in QUICKLY)
+    def get(self, recipe: Recipe) -> Program:
+        """One program per recipe, made when it is first wanted."""
+        if recipe not in self._programs:
+            options = compiler_options(self.dtype, quickly=recipe.quickly)
             # a sampler of the user's own may compute something else the next time
-            ours = all(type(part).__module__.partition(".")[0] in ("builtins", __package__) for part in key)
-            what = repr((key, self.model, options, donate))
-            self._programs[key] = Program(name, make(), options, self.mesh, donate, what, self.kept if ours else None)
-        return self._programs[key]
+            ours = all(type(part).__module__.partition(".")[0] in ("builtins", __package__) for part in recipe.given)
+            what = repr((recipe.name, recipe.given, self.model, options))
+            self._programs[recipe] = Program(recipe, options, self.mesh, what, self.kept if ours else None)
+        return self._programs[recipe]
 
     def put(self, tree: Any) -> Any:
         """Everything but weights is small and lies whole on every device between programs."""
@@ -133,21 +126,20 @@ class Programs:
 class Program:
     """A jitted function that compiles apart from running, and says so, so that no step time includes compiling.
 
-    what, kept: as for `Programs`; what was compiled in an earlier process is taken from there.
+    what: all that it is made from beside its arguments, as text.
+    kept: as for `Programs`; what was compiled in an earlier process is taken from there.
     """
 
     def __init__(
         self,
-        name: str,
-        f: Callable[..., Any],
+        recipe: Recipe,
         options: Mapping[str, Any],
         mesh: Mesh | None,
-        donate: Sequence[int],
         what: str,
         kept: Executables | None,
     ):
-        self.name, self._f, self._mesh, self._what, self._kept = name, f, mesh, what, kept
-        self._jit = jax.jit(f, compiler_options=dict(options), donate_argnums=tuple(donate))
+        self.name, self._f, self._mesh, self._what, self._kept = recipe.name, recipe.function(), mesh, what, kept
+        self._jit = jax.jit(self._f, compiler_options=dict(options), donate_argnums=recipe.donate)
         self._compiled: dict[Any, Any] = {}
 
     def prepare(self, *args: Any, announce: bool) -> Any:
@@ -195,18 +187,19 @@ class Program:
         memory = self.prepare(*args, announce=announce).memory_analysis()
         if memory is None:
             return
-        needed = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            + memory.temp_size_in_bytes
-            - memory.alias_size_in_bytes
-        )
+        needed = bytes_needed(memory)
         if needed + held > limit:
             beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
             raise InputError(
                 f"the {self.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has {limit / GIB:.2f} "
                 f"GiB. {advice}"
             )
+
+
+def bytes_needed(memory: Any) -> int:
+    """On each device, of a program's `memory_analysis()`: arguments, results and temporaries."""
+    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return whole - memory.alias_size_in_bytes
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
@@ -48,19 +46,10 @@ def check_fits(
     limit = memory_limit(mesh)
     if limit is None:
         return
-    made: dict[str, tuple[str, tuple[Any, ...]]] = {
-        "encode": ("text encoder", ("encode",)),
-        "denoise": ("denoising step", ("step", request.scheduler)),
-        "decode": ("VAE decoder", ("decode", "uint8", None)),
-    }
     held = 0
     for stage in stages:
-        f, args, _ = program_of(stage, request, size)
-        program = programs.get(*made[stage], partial(_as_it_is, f))
+        recipe, args, _ = program_of(stage, request, size)
+        program = programs.get(recipe)
         weights, *rest = placed(args, mesh)
         program.check_memory(weights, *rest, limit=limit, held=held, advice=ADVICE[stage], announce=progress)
         held += bytes_per_device(weights) if keep else 0
-
-
-def _as_it_is(f: Callable[..., Any]) -> Callable[..., Any]:
-    return f

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -328,7 +327,7 @@ class CogVideoXPipeline(Components):
         Raises:
             InputError: the text encoder gives NaN or infinity.
         """
-        program = self._programs.get("text encoder", ("encode",), lambda: programs.encode)
+        program = self._programs.get(programs.encoding())
 
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once
@@ -383,7 +382,7 @@ class CogVideoXPipeline(Components):
         if compiled_loop:
             return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
 
-        program = self._programs.get("denoising step", ("step", sampler), lambda: programs.make_step(sampler))
+        program = self._programs.get(programs.denoising_step(sampler))
         if self.watch.jit:
             program.prepare(*fixed, *self._programs.put((jnp.int32(0), carry)), announce=progress)
         done = 0
@@ -446,10 +445,7 @@ class CogVideoXPipeline(Components):
         self, sampler: Scheduler, fixed: tuple, carry: tuple, plan: Plan, progress: bool
     ) -> Float32[Array, "B T h w C"]:
         """All steps as one program: a scan over the step."""
-
-        last = len(fixed)  # the carry, whose memory the result takes
-        make = partial(programs.make_loop, sampler)
-        program = self._programs.get("denoising loop", ("loop", sampler), make, donate=[last])
+        program = self._programs.get(programs.denoising_loop(sampler))
         (x, _), finite = self._run(program, *fixed, self._programs.put(carry), announce=progress)
         self.watch.stage(program.name)
         if not finite.all():
@@ -469,8 +465,8 @@ class CogVideoXPipeline(Components):
     ) -> UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]:
         """Ids to frames as one program."""
         tiles = Tiling.official(self.vae_config) if tiling else None
-        made = sampler, self.vae_config.scaling_factor, size.extra_latents, output_type, tiles
-        program = self._programs.get("whole run", ("run", *made), lambda: programs.make_run(*made))
+        recipe = programs.whole_run(sampler, self.vae_config.scaling_factor, size.extra_latents, output_type, tiles)
+        program = self._programs.get(recipe)
         parts = self.text_encoder, self.transformer, self.vae
         given = self._programs.put((ids, *start))
         frames, steps_finite, finite = self._run(program, *parts, *given, announce=progress)
@@ -495,8 +491,7 @@ class CogVideoXPipeline(Components):
             InputError: the decoder gives NaN or infinity.
         """
         tiles = Tiling.official(self.vae_config) if tiling else None
-        decode = programs.make_decode(self.vae_config.scaling_factor, output_type, tiles)
-        program = self._programs.get("VAE decoder", ("decode", output_type, tiles), lambda: decode)
+        program = self._programs.get(programs.decoding(self.vae_config.scaling_factor, output_type, tiles))
         z = self._programs.put(jnp.asarray(latents, jnp.float32))
         frames, finite = self._run(program, self.vae, z, announce=progress)
         self.watch.stage(program.name)

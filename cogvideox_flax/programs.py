@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,12 +24,37 @@ Carry = tuple[Float32[Array, "B T h w C"], Any]
 """Latents and the sampler's state, from step to step."""
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a program is made. Equal recipes make the same program.
+
+    name: for people.
+    make, given: `make(*given)` is the function to be jitted.
+    donate: arguments whose memory the result may take.
+    quickly: it runs once in a run, and takes longer to compile than to run.
+    """
+
+    name: str
+    make: Callable[..., Callable[..., Any]]
+    given: tuple[Any, ...] = ()
+    donate: tuple[int, ...] = ()
+    quickly: bool = False
+
+    def function(self) -> Callable[..., Any]:
+        """To be jitted."""
+        return self.make(*self.given)
+
+
 def encode(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
     """Token ids to the features that the transformer reads."""
     return encoder(ids)
 
 
-def make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
+def _make_encode() -> Callable[..., Float[Array, "B L E"]]:
+    return encode
+
+
+def _make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
     """One denoising step with this sampler, to be jitted alone or scanned."""
 
     def step(
@@ -59,9 +85,9 @@ def make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
     return step
 
 
-def make_loop(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
-    """All denoising steps: the arguments of a step without its number; finite or not is said of each step."""
-    step = make_step(sampler)
+def _make_loop(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
+    """All denoising steps; finite or not is said of each step."""
+    step = _make_step(sampler)
 
     def loop(*args: Any) -> tuple[Carry, Array]:
         *fixed, carry = args
@@ -71,13 +97,10 @@ def make_loop(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
     return loop
 
 
-def make_decode(
+def _make_decode(
     scaling_factor: float, output_type: str, tiles: Tiling | None
 ) -> Callable[..., tuple[UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"], Array]]:
-    """Scaled latents to frames, and whether all of it is finite.
-
-    output_type: "uint8", or "float" for float32 in [0, 1].
-    """
+    """Scaled latents to frames, and whether all of it is finite."""
 
     def decode(vae: Autoencoder, z: Float32[Array, "B T h w C"]) -> tuple[Array, Array]:
         video = vae.decode(z / scaling_factor, tiling=tiles, slicing=len(z) > 1).astype(jnp.float32)
@@ -87,11 +110,11 @@ def make_decode(
     return decode
 
 
-def make_run(
+def _make_run(
     sampler: Scheduler, scaling_factor: float, extra_latents: int, output_type: str, tiles: Tiling | None
 ) -> Callable[..., tuple[UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"], Array, Array]]:
     """The whole run as one program, token ids to frames; arguments as for the stages, extra latents dropped between."""
-    loop, to_frames = make_loop(sampler), make_decode(scaling_factor, output_type, tiles)
+    loop, to_frames = _make_loop(sampler), _make_decode(scaling_factor, output_type, tiles)
 
     def run(
         encoder: TextEncoder,
@@ -110,6 +133,36 @@ def make_run(
         return frames, steps_finite, finite
 
     return run
+
+
+def encoding() -> Recipe:
+    """Arguments as for `encode`."""
+    return Recipe("text encoder", _make_encode)
+
+
+def denoising_step(sampler: Scheduler) -> Recipe:
+    """Arguments as for the step that `_make_step` makes."""
+    return Recipe("denoising step", _make_step, (sampler,))
+
+
+def denoising_loop(sampler: Scheduler) -> Recipe:
+    """All steps: the arguments of a step without its number."""
+    return Recipe("denoising loop", _make_loop, (sampler,), donate=(5,))  # the carry
+
+
+def decoding(scaling_factor: float, output_type: str, tiles: Tiling | None) -> Recipe:
+    """Arguments as for the function that `_make_decode` makes.
+
+    output_type: "uint8", or "float" for float32 in [0, 1].
+    """
+    return Recipe("VAE decoder", _make_decode, (scaling_factor, output_type, tiles), quickly=True)
+
+
+def whole_run(
+    sampler: Scheduler, scaling_factor: float, extra_latents: int, output_type: str, tiles: Tiling | None
+) -> Recipe:
+    """Arguments as for the function that `_make_run` makes."""
+    return Recipe("whole run", _make_run, (sampler, scaling_factor, extra_latents, output_type, tiles))
 
 
 def normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import CogVideoXPipeline, cli, executables, execution, fits, sharding
+from cogvideox_flax import CogVideoXPipeline, cli, executables, execution, fits, programs, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import Program, Watch, stoppable
 from cogvideox_flax.plan import bytes_per_device
@@ -39,8 +39,9 @@ def test_operation_by_operation_gives_the_same(pipe):
     expected = pipe("red", **SMALL, output_type="float").frames
     pipe.watch = Watch(jit=False)
     seen = []
-    jitted = pipe._programs.get("text encoder", ("encode",), None)._f
-    pipe._programs.get("text encoder", ("encode",), None)._f = lambda *args: seen.append(args[1]) or jitted(*args)
+    program = pipe._programs.get(programs.encoding())
+    jitted = program._f
+    program._f = lambda *args: seen.append(args[1]) or jitted(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 

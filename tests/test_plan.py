@@ -167,8 +167,8 @@ def test_stages_of_the_embedded_model(request_):
 
 def test_the_whole_run_does_what_its_stages_do(request_):
     def work(name):
-        f, args, runs = program_of(name, request_, request_.size())
-        return runs * count_flops(f, *(arg for _, arg in args)).total
+        recipe, args, runs = program_of(name, request_, request_.size())
+        return runs * count_flops(recipe.function(), *(arg for _, arg in args)).total
 
     assert work("run") == sum(map(work, STAGES)) > 0
 

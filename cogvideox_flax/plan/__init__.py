@@ -22,7 +22,7 @@ from cogvideox_flax import checkpoint, programs, sharding
 from cogvideox_flax.checks import check_model
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import QUICKLY, compiler_options
+from cogvideox_flax.execution import bytes_needed, compiler_options
 from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
@@ -30,6 +30,7 @@ from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.plan.wire import bytes_over_busiest_link
+from cogvideox_flax.programs import Recipe
 from cogvideox_flax.schedulers import Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
 
@@ -168,21 +169,17 @@ def best_mesh(
 
 
 def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> Stage:
-    f, args, runs = program_of(name, request, size)
+    recipe, args, runs = program_of(name, request, size)
+    f = recipe.function()
     where = placed(args, mesh)
     start = time.perf_counter()
-    options = compiler_options(request.dtype, platform="tpu", quickly=name in QUICKLY)
+    options = compiler_options(request.dtype, platform="tpu", quickly=recipe.quickly)
     with jax.set_mesh(mesh):
         compiled = jax.jit(f, compiler_options=options).lower(*where).compile()
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    peak = bytes_needed(memory)
     flops = count_flops(f, *(arg for _, arg in args))
     program = Program(text)
     traffic = collectives(program)
@@ -206,8 +203,8 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     )
 
 
-def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., Any], list[tuple[str | None, Any]], int]:
-    """A stage's function, its arguments as (component whose parameters they are, shapes), and how often it runs."""
+def program_of(name: str, request: Request, size: Size) -> tuple[Recipe, list[tuple[str | None, Any]], int]:
+    """A stage's program, its arguments as (component whose parameters they are, shapes), and how often it runs."""
     manifest = request.manifest
     assert manifest.transformer and manifest.vae and manifest.tokenizer and manifest.scheduler
     encoder, transformer, vae = ((component, _weights(component, request)) for component in COMPONENTS)
@@ -219,11 +216,11 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., A
         return None, jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     if name == "encode":
-        return programs.encode, [encoder, ids(request.prompts)], guided
+        return programs.encoding(), [encoder, ids(request.prompts)], guided
     to_frames = manifest.vae.scaling_factor, "uint8", None
     if name == "decode":
         z = jax.ShapeDtypeStruct((request.prompts, size.latent_frames - size.extra_latents, *shape), jnp.float32)
-        return programs.make_decode(*to_frames), [vae, (None, z)], 1
+        return programs.decoding(*to_frames), [vae, (None, z)], 1
     sampler = _sampler(request)
     plan = sampler.plan(request.num_inference_steps)
     guidance = guidance_scales(plan.timesteps, request.num_inference_steps, request.guidance_scale, False)
@@ -231,12 +228,16 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Callable[..., A
     start = jax.eval_shape(lambda x: (plan, jnp.asarray(guidance), jax.random.key(0), (x, sampler.init_state(x))), x)
     *tables, carry = ((None, arg) for arg in start)
     if name == "run":
-        run = programs.make_run(sampler, to_frames[0], size.extra_latents, *to_frames[1:])
+        run = programs.whole_run(sampler, to_frames[0], size.extra_latents, *to_frames[1:])
         return run, [encoder, transformer, vae, ids(request.batch), *tables, carry], 1
     width = manifest.transformer.text_width
     both = jax.ShapeDtypeStruct((request.batch, length, width), jnp.float32)
     step = (None, jax.ShapeDtypeStruct((), jnp.int32))
-    return programs.make_step(sampler), [transformer, (None, both), *tables, step, carry], request.num_inference_steps
+    return (
+        programs.denoising_step(sampler),
+        [transformer, (None, both), *tables, step, carry],
+        request.num_inference_steps,
+    )
 
 
 def _sampler(request: Request) -> Scheduler:
