@@ -20,3 +20,9 @@ os.environ.update(
 
 _cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
 os.environ["COGVIDEOX_HOME"] = _cache.name
+
+
+def pytest_configure(config):
+    """Tests compile for longer than they run, so without optimisation; the slow ones as users do."""
+    if config.option.markexpr == "not slow":
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"

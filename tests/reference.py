@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks.released_layout import ARCHITECTURES, build, make_scheduler, randomise, save_layout
@@ -14,6 +15,15 @@ __all__ = ["ARCHITECTURES", "make_scheduler", "save_layout"]
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 """Real data that is not part of the project; tests that want it skip where it is missing."""
+
+
+ROUNDING_BAR = 1e-5
+"""Relative error of two programs for the same float32 numbers."""
+
+
+def random(key: int, *shape: int) -> jax.Array:
+    """Normal numbers."""
+    return jax.random.normal(jax.random.key(key), shape)
 
 
 def make_transformer(release: str, seed: int = 0, **changes: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.judge import rates, score
 from benchmarks.prompt_following import make_items
-from cogvideox_flax import CogVideoXPipeline, hub, sharding
+from cogvideox_flax import CogVideoXPipeline, execution, hub, sharding
 from cogvideox_flax.schedulers import DDIMScheduler
 
 STEPS = 20
@@ -34,6 +34,16 @@ def percent(frames, prompts=PROMPTS):
 def generate(pipe, prompts=PROMPTS, **settings):
     settings = {"num_inference_steps": STEPS, "seed": 5, "progress": False} | settings
     return pipe(prompts, **settings).frames
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_users_compile():
+    """These run for longer than they compile."""
+    own = execution.compiler_options
+    with pytest.MonkeyPatch.context() as patch:
+        level = {"xla_backend_optimization_level": 3}
+        patch.setattr(execution, "compiler_options", lambda *args, **options: own(*args, **options) | level)
+        yield
 
 
 @pytest.fixture(scope="module")

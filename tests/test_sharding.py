@@ -65,7 +65,8 @@ def test_two_hosts_share_a_run(native, alone, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(script.parents[1])}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(script.parents[1])}
     files = [tmp_path / f"{n}.npy" for n in range(2)]
     hosts = [
         subprocess.Popen([sys.executable, script, str(n), str(port), native, file], env=env, stderr=subprocess.PIPE)

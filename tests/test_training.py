@@ -46,8 +46,6 @@ SMALL = TransformerConfig(
 )  # fmt: skip
 
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # half the time to compile
-
 # --- objectives
 
 
@@ -143,7 +141,7 @@ def test_standardise_moves_the_latent_and_not_the_video():
     vae = Autoencoder(config, rngs=nnx.Rngs(0))
     video = jax.random.uniform(jax.random.key(1), (1, 1, 32, 32, 3), minval=-1)
     shift, std = jnp.linspace(-1, 1, 16), jnp.linspace(0.5, 2, 16)
-    encode, decode = jit(lambda vae, x: vae.encode(x)), jit(lambda vae, z: vae.decode(z))
+    encode, decode = jax.jit(lambda vae, x: vae.encode(x)), jax.jit(lambda vae, z: vae.decode(z))
     mean, logvar = encode(vae, video)
     moved = standardise(vae, shift, std)
     mean2, logvar2 = encode(moved, video)
@@ -371,7 +369,7 @@ def test_remat_changes_nothing():
     def loss(model, remat):
         return jnp.square(model(batch["latents"], context, 500, remat=remat)).mean()
 
-    kept, again = (jit(jax.grad(partial(loss, remat=remat)))(model) for remat in (False, True))
+    kept, again = (jax.jit(jax.grad(partial(loss, remat=remat)))(model) for remat in (False, True))
     for name, value in parameters(kept).items():
         np.testing.assert_allclose(parameters(again)[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
 

@@ -47,6 +47,7 @@ def v_prediction(
     key: Key[Array, ""],
     config: SchedulerConfig,
     focus: Focus | None = None,
+    weights: Float[Array, "B T H W"] | None = None,
 ) -> tuple[Float32[Array, ""], Metrics]:
     """Mean squared error of v at random timesteps of the shifted, zero-terminal-SNR schedule.
 
@@ -59,6 +60,7 @@ def v_prediction(
         key: of the noise and the timesteps.
         config: the schedule; its whole range of timesteps is drawn from, once per stratum of a batch.
         focus: where to draw more densely; None draws evenly, as the released training code does.
+        weights: of the squared errors of each latent pixel, relative to each other; None weighs all the same.
 
     Returns:
         The loss, and its mean over the noisier and the cleaner half of the timesteps.
@@ -75,7 +77,8 @@ def v_prediction(
     latents = latents.astype(jnp.float32)
     noise = jax.random.normal(noise_key, latents.shape)
     error = denoiser(scheduler.add_noise(latents, noise, t), t) - scheduler.velocity(latents, noise, t)
-    per_clip = jnp.square(error).mean((1, 2, 3, 4))
+    squares = jnp.square(error).mean(4)
+    per_clip = (squares if weights is None else squares * (weights / weights.mean())).mean((1, 2, 3))
     noisy = t >= config.num_train_timesteps // 2
 
     def mean_where(mask: Array) -> Array:

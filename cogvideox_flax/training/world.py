@@ -165,6 +165,25 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
     return np.rint(video).astype(np.uint8)
 
 
+def corners(
+    scene: Scene, tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64
+) -> Float[np.ndarray, "T h w"]:
+    """Where shapes tell themselves apart: how much of each latent pixel lies in the square around a thing, but not in
+    the circle within. The same whatever shape the thing has. T = (frames - 1) / 4 + 1, h = w = size / cell."""
+    scale = size / UNIT
+    centres = (np.arange(size) + 0.5) / scale
+    covered = np.zeros((frames, size, size), bool)
+    for track in tracks:
+        dx, dy = (
+            centres - start - np.arange(frames)[:, None] * velocity
+            for start, velocity in zip(track.start, track.velocity, strict=True)
+        )
+        inside = np.maximum(abs(dx)[:, None], abs(dy)[:, :, None]) < track.radius
+        covered |= inside & (np.square(dx)[:, None] + np.square(dy)[:, :, None] > track.radius**2)
+    cells = covered.reshape(frames, size // cell, cell, size // cell, cell).mean((2, 4))
+    return np.concatenate([cells[:1], cells[1:].reshape(-1, 4, *cells.shape[1:]).mean(1)])
+
+
 def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
     """A scene of the split for which there is room, and where its things go."""
     while True:
@@ -181,9 +200,9 @@ def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRA
     return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
 
 
-def scene_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> Scene:
-    """What that clip shows, without drawing it."""
-    return sample_tracks(np.random.default_rng([seed, index]), split, frames)[0]
+def tracks_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
+    """What that clip shows, and where, without drawing it."""
+    return sample_tracks(np.random.default_rng([seed, index]), split, frames)
 
 
 def dense_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:

@@ -85,8 +85,10 @@ def prepare_latents(run: Run) -> Store:
     return prepare(run.folder / "latents", CLIPS, make, shard_size=SHARD, meta=meta, progress=_report)
 
 
-def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any, focus: Focus = FOCUS) -> Any:
-    """v-prediction with the text encoder learning along."""
+def diffusion_loss(
+    params: dict[str, Any], empty: Any, batch: dict[str, Any], key: Any, focus: Focus = FOCUS, corners: float = 0.0
+) -> Any:
+    """v-prediction with the text encoder learning along. focus, corners: see `settings.Phase`."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
     latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
     ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
@@ -95,7 +97,8 @@ def diffusion_loss(params: dict[str, Any], empty: Any, batch: dict[str, Any], ke
     def denoiser(x: Any, t: Any) -> Any:
         return params["transformer"](x, context, t, remat=True)
 
-    return v_prediction(denoiser, latents, noise_key, SCHEDULER, focus)
+    weights = 1 + corners * batch["corners"].astype(jnp.float32) if corners else None
+    return v_prediction(denoiser, latents, noise_key, SCHEDULER, focus, weights)
 
 
 def train_transformer(run: Run) -> State:
@@ -103,7 +106,8 @@ def train_transformer(run: Run) -> State:
     store = prepare_latents(run)
     tokenizer = make_tokenizer(run)
     empty = tokenizer([""])[0]
-    scenes = [world.scene_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))]
+    tracks = [world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))]
+    corners = np.stack([world.corners(*found).astype(np.float16) for found in tracks])
     if run.base is not None:
         start: dict[str, nnx.Module] = {
             "text_encoder": load_text_encoder(run.base, dtype="float32"),
@@ -115,8 +119,8 @@ def train_transformer(run: Run) -> State:
     def batches(step: int) -> dict[str, np.ndarray]:
         indices = examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2)
         # new words at every visit: by a wording of its own, a clip would be learned by heart
-        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
-        return store.gather(indices) | {"ids": tokenizer(prompts)}
+        prompts = [world.describe(tracks[i][0], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
+        return store.gather(indices) | {"ids": tokenizer(prompts), "corners": corners[indices]}
 
     params: Any = start
     seen = run.steps_before()
@@ -124,7 +128,7 @@ def train_transformer(run: Run) -> State:
         state = to_the_end(
             params,
             empty,
-            partial(diffusion_loss, focus=phase.focus),
+            partial(diffusion_loss, focus=phase.focus, corners=phase.corners),
             partial(_from, batches, seen),
             phase.config,
             run.folder / phase.name,

@@ -1,0 +1,174 @@
+"""The causal convolution on every backend, and over the edges of pictures that are split."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from reference import ROUNDING_BAR, random, relative_error
+
+from cogvideox_flax import sharding
+from cogvideox_flax.models import causal_conv, conv_kernel
+from cogvideox_flax.models.causal_conv import CausalConv3d, conv3d
+from cogvideox_flax.sharding import picture
+
+ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
+"""Stride -> zeros around a whole picture."""
+
+
+@pytest.mark.parametrize(("taps", "stride"), [(3, 1), (1, 1), (1, 2)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
+    x, kernel, bias = random(0, 2, 4 + taps - 1, 6, 10, 5), random(1, taps, 3, 3, 5, 7), random(3, 7)
+    residual = random(4, 2, 4, 6 // stride, 10 // stride, 7) if with_residual else None
+
+    def native(x, kernel, bias, residual):
+        y = causal_conv._native(x, kernel, stride=stride, padding=ZEROS[stride]) + bias
+        return y if residual is None else y + residual
+
+    ours = partial(conv3d, stride=stride)
+    args = x, kernel, bias, residual
+    expected = jax.jit(native)(*args)
+    assert expected.shape == (2, 4, 6 // stride, 10 // stride, 7)
+    assert relative_error(jax.jit(ours)(*args), expected) < ROUNDING_BAR
+    how = {"stride": stride, "padding": ZEROS[stride], "dtype": x.dtype}
+    on_gpus = jax.jit(partial(causal_conv._by_frame, causal_conv._taps_at_once, **how))(x, residual, kernel, bias)
+    assert relative_error(on_gpus, expected) < ROUNDING_BAR
+
+    dy = random(2, *expected.shape)
+    gradients = [jax.jit(lambda *args, f=f: jax.vjp(f, *args)[1](dy))(*args) for f in (native, ours)]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert relative_error(a, b) < ROUNDING_BAR
+    backward = jax.jit(partial(causal_conv._native_backward, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
+    for a, b in zip(backward, gradients[0][:2], strict=True):
+        assert relative_error(a, b) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "residual"),
+    [
+        ((1, 4, 6, 10, 128), (3, 3, 3, 128, 128), True),
+        ((2, 3, 7, 13, 256), (3, 3, 3, 256, 128), False),
+        ((1, 2, 5, 33, 128), (1, 3, 3, 128, 512), True),  # more channels than go at a time
+        ((1, 3, 11, 700, 128), (3, 3, 3, 128, 128), False),  # rows that only one divides, and more than one product
+        ((1, 3, 4, 9, 16), (3, 3, 3, 16, 128), False),  # latents
+        ((1, 3, 4, 9, 128), (3, 3, 3, 128, 3), True),  # colours
+    ],
+)
+def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
+    x, kernel, bias = random(0, *shape), random(1, *kernel), random(2, kernel[-1])
+    y = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1]) + bias
+    residual = random(3, *y.shape) if residual else None
+    expected = y if residual is None else y + residual
+    found = conv_kernel.convolve(x, kernel, bias, residual, interpret=True)
+    assert relative_error(found, expected) < ROUNDING_BAR
+    rows = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)))  # as where neighbours gave theirs
+    found = conv_kernel.convolve(rows, kernel, bias, residual, padding=((0, 0), (1, 1)), interpret=True)
+    assert relative_error(found, expected) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize("f", [conv3d, partial(conv_kernel.convolve, residual=None, interpret=True)])
+def test_a_wider_result_is_not_rounded_on_the_way(f):
+    x, kernel, bias = (
+        random(i, *s).astype(jnp.bfloat16) for i, s in enumerate(((1, 3, 4, 8, 128), (3, 3, 3, 128, 128), (128,)))
+    )
+    y = f(x, kernel, bias, dtype=jnp.float32)
+    assert y.dtype == jnp.float32 and jnp.mean(y == y.astype(jnp.bfloat16)) < 0.1
+
+
+def test_on_gpus_16_bit_sums_are_off_by_one_rounding_at_most():
+    x, kernel = random(0, 1, 4, 6, 10, 64).astype(jnp.bfloat16), random(1, 3, 3, 3, 64, 32).astype(jnp.bfloat16)
+    bias, residual = random(2, 32), random(3, 1, 2, 6, 10, 32)
+    exact = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1])
+    on_gpus = partial(causal_conv._by_frame, causal_conv._taps_at_once, stride=1, padding=ZEROS[1], dtype=jnp.float32)
+    found = jax.jit(on_gpus)(x, residual, kernel, bias) - residual - bias
+    assert found.dtype == jnp.float32
+    assert jnp.all(jnp.abs(found - exact) <= 2.0**-8 * jnp.abs(exact) + 1e-3)  # where the compiler does round there
+
+
+def test_the_kernel_rounds_once():
+    x, kernel, bias = random(0, 1, 3, 6, 10, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
+    x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+    residual = random(3, 1, 1, 4, 8, 128).astype(jnp.bfloat16)
+    sum_ = causal_conv._native(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
+    found = conv_kernel.convolve(x, kernel, bias, residual, padding=((0, 0), (0, 0)), interpret=True)
+    assert found.dtype == jnp.bfloat16
+    assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("platform", "channels", "stride", "operand", "count"),
+    [
+        ("cpu", 128, 1, "1x6x10x128xf32", 3),
+        ("tpu", 128, 1, None, 0),  # the kernel
+        ("tpu", 5, 1, None, 0),
+        ("tpu", 128, 2, "1x11x6x10x128xbf16", 1),
+        ("cuda", 128, 1, "1x6x10x384xbf16", 1),  # taps in time as channels
+        ("cuda", 128, 2, "1x6x10x384xbf16", 1),
+    ],
+)
+def test_each_backend_gets_its_convolution(platform, channels, stride, operand, count):
+    x = jnp.zeros((1, 9 + 2, 6, 10, channels), jnp.bfloat16)
+    kernel = jnp.zeros((3, 3, 3, channels, 128), jnp.bfloat16)
+    call = jax.jit(partial(conv3d, stride=stride))
+    text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
+    assert re.findall(r"stablehlo\.convolution.*?: \(tensor<(\w+)>", text) == [operand] * count
+    assert (conv_kernel.NAME in text) == (platform == "tpu" and not count)
+    if platform == "cuda":  # a wider result would be computed in float32
+        assert set(re.findall(r"stablehlo\.convolution.*-> tensor<[\dx]+x(\w+)>", text)) == {"bf16"}
+
+
+def test_an_image_sees_itself_through_every_tap():
+    conv = CausalConv3d(5, 7, rngs=nnx.Rngs(0))
+    image = random(0, 1, 1, 6, 10, 5)
+    y, cache = conv(image, None)
+    again, same = conv(image, jnp.repeat(image, 2, 1))
+    assert relative_error(y, again) < ROUNDING_BAR
+    np.testing.assert_array_equal(cache, same)
+
+
+# Pictures split over devices
+
+
+def test_gradients_go_back_over_the_edges():
+    x, kernel, bias, residual = (
+        random(0, 1, 5, 6, 8, 3),
+        random(1, 3, 3, 3, 3, 4),
+        random(2, 4),
+        random(3, 1, 3, 6, 8, 4),
+    )
+
+    @jax.jit
+    def gradients(*args):
+        def loss(x, *rest):
+            with sharding.split_picture(x) as x:
+                return jnp.square(conv3d(x, *rest)).sum()
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*args)
+
+    expected = gradients(x, kernel, bias, residual)
+    for mesh in ((1, 2, 1), (2, 2, 2)):
+        with jax.set_mesh(sharding.make_mesh(*mesh)):
+            for ours, theirs in zip(gradients(x, kernel, bias, residual), expected, strict=True):
+                assert relative_error(ours, theirs) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "mesh", "rows", "columns"),
+    [
+        (96, 170, (2, 4, 1), 8, 1),  # 768x1360
+        (90, 160, (2, 4, 1), 1, 8),  # 720x1280
+        (60, 90, (2, 4, 1), 4, 2),  # 480x720
+        (60, 90, (1, 8, 1), 1, 1),  # one axis of eight is never cut in two
+        (7, 11, (2, 2, 2), 1, 1),
+    ],
+)
+def test_how_a_picture_is_split(height, width, mesh, rows, columns):
+    found = picture._split(height, width, tuple(n for n in zip(sharding.AXES, mesh, strict=True) if n[1] > 1))
+    sizes = dict(zip(sharding.AXES, mesh, strict=True))
+    assert tuple(np.prod([sizes[n] for n in names], dtype=int) for names in found) == (rows, columns)
