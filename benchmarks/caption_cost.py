@@ -16,21 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.denoiser import Denoiser
 from cogvideox_flax import hub
-from cogvideox_flax.checkpoint import SPIECE_FILE, load_text_encoder, load_transformer, load_vae, read_manifest
-from cogvideox_flax.schedulers import DDIMScheduler
-from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.training import world
 
 TIMESTEPS = (300, 400, 500, 600, 700, 800)
 SEED = 123_456_789
-BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -98,36 +92,13 @@ def make_loss(
     model: Path, clips: Sequence[world.Clip]
 ) -> Callable[[Callable[[world.Thing], world.Thing], int], np.ndarray]:
     """loss(change, t): the squared error of v per clip [N] with prompts in which the thing is changed."""
-    manifest = read_manifest(model)
-    assert manifest.text_encoder and manifest.tokenizer and manifest.scheduler and manifest.vae
-    vae, encoder, transformer = (
-        load(model, dtype="float32") for load in (load_vae, load_text_encoder, load_transformer)
-    )
-    tokenizer = Tokenizer(
-        model / SPIECE_FILE, manifest.tokenizer.max_length, vocab_size=manifest.text_encoder.vocab_size
-    )
-    scheduler, scale = DDIMScheduler(manifest.scheduler), manifest.vae.scaling_factor
-    encode = jax.jit(lambda vae, video: vae.encode(video)[0])
-
-    @jax.jit
-    def error(encoder: Any, transformer: Any, z: Any, ids: Any, t: Any, noise: Any) -> Any:
-        t = jnp.full(z.shape[0], t)
-        found = transformer(scheduler.add_noise(z, noise, t), encoder(ids), t)
-        return jnp.square(found - scheduler.velocity(z, noise, t)).mean((1, 2, 3, 4))
-
-    parts = [range(i, min(i + BATCH, len(clips))) for i in range(0, len(clips), BATCH)]
-    videos = (np.stack([clips[i].video for i in part]).astype(np.float32) / 127.5 - 1 for part in parts)
-    latents = [scale * encode(vae, video) for video in videos]
-    noises = [jax.random.normal(jax.random.key(n), z.shape) for n, z in enumerate(latents)]
+    denoiser = Denoiser(model)
+    z = denoiser.latents([clip.video for clip in clips])
 
     def loss(change: Callable[[world.Thing], world.Thing], t: int) -> np.ndarray:
         scenes = [replace(clip.scene, things=(change(clip.scene.things[0]),)) for clip in clips]
-        ids = tokenizer([world.describe(scene, np.random.default_rng([SEED, i])) for i, scene in enumerate(scenes)])
-        found = [
-            error(encoder, transformer, z, ids[list(part)], t, noise)
-            for part, z, noise in zip(parts, latents, noises, strict=True)
-        ]
-        return np.concatenate(found)
+        prompts = [world.describe(scene, np.random.default_rng([SEED, i])) for i, scene in enumerate(scenes)]
+        return np.square(denoiser.velocity(z, prompts, t) - denoiser.true_velocity(z, t)).mean((1, 2, 3, 4))
 
     return loss
 

@@ -103,6 +103,21 @@ def test_a_perfect_denoiser_has_no_loss():
     assert float(v_prediction(perfect, latents, key, config)[0]) < 1e-10
 
 
+def test_weighted_errors_are_a_mean_by_weight():
+    """What is wrong by 1 in one latent pixel of eight, which weighs nine times as much as the others."""
+    latents, key, config = jnp.zeros((3, 2, 2, 2, 16)), jax.random.key(1), SchedulerConfig()
+    noise = jax.random.normal(jax.random.split(key, 3)[0], latents.shape)
+    abar = jnp.asarray(DDIMScheduler(config).alphas_cumprod)
+    wrong = jnp.zeros(latents.shape).at[:, 1, 0, 1].set(1.0)
+    weights = jnp.ones(latents.shape[:-1]).at[:, 1, 0, 1].set(9.0)
+
+    def denoiser(x, t):
+        return jnp.sqrt(abar[t]).reshape(-1, 1, 1, 1, 1) * noise + wrong
+
+    assert float(v_prediction(denoiser, latents, key, config)[0]) == pytest.approx(1 / 8, rel=1e-4)
+    assert float(v_prediction(denoiser, latents, key, config, weights=weights)[0]) == pytest.approx(9 / 16, rel=1e-4)
+
+
 def test_captions_are_dropped_at_the_rate():
     ids = jnp.arange(1, 20001)[:, None] * jnp.ones((1, 3), jnp.int32)
     empty = jnp.array([-1, -2, -3])

@@ -111,6 +111,21 @@ def test_every_fourth_frame_is_on_the_grid():
     assert len(moved) == len(world.SHAPES) * len(world.SIZES) * len(world.MOTIONS)  # each fits the frame somewhere
 
 
+def test_corners_are_where_a_square_is_more_than_its_circle():
+    """Of every cell of 8x8 pixels and four frames, as drawn."""
+    thing = Thing("red", "square", "small", "right", "quickly")
+    tracks = (world.Track(8.0, (20.0, 28.0), (2.0, 0.0)),)
+    square, circle = (
+        world.render(Scene((replace(thing, shape=shape),), "black"), tracks)[..., 0].astype(float)
+        for shape in ("square", "circle")
+    )
+    drawn = (square - circle) / np.ptp(square)
+    cells = drawn.reshape(-1, 8, 8, 8, 8).mean((2, 4))
+    expected = np.stack([cells[0], *(cells[i : i + 4].mean(0) for i in range(1, len(cells), 4))])
+    np.testing.assert_allclose(world.corners(tracks), expected, atol=0.03)  # its edges are not smooth
+    assert expected.max() > 0.15
+
+
 def test_scales_with_the_frame():
     scene, rng = next(scenes(1))
     tracks = world.place(scene, rng)

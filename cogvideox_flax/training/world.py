@@ -165,9 +165,7 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
     return np.rint(video).astype(np.uint8)
 
 
-def corners(
-    scene: Scene, tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64
-) -> Float[np.ndarray, "T h w"]:
+def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64) -> Float[np.ndarray, "T h w"]:
     """Where shapes tell themselves apart: how much of each latent pixel lies in the square around a thing, but not in
     the circle within. The same whatever shape the thing has. T = (frames - 1) / 4 + 1, h = w = size / cell."""
     scale = size / UNIT

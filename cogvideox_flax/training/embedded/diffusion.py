@@ -107,7 +107,7 @@ def train_transformer(run: Run) -> State:
     tokenizer = make_tokenizer(run)
     empty = tokenizer([""])[0]
     tracks = [world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))]
-    corners = np.stack([world.corners(*found).astype(np.float16) for found in tracks])
+    corners = np.stack([world.corners(found).astype(np.float16) for _, found in tracks])
     if run.base is not None:
         start: dict[str, nnx.Module] = {
             "text_encoder": load_text_encoder(run.base, dtype="float32"),

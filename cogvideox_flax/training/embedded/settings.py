@@ -88,8 +88,9 @@ FOCUS_AGAIN = Focus(0.3, 0.7, 0.75)
 """Of further rounds. Where a thing is and goes is learned by then; corners are small, so they show later. With all else
 known, noise of 0.62 still hides whether they are there, noise of 0.33 does not."""
 CORNERS_AGAIN = 80.0
-"""Of further rounds: how much more a latent pixel weighs that is all corners; one that a corner touches has some tenth
-of that. Elsewhere there is little to learn, and four fifths of the loss."""
+"""Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of them are touched by a corner,
+and an eighth of those is corner. With all weights the same, 3600 steps moved the difference that "square" makes instead
+of "circle" from 34 to 40 % of what it should be; the first 150 with these moved it to 53 %."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )

@@ -1,0 +1,81 @@
+"""How far a word moves what the embedded model's transformer answers, of how far it should.
+
+    python -m benchmarks.word_shift [--model weights/embedded] [--clips 96]
+
+Clips of one thing are noised to a timestep. The transformer is asked twice, with the shape's own name and with another,
+and the difference of its answers is compared with that of the true ones: between the clip and its twin, which has the
+other shape in the same place. 1.00 along the true difference: the word says it all there, the picture nothing yet; 0:
+the word means nothing, or the picture has already decided. Guidance multiplies it. In brackets the length of the whole
+difference, of the true one's: what is not along it is spent on something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.denoiser import Denoiser
+from cogvideox_flax import hub
+from cogvideox_flax.training import world
+
+TIMESTEPS = (300, 400, 500, 600, 700)
+SEED = 123_456_789
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.word_shift",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
+    parser.add_argument("--clips", type=int, default=96, help="of each pair of shapes")
+    args = parser.parse_args()
+    denoiser = Denoiser(args.model)
+    pairs = list(combinations(world.SHAPES, 2))
+    columns = [shifts(denoiser, *pair, args.clips) for pair in pairs]
+    print("| timestep | " + " | ".join(f"{a}, not {b}" for a, b in pairs) + " |")
+    print("|---" * (len(pairs) + 1) + "|")
+    for t, *found in zip(TIMESTEPS, *columns, strict=True):
+        print(f"| {t} | " + " | ".join(f"{along:.2f} ({length:.2f})" for along, length in found) + " |")
+    return 0
+
+
+def shifts(denoiser: Denoiser, shape: str, other: str, count: int) -> list[tuple[float, float]]:
+    """(along, length) at each of TIMESTEPS, of clips of `shape` that are called `other`."""
+    scenes = list(twins(shape, other, count))
+    z, z_other = (denoiser.latents([world.render(pair[i], tracks) for *pair, tracks in scenes]) for i in range(2))
+    prompts, lies = (
+        [world.describe(pair[i], np.random.default_rng([SEED, n])) for n, (*pair, _) in enumerate(scenes)]
+        for i in range(2)
+    )
+    found = []
+    for t in TIMESTEPS:
+        told = denoiser.velocity(z, prompts, t) - denoiser.velocity(z, lies, t)
+        # the noised clip is the same for both, so if x0 is another, v is: v = (sqrt(abar) x_t - x0) / sqrt(1 - abar)
+        true = (z_other - z) / np.sqrt(1 - denoiser.scheduler.alphas_cumprod[t])
+        size = float(np.square(true).sum())
+        found.append((float((told * true).sum()) / size, float(np.sqrt(np.square(told).sum() / size))))
+    return found
+
+
+def twins(shape: str, other: str, count: int) -> list[tuple[world.Scene, world.Scene, world.Tracks]]:
+    """Scenes of one thing of `shape`, the same with `other`, and where it goes."""
+    found: list[tuple[world.Scene, world.Scene, world.Tracks]] = []
+    i = 0
+    while len(found) < count:
+        scene, tracks = world.tracks_of_clip(SEED, i, "any")
+        i += 1
+        if len(scene.things) == 1 and scene.things[0].shape == shape:
+            twin = replace(scene, things=(replace(scene.things[0], shape=other),))
+            found.append((scene, twin, tracks))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
