@@ -64,4 +64,5 @@ class Denoiser:
 
     def true_velocity(self, latents: Latents, t: int) -> Latents:
         """What it should answer if it knew the clip."""
-        return np.asarray(self.scheduler.velocity(latents, self.noise(latents), jnp.full(len(latents), t)))
+        z, noise = jnp.asarray(latents), jnp.asarray(self.noise(latents))
+        return np.asarray(self.scheduler.velocity(z, noise, jnp.full(len(z), t)))

@@ -6,7 +6,8 @@ Clips of one thing are noised to a timestep. The transformer is asked twice, wit
 and the difference of its answers is compared with that of the true ones: between the clip and its twin, which has the
 other shape in the same place. 1.00 along the true difference: the word says it all there, the picture nothing yet; 0:
 the word means nothing, or the picture has already decided. Guidance multiplies it. In brackets the length of the whole
-difference, of the true one's: what is not along it is spent on something else.
+difference, of the true one's: what is not along it is spent on something else. Combinations that training never showed
+are among them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> int:
 
 def shifts(denoiser: Denoiser, shape: str, other: str, count: int) -> list[tuple[float, float]]:
     """(along, length) at each of TIMESTEPS, of clips of `shape` that are called `other`."""
-    scenes = list(twins(shape, other, count))
+    scenes = twins(shape, other, count)
     z, z_other = (denoiser.latents([world.render(pair[i], tracks) for *pair, tracks in scenes]) for i in range(2))
     prompts, lies = (
         [world.describe(pair[i], np.random.default_rng([SEED, n])) for n, (*pair, _) in enumerate(scenes)]

@@ -94,7 +94,7 @@ class Watch:
 class Programs:
     """The compiled programs of a pipeline.
 
-    model: all that they are made from beside their keys and arguments, as text.
+    model: all that they are made from beside their recipes and arguments, as text.
     kept: where compiled programs are looked for, and kept; None: nowhere.
     """
 
@@ -109,7 +109,7 @@ class Programs:
             options = compiler_options(self.dtype, quickly=recipe.quickly)
             # a sampler of the user's own may compute something else the next time
             ours = all(type(part).__module__.partition(".")[0] in ("builtins", __package__) for part in recipe.given)
-            what = repr((recipe.name, recipe.given, self.model, options))
+            what = repr((recipe.make.__qualname__, recipe.given, recipe.donate, self.model, options))
             self._programs[recipe] = Program(recipe, options, self.mesh, what, self.kept if ours else None)
         return self._programs[recipe]
 
@@ -197,7 +197,8 @@ class Program:
 
 
 def bytes_needed(memory: Any) -> int:
-    """On each device, of a program's `memory_analysis()`: arguments, results and temporaries."""
+    """On each device, of a program's `memory_analysis()`: arguments, results and temporaries, where a result that takes
+    an argument's place counts once."""
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return whole - memory.alias_size_in_bytes
 

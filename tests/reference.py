@@ -22,7 +22,7 @@ ROUNDING_BAR = 1e-5
 
 
 def random(key: int, *shape: int) -> jax.Array:
-    """Normal numbers."""
+    """Standard normal, float32."""
     return jax.random.normal(jax.random.key(key), shape)
 
 

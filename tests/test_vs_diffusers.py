@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.vs_diffusers.__main__ import alone, main
+from benchmarks.vs_diffusers import __main__ as vs
 from benchmarks.vs_diffusers.cases import RELEASED, Case, inputs
 from benchmarks.vs_diffusers.report import slopes_of
 from benchmarks.vs_diffusers.worker import Stopped, Worker
@@ -47,7 +47,35 @@ def test_a_side_that_stops_says_when_and_how(tmp_path):
     for _ in range(2):  # also when it is asked again
         with pytest.raises(Stopped, match="ours stopped at 'first': exit status 1"):
             worker.start()
-    assert alone(worker) == {}
+    assert vs.alone(worker) == {}
+
+
+class Side:
+    """A worker that needs no process: its runs take the seconds that it was given, or end it."""
+
+    def __init__(self, side, folder, case):
+        self.side, self.first = side, 0.0
+
+    def start(self):
+        if self.side == "diffusers":
+            raise Stopped(self.side, "diffusers stopped at 'first': killed, as when memory ends")
+        self.first = 5.0
+
+    def run(self):
+        return 2.0
+
+    def peak(self):
+        return 1.5
+
+    def kill(self):
+        pass
+
+
+def test_where_one_side_stops_the_other_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(vs, "Worker", Side)
+    with pytest.raises(Stopped, match="killed") as stopped:
+        vs.compare(case("decode"), tmp_path, 3)
+    assert stopped.value.alone == {"ours_s": 2.0, "ours_gib": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -59,5 +87,5 @@ def test_a_side_that_stops_says_when_and_how(tmp_path):
 )
 def test_refuses(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(options)
+        vs.main(options)
     assert message in capsys.readouterr().err

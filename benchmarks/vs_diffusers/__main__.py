@@ -10,7 +10,7 @@ result, the peak of the process' memory (on a GPU: of the device's), and how far
 wins by computing something else. "matmul share" is what our side computes a second, as a share of what one large
 matrix product of the same dtype does there. Weights are random, in the released widths, with fewer layers or all; speed
 does not depend on their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
-A side that stops, out of memory say, ends its row only.
+A side that stops, out of memory say, ends its row only; one run of the other side is then measured alone.
 """
 
 from __future__ import annotations
@@ -104,9 +104,11 @@ def measure(cases: list[Case], args: argparse.Namespace) -> int:
                 try:
                     rows.append(compare(case, Path(folder), args.repeat))
                     print(line(rows[-1]), flush=True)
-                except Stopped as e:
-                    record["stopped"].append(asdict(case) | {"why": str(e)} | e.other)
-                    print(f"| {release} | {case.part} | {case.frames} | {e}; {e.other or 'no other'} |", flush=True)
+                except (Stopped, Differ) as e:
+                    left = e.alone if isinstance(e, Stopped) else {}
+                    record["stopped"].append(asdict(case) | {"why": str(e), "alone": left})
+                    numbers = ", ".join(f"{name} {value:.2f}" for name, value in left.items())
+                    print(f"| {release} | {case.part} | {case.frames} | {e} | {numbers} |", flush=True)
                 keep()
     slopes = record["slopes"] = {} if args.released else slopes_of_parts(rows)
     for part, slope in slopes.items():
@@ -133,8 +135,12 @@ def write_weights(folder: Path, release: str, parts: list[str], layers: int | No
         convert(folder / "hf", folder / "native", components=sorted(wanted))
 
 
+class Differ(Exception):
+    """The two sides did not compute the same thing."""
+
+
 def alone(worker: Worker) -> dict[str, float]:
-    """Seconds and GiB of the side that did not stop; nothing if it stops as well."""
+    """Seconds of one run, and GiB, of the side that did not stop; nothing if it stops as well."""
     try:
         if not worker.first:
             worker.start()
@@ -154,10 +160,9 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
             for side, worker in workers.items():
                 times[side].append(worker.run())
         peaks = {side: worker.peak() for side, worker in workers.items()}
-        workers["diffusers"].kill()
         rate, name = workers["ours"].matmul_rate(), workers["ours"].device()
     except Stopped as stopped:
-        stopped.other = alone(next(worker for worker in workers.values() if worker.side != stopped.side))
+        stopped.alone = alone(next(worker for worker in workers.values() if worker.side != stopped.side))
         raise
     finally:
         for worker in workers.values():
@@ -177,9 +182,7 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
     row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
     row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
     if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        raise Stopped(
-            "both", f"outputs of {ours.shape} and {theirs.shape}, or not finite: they are not of the same thing"
-        )
+        raise Differ(f"outputs of {ours.shape} and {theirs.shape}, or not finite: not of the same thing")
     row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())
     row["rms_difference"] = float(np.sqrt(np.square(ours - theirs).mean()) / theirs.std())
     return row

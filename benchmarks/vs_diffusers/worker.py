@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,19 +17,18 @@ import numpy as np
 
 from benchmarks.vs_diffusers.cases import Case
 
-MODULES = {"ours": "ours", "diffusers": "theirs"}
-
 
 class Stopped(Exception):
     """A side ended before it was done.
 
-    other: what the other side measured without it.
+    side: which.
+    alone: seconds and GiB of one run of the other side, without it; empty where that stopped as well.
     """
 
     def __init__(self, side: str, why: str):
         super().__init__(why)
         self.side = side
-        self.other: dict[str, float] = {}
+        self.alone: dict[str, float] = {}
 
 
 class Worker:
@@ -85,9 +85,10 @@ class Worker:
 
 def work(side: str, folder: Path, case: Case) -> None:
     """The loop of a worker; what it prints is for its parent."""
-    module = importlib.import_module(f"benchmarks.vs_diffusers.{MODULES[side]}")
     call = None
     for request in sys.stdin:
+        # here, at the first request: one side must not import while the other is timed
+        module = importlib.import_module(f"benchmarks.vs_diffusers.{'ours' if side == 'ours' else 'theirs'}")
         word = request.strip()
         if word == "peak":
             print(_peak_gib() if case.device == "cpu" else module.gpu_peak_gib(), flush=True)
@@ -114,7 +115,6 @@ def _peak_gib() -> float:
 
 
 if __name__ == "__main__":
-    first_to_go = Path("/proc/self/oom_score_adj")  # where memory ends, it is this process that goes
-    if first_to_go.exists():
-        first_to_go.write_text("1000")
+    with suppress(OSError):  # where memory ends, it is this process that goes
+        Path("/proc/self/oom_score_adj").write_text("1000")
     work(sys.argv[1], Path(sys.argv[2]), Case(**json.loads(sys.argv[3])))

@@ -166,8 +166,11 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
 
 
 def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64) -> Float[np.ndarray, "T h w"]:
-    """Where shapes tell themselves apart: how much of each latent pixel lies in the square around a thing, but not in
-    the circle within. The same whatever shape the thing has. T = (frames - 1) / 4 + 1, h = w = size / cell."""
+    """Where a square and its circle differ: the share of each latent pixel that lies in the one but not in the other.
+
+    It is taken of every thing, whatever its shape, so it does not tell which. frames: 4 n + 1, which makes T = n + 1;
+    h = w = size / cell.
+    """
     scale = size / UNIT
     centres = (np.arange(size) + 0.5) / scale
     covered = np.zeros((frames, size, size), bool)

@@ -106,8 +106,8 @@ def train_transformer(run: Run) -> State:
     store = prepare_latents(run)
     tokenizer = make_tokenizer(run)
     empty = tokenizer([""])[0]
-    tracks = [world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))]
-    corners = np.stack([world.corners(found).astype(np.float16) for _, found in tracks])
+    scenes, tracks = zip(*(world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(store))), strict=True)
+    corners = np.stack([world.corners(track).astype(np.float16) for track in tracks])
     if run.base is not None:
         start: dict[str, nnx.Module] = {
             "text_encoder": load_text_encoder(run.base, dtype="float32"),
@@ -119,7 +119,7 @@ def train_transformer(run: Run) -> State:
     def batches(step: int) -> dict[str, np.ndarray]:
         indices = examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2)
         # new words at every visit: by a wording of its own, a clip would be learned by heart
-        prompts = [world.describe(tracks[i][0], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
+        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
         return store.gather(indices) | {"ids": tokenizer(prompts), "corners": corners[indices]}
 
     params: Any = start
