@@ -29,7 +29,9 @@ from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.tokenizer import Tokenizer
+from cogvideox_flax.training import world
 from cogvideox_flax.training.embedded.autoencoder import standardise
+from cogvideox_flax.training.embedded.diffusion import repeated
 from cogvideox_flax.training.embedded.settings import Run
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
@@ -435,6 +437,15 @@ def test_settings_are_kept_beside_the_run(tmp_path):
     train(START, None, pull, some_batches, QUICK, tmp_path, stop_after=lambda step: step == 1)
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["steps"] == 30 and settings["optimizer"]["learning_rate"] == 0.1
+
+
+def test_hard_clips_are_shown_more_often():
+    scenes = [world.tracks_of_clip(3, i)[0] for i in range(200)]
+    shown = np.bincount(repeated(scenes, 4), minlength=200)
+    prompts = [world.describe(scene, np.random.default_rng(0)) for scene in scenes]
+    assert all("square" in prompt for prompt, n in zip(prompts, shown, strict=True) if n == 4)
+    assert set(shown) == {1, 4} and 0.1 < (shown == 4).mean() < 0.3
+    np.testing.assert_array_equal(repeated(scenes, 1), np.arange(200))
 
 
 def test_rounds_of_cooling_have_places_of_their_own(tmp_path):

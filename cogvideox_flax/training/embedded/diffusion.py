@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import SPIECE_FILE, Manifest, load_text_encoder, load_transformer, parameters, save
@@ -116,8 +117,8 @@ def train_transformer(run: Run) -> State:
     else:
         start = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
 
-    def batches(step: int) -> dict[str, np.ndarray]:
-        indices = examples_of_step(step, batch=DIFFUSION_BATCH, count=len(store), seed=SEED + 2)
+    def batches(shown: np.ndarray, step: int) -> dict[str, np.ndarray]:
+        indices = shown[examples_of_step(step, batch=DIFFUSION_BATCH, count=len(shown), seed=SEED + 2)]
         # new words at every visit: by a wording of its own, a clip would be learned by heart
         prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
         return store.gather(indices) | {"ids": tokenizer(prompts), "corners": corners[indices]}
@@ -129,7 +130,7 @@ def train_transformer(run: Run) -> State:
             params,
             empty,
             partial(diffusion_loss, focus=phase.focus, corners=phase.corners),
-            partial(_from, batches, seen),
+            partial(_from, partial(batches, repeated(scenes, phase.hard)), seen),
             phase.config,
             run.folder / phase.name,
             run.mesh,
@@ -137,6 +138,12 @@ def train_transformer(run: Run) -> State:
         )
         params, seen = state.result if phase.cooled else state.params, seen + phase.steps
     return state
+
+
+def repeated(scenes: Sequence[world.Scene], hard: int) -> Int[np.ndarray, " N"]:
+    """The indices of the clips, those with a small square `hard` times each."""
+    times = [hard if any((x.shape, x.size) == ("square", "small") for x in scene.things) else 1 for scene in scenes]
+    return np.repeat(np.arange(len(scenes)), times)
 
 
 def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int) -> dict[str, np.ndarray]:

@@ -87,10 +87,13 @@ left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a
 FOCUS_AGAIN = Focus(0.3, 0.7, 0.75)
 """Of further rounds. Where a thing is and goes is learned by then; corners are small, so they show later. With all else
 known, noise of 0.62 still hides whether they are there, noise of 0.33 does not."""
-CORNERS_AGAIN = 80.0
+CORNERS_AGAIN = 40.0
 """Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
 by a corner, which is an eighth of them. By `benchmarks.word_shift`, "square" instead of "circle" moved the answer by
-34 % of what it should at timestep 500; 3600 steps with all weights the same made that 40 %, 150 with these 53 %."""
+34 % of what it should at timestep 500; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %."""
+HARD_AGAIN = 4
+"""Of further rounds: how often a clip with a small square is shown for each time of another. Nearly all videos of one
+thing that were still wrong were of small squares, which came out as circles or too large."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
@@ -121,6 +124,7 @@ class Phase:
 
     focus: noise levels that it sees the most of.
     corners: how much more than others latent pixels weigh that are all corners.
+    hard: how often a clip with a small square is shown for each time of another.
     cooled: whether the rate falls to its end, so that what goes on is the average of the weights.
     """
 
@@ -129,6 +133,7 @@ class Phase:
     steps: int
     focus: Focus = FOCUS
     corners: float = 0.0
+    hard: int = 1
     cooled: bool = True
 
 
@@ -157,7 +162,7 @@ class Run:
             again = replace(DIFFUSION_FROM_BASE, steps=self.round_steps)
             which = read_manifest(self.base).weights["transformer"]["sha256"][:8]
             return [
-                Phase(f"transformer-{which}-again-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN)
+                Phase(f"transformer-{which}-again-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN, HARD_AGAIN)
                 for n in self._rounds
             ]
         again = replace(DIFFUSION_AGAIN, steps=self.round_steps)
@@ -165,7 +170,10 @@ class Run:
         return [
             Phase("transformer", DIFFUSION_LOOP, self.stop, cooled=False),
             Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
-            *(Phase(f"{cooled}-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN) for n in self._rounds[1:]),
+            *(
+                Phase(f"{cooled}-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN, HARD_AGAIN)
+                for n in self._rounds[1:]
+            ),
         ]
 
     @property
