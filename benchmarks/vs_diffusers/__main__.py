@@ -168,6 +168,8 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
         for worker in workers.values():
             worker.kill()
     ours, theirs = (np.load(folder / f"{side}.npy").astype(np.float64) for side in SIDES)
+    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        raise Differ(f"outputs of {ours.shape} and {theirs.shape}, or not finite: not of the same thing")
     row: dict[str, Any] = asdict(case) | {"frames": case.frames, "tokens": case.tokens}
     for side in SIDES:
         row |= {
@@ -181,8 +183,6 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
     row["matmul_share"] = row["flops"] / row["ours_s"] / rate
     row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
     row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
-    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
-        raise Differ(f"outputs of {ours.shape} and {theirs.shape}, or not finite: not of the same thing")
     row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())
     row["rms_difference"] = float(np.sqrt(np.square(ours - theirs).mean()) / theirs.std())
     return row

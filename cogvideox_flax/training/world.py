@@ -179,8 +179,8 @@ def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64)
             centres - start - np.arange(frames)[:, None] * velocity
             for start, velocity in zip(track.start, track.velocity, strict=True)
         )
-        inside = np.maximum(abs(dx)[:, None], abs(dy)[:, :, None]) < track.radius
-        covered |= inside & (np.square(dx)[:, None] + np.square(dy)[:, :, None] > track.radius**2)
+        square, circle = (_distance(shape, dx[:, None], dy[:, :, None], track.radius) for shape in ("square", "circle"))
+        covered |= (square < 0) & (circle > 0)
     cells = covered.reshape(frames, size // cell, cell, size // cell, cell).mean((2, 4))
     return np.concatenate([cells[:1], cells[1:].reshape(-1, 4, *cells.shape[1:]).mean(1)])
 

@@ -89,11 +89,12 @@ FOCUS_AGAIN = Focus(0.3, 0.7, 0.75)
 known, noise of 0.62 still hides whether they are there, noise of 0.33 does not."""
 CORNERS_AGAIN = 40.0
 """Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
-by a corner, which is an eighth of them. By `benchmarks.word_shift`, "square" instead of "circle" moved the answer by
-34 % of what it should at timestep 500; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %."""
+by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
+squares by 34 % of what it should; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %. (As
+`benchmarks.word_shift` measures it; of these weights only those with 40 % are kept.)"""
 HARD_AGAIN = 4
-"""Of further rounds: how often a clip with a small square is shown for each time of another. Nearly all videos of one
-thing that were still wrong were of small squares, which came out as circles or too large."""
+"""Of further rounds: how often a clip with a small square is shown for each time of another. Of the videos of one thing
+with a wrong shape, more than half should show small squares, which came out as circles, or too large."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
