@@ -141,9 +141,12 @@ def train_transformer(run: Run) -> State:
 
 
 def repeated(scenes: Sequence[world.Scene], hard: int) -> Int[np.ndarray, " N"]:
-    """The indices of the clips, those with a small square `hard` times each."""
-    times = [hard if any((x.shape, x.size) == ("square", "small") for x in scene.things) else 1 for scene in scenes]
-    return np.repeat(np.arange(len(scenes)), times)
+    """The indices of the clips, those with a small square or with two things `hard` times each."""
+
+    def is_hard(scene: world.Scene) -> bool:
+        return len(scene.things) > 1 or any((x.shape, x.size) == ("square", "small") for x in scene.things)
+
+    return np.repeat(np.arange(len(scenes)), [hard if is_hard(scene) else 1 for scene in scenes])
 
 
 def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int) -> dict[str, np.ndarray]:
