@@ -91,7 +91,7 @@ CORNERS_AGAIN = 40.0
 """Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
 by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
 squares by 34 % of what it should; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %. (As
-`benchmarks.word_shift` measures it; of these weights only those with 40 % are kept.)"""
+`benchmarks.word_shift` measures it; those weights are not kept.)"""
 HARD_AGAIN = 4
 """Of further rounds: how often a clip with a small square or with two things is shown for each time of another. Small
 squares came out as circles, or too large; of two things, one in ten was all right."""
