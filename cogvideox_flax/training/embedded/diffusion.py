@@ -144,7 +144,8 @@ def repeated(scenes: Sequence[world.Scene], hard: int) -> Int[np.ndarray, " N"]:
     """The indices of the clips, those with a small square or with two things `hard` times each."""
 
     def is_hard(scene: world.Scene) -> bool:
-        return len(scene.things) > 1 or any((x.shape, x.size) == ("square", "small") for x in scene.things)
+        first, *others = scene.things
+        return bool(others) or (first.shape, first.size) == ("square", "small")
 
     return np.repeat(np.arange(len(scenes)), [hard if is_hard(scene) else 1 for scene in scenes])
 

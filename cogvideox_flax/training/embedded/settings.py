@@ -86,7 +86,7 @@ FOCUS = Focus(0.5, 0.85, 0.85)
 left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
 FOCUS_AGAIN = Focus(0.3, 0.8, 0.75)
 """Of further rounds. Corners are small, so they show later: with all else known, noise of 0.62 still hides whether they
-are there, noise of 0.33 does not. The upper end is where the places of two things are decided."""
+are there, noise of 0.33 does not. Up to 0.8 for the places of two things; 1500 steps have not shown that it helps."""
 CORNERS_AGAIN = 40.0
 """Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
 by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
@@ -94,7 +94,8 @@ squares by 34 % of what it should; 3600 steps with all weights the same made tha
 `benchmarks.word_shift` measures it; those weights are not kept.)"""
 HARD_AGAIN = 4
 """Of further rounds: how often a clip with a small square or with two things is shown for each time of another. Small
-squares came out as circles, or too large; of two things, one in ten was all right."""
+squares came out as circles, or too large, and are better for it; two things, of which one video in ten was all right,
+were not yet after 1500 steps."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
