@@ -141,11 +141,10 @@ def train_transformer(run: Run) -> State:
 
 
 def repeated(scenes: Sequence[world.Scene], hard: int) -> Int[np.ndarray, " N"]:
-    """The indices of the clips, those with a small square or with two things `hard` times each."""
+    """The indices of the clips, those with a small square `hard` times each."""
 
     def is_hard(scene: world.Scene) -> bool:
-        first, *others = scene.things
-        return bool(others) or (first.shape, first.size) == ("square", "small")
+        return any((thing.shape, thing.size) == ("square", "small") for thing in scene.things)
 
     return np.repeat(np.arange(len(scenes)), [hard if is_hard(scene) else 1 for scene in scenes])
 

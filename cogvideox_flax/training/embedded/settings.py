@@ -84,18 +84,18 @@ DIFFUSION_BATCH = 32
 FOCUS = Focus(0.5, 0.85, 0.85)
 """Noise levels at which shape and direction are decided: above, little but the text is to be seen; below, nothing is
 left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
-FOCUS_AGAIN = Focus(0.3, 0.8, 0.75)
+FOCUS_AGAIN = Focus(0.3, 0.7, 0.75)
 """Of further rounds. Corners are small, so they show later: with all else known, noise of 0.62 still hides whether they
-are there, noise of 0.33 does not. Up to 0.8 for the places of two things; 1500 steps have not shown that it helps."""
+are there, noise of 0.33 does not. Up to 0.8, for the places of two things, did not help in 1500 steps."""
 CORNERS_AGAIN = 40.0
 """Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
 by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
 squares by 34 % of what it should; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %. (As
 `benchmarks.word_shift` measures it; those weights are not kept.)"""
-HARD_AGAIN = 4
-"""Of further rounds: how often a clip with a small square or with two things is shown for each time of another. Small
-squares came out as circles, or too large, and are better for it; two things, of which one video in ten was all right,
-were not yet after 1500 steps."""
+HARD_AGAIN = 6
+"""Of further rounds: how often a clip with a small square is shown for each time of another. They came out as circles,
+or too large, and are better for it. Two things, of which one video in ten was all right, were no better after 1500 steps
+in which they were shown four times as often."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
@@ -126,7 +126,7 @@ class Phase:
 
     focus: noise levels that it sees the most of.
     corners: how much more than others latent pixels weigh that are all corners.
-    hard: how often a clip with a small square or two things is shown for each time of another.
+    hard: how often a clip with a small square is shown for each time of another.
     cooled: whether the rate falls to its end, so that what goes on is the average of the weights.
     """
 
