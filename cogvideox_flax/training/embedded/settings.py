@@ -94,8 +94,8 @@ squares by 34 % of what it should; 3600 steps with all weights the same made tha
 `benchmarks.word_shift` measures it; those weights are not kept.)"""
 HARD_AGAIN = 6
 """Of further rounds: how often a clip with a small square is shown for each time of another. They came out as circles,
-or too large, and are better for it. Two things, of which one video in ten was all right, were no better after 1500 steps
-in which they were shown four times as often."""
+or too large, and are better for it. Two things, of which one video in ten was all right, were no better after 1500
+steps in which they were shown four times as often."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
