@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.executables import Executables
+from cogvideox_flax.layers import apart
 from cogvideox_flax.programs import Recipe
 
 log = logging.getLogger(__name__)
@@ -139,11 +140,18 @@ class Program:
         kept: Executables | None,
     ):
         self.name, self._f, self._mesh, self._what, self._kept = recipe.name, recipe.function(), mesh, what, kept
+        self._apart = recipe.apart if mesh is None and jax.default_backend() == "cpu" else ()
         self._jit = jax.jit(self._f, compiler_options=dict(options), donate_argnums=recipe.donate)
         self._compiled: dict[Any, Any] = {}
 
     def prepare(self, *args: Any, announce: bool) -> Any:
         """The executable for arguments of these shapes, which may be shapes only."""
+        return self._executable(self._as_they_run(args), announce)
+
+    def _as_they_run(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(apart(arg) if i in self._apart else arg for i, arg in enumerate(args))
+
+    def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
         leaves, tree = jax.tree.flatten(args)
         key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._compiled:
@@ -166,7 +174,8 @@ class Program:
         if not jit:
             with jax.disable_jit(), self._on_mesh():
                 return self._f(*args)
-        executable = self.prepare(*args, announce=announce)
+        args = self._as_they_run(args)
+        executable = self._executable(args, announce)
         with self._on_mesh():
             return executable(*args)
 

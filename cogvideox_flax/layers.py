@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,9 @@ from jaxtyping import Array, Bool, Float, Float32
 T = TypeVar("T")
 Order = Callable[[Float[Array, "*batch n"]], Float[Array, "*batch n"]]
 """Puts the entries of the last axis in another order."""
+
+APART_FROM = 2**25
+"""Bytes of a layer's weights from which `apart` takes a stack apart."""
 
 
 def _as_it_is(x: Float[Array, "*batch n"]) -> Float[Array, "*batch n"]:
@@ -34,6 +38,42 @@ def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
     """n modules as one pytree; every parameter gains a leading layer axis, ready for `jax.lax.scan`."""
     keys = jax.random.split(rngs.params(), n)
     return jax.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
+
+
+def through(layer: Callable[[Array, Any], tuple[Array, None]], x: Array, blocks: Any) -> Array:
+    """x through all layers, `layer` being the body of a scan: a scan over a stack, one by one what `apart` made of it."""
+    if isinstance(blocks, nnx.List):
+        for block in blocks:
+            x, _ = layer(x, block)
+        return x
+    return jax.lax.scan(layer, x, blocks)[0]
+
+
+def apart(module: T) -> T:
+    """A model whose stack `blocks` is taken apart into layers, for a program on one CPU that runs them one by one.
+
+    A scan cuts each layer's weights out of their stack, which XLA does for a CPU by copying them: every prompt and
+    every step would read and write all weights once more. Arguments of their own are used where they lie, which is
+    where the stack has them: nothing is copied here either.
+
+    Returns:
+        The module itself where a layer's weights are less than `APART_FROM` bytes: those stay in the cache, and what
+        is not scanned takes longer to compile.
+    """
+    leaves, structure = jax.tree.flatten(module.blocks)  # type: ignore[attr-defined]
+    if sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves) < APART_FROM:
+        return module
+    result = same_arrays(module)
+    blocks = zip(*map(_rows, leaves), strict=True)
+    result.blocks = nnx.List(jax.tree.unflatten(structure, block) for block in blocks)  # type: ignore[attr-defined]
+    return result
+
+
+def _rows(stacked: Array | jax.ShapeDtypeStruct) -> list[Any]:
+    """Its layers, in the same memory where it is an array of a CPU."""
+    if isinstance(stacked, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)] * stacked.shape[0]
+    return jax.device_put(list(np.asarray(stacked)), may_alias=True)
 
 
 def same_arrays(module: T) -> T:

@@ -32,6 +32,7 @@ class Recipe:
     make, given: `make(*given)` is the function to be jitted.
     donate: arguments whose memory the result may take.
     quickly: it runs once in a run, and takes longer to compile than to run.
+    apart: arguments that are models whose layers, on one CPU, are better given one by one (`layers.apart`).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Recipe:
     given: tuple[Any, ...] = ()
     donate: tuple[int, ...] = ()
     quickly: bool = False
+    apart: tuple[int, ...] = ()
 
     def function(self) -> Callable[..., Any]:
         """To be jitted."""
@@ -137,12 +139,12 @@ def _make_run(
 
 def encoding() -> Recipe:
     """Arguments as for `encode`."""
-    return Recipe("text encoder", _make_encode)
+    return Recipe("text encoder", _make_encode, apart=(0,))
 
 
 def denoising_step(sampler: Scheduler) -> Recipe:
     """Arguments as for the step that `_make_step` makes."""
-    return Recipe("denoising step", _make_step, (sampler,))
+    return Recipe("denoising step", _make_step, (sampler,), apart=(0,))
 
 
 def denoising_loop(sampler: Scheduler) -> Recipe:

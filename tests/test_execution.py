@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 
@@ -9,13 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import CogVideoXPipeline, cli, executables, execution, fits, programs, sharding
+from cogvideox_flax import (
+    CogVideoXPipeline,
+    checkpoint,
+    cli,
+    executables,
+    execution,
+    fits,
+    layers,
+    programs,
+    sharding,
+)
+from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import Program, Watch, stoppable
+from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.plan import bytes_per_device
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
@@ -134,6 +149,42 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
             CogVideoXPipeline.from_pretrained(native, dtype="bfloat16")("red", **SMALL)
     compiled = [r.message.split(" in ")[0] for r in caplog.records if r.message.startswith("compiled the")]
     assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]
+
+
+def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, monkeypatch):
+    expected = pipe("red", **SMALL, output_type="float").frames
+    monkeypatch.setattr(layers, "APART_FROM", 0)
+    for stacked in (pipe.text_encoder, pipe.transformer):
+        apart = layers.apart(stacked)
+        assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == stacked.config.layers
+        for whole, *rows in zip(*map(jax.tree.leaves, (stacked.blocks, *apart.blocks)), strict=True):
+            for i, row in enumerate(rows):
+                np.testing.assert_array_equal(row, whole[i])
+                place = i * row.nbytes
+                if place % 64 == 0:  # XLA:CPU takes no other places
+                    assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
+    taken = []
+    monkeypatch.setattr(execution, "apart", lambda module: taken.append(type(module)) or layers.apart(module))
+    found = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")("red", **SMALL, output_type="float").frames
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert set(taken) == {TextEncoder, Transformer}
+
+
+def test_layers_lie_apart_only_where_that_helps(pipe):
+    assert layers.apart(pipe.transformer) is pipe.transformer  # small
+    spread = Program(programs.encoding(), {}, sharding.make_mesh(1, 2, 1), "", None)
+    assert spread._apart == () and Program(programs.encoding(), {}, None, "", None)._apart == (0,)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_weights_are_not_copied_out_of_their_stack(dtype):
+    config = dataclasses.replace(RELEASES["cogvideox-5b"].text_encoder, layers=2)
+    encoder = checkpoint.cast(checkpoint.abstract("text_encoder", config), dtype)
+    program = Program(programs.encoding(), execution.compiler_options(dtype), None, "", None)
+    compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32), announce=False)
+    least = 4 * config.width * config.mlp_width  # the largest kernel in float32
+    # bfloat16 is multiplied in float32 here, one kernel at a time
+    assert compiled.memory_analysis().temp_size_in_bytes < (0.5 if dtype == "float32" else 1.5) * least
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

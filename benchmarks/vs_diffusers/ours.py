@@ -15,9 +15,10 @@ import numpy as np
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.checkpoint import LOADERS, read_manifest
-from cogvideox_flax.execution import GIB, compiler_options, fetch
+from cogvideox_flax.execution import GIB, Program, compiler_options, fetch
 from cogvideox_flax.layers import precision
 from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.programs import Recipe, encoding
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
@@ -28,11 +29,11 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         pipe = CogVideoXPipeline.from_pretrained(native, case.dtype)
         jax.block_until_ready((pipe.text_encoder, pipe.transformer, pipe.vae))  # loading is not timed
         size = pipe.size(case.frames, case.height, case.width)
-        encode = jax.jit(lambda m, ids: m(ids), compiler_options=compiler_options(case.dtype))
+        encode = _program(encoding(), case)
 
         def video() -> np.ndarray:
-            context = encode(pipe.text_encoder, given["ids"])
-            negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
+            context = encode(pipe.text_encoder, given["ids"], announce=False)
+            negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]), announce=False)
             steps: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
             x, _ = pipe.denoise(context, negative, size, scheduler="ddim", progress=False, **steps)
             return fetch(pipe.decode_latents(x[:, size.extra_latents :], output_type="float", progress=False))
@@ -40,8 +41,14 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    call = jax.jit(FUNCTIONS[case.part], compiler_options=compiler_options(case.dtype))
-    return lambda: fetch(call(module, *given.values()))
+    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=() if component == "vae" else (0,))
+    program = _program(recipe, case)
+    return lambda: fetch(program(module, *given.values(), announce=False))
+
+
+def _program(recipe: Recipe, case: Case) -> Program:
+    """As the pipeline makes it."""
+    return Program(recipe, compiler_options(case.dtype), None, "", None)
 
 
 def _both_halves(module: Any, x: Any, context: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TextEncoderConfig
-from cogvideox_flax.layers import Linear, precision, stack
+from cogvideox_flax.layers import Linear, precision, stack, through
 
 
 class TextEncoder(nnx.Module):
@@ -48,7 +48,7 @@ class TextEncoder(nnx.Module):
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
             return sharding.layer_weights("text_encoder", block)(x, bias, dtype), None
 
-        x, _ = jax.lax.scan(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
+        x = through(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
         return self.norm_out(x).astype(dtype)
 
 

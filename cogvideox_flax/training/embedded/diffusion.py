@@ -130,7 +130,7 @@ def train_transformer(run: Run) -> State:
             params,
             empty,
             partial(diffusion_loss, focus=phase.focus, corners=phase.corners),
-            partial(_from, partial(batches, repeated(scenes, phase.hard)), seen),
+            partial(_from, partial(batches, repeated(scenes, phase.small_squares)), seen),
             phase.config,
             run.folder / phase.name,
             run.mesh,
@@ -140,13 +140,13 @@ def train_transformer(run: Run) -> State:
     return state
 
 
-def repeated(scenes: Sequence[world.Scene], hard: int) -> Int[np.ndarray, " N"]:
-    """The indices of the clips, those with a small square `hard` times each."""
+def repeated(scenes: Sequence[world.Scene], small_squares: int) -> Int[np.ndarray, " N"]:
+    """The indices of the clips, those with a small square `small_squares` times each."""
 
-    def is_hard(scene: world.Scene) -> bool:
+    def has_one(scene: world.Scene) -> bool:
         return any((thing.shape, thing.size) == ("square", "small") for thing in scene.things)
 
-    return np.repeat(np.arange(len(scenes)), [hard if is_hard(scene) else 1 for scene in scenes])
+    return np.repeat(np.arange(len(scenes)), [small_squares if has_one(scene) else 1 for scene in scenes])
 
 
 def _from(batches: Callable[[int], dict[str, np.ndarray]], start: int, step: int) -> dict[str, np.ndarray]:

@@ -74,7 +74,7 @@ TRANSFORMER = TransformerConfig(
     sample_frames=FRAMES,
 )
 GUIDANCE = 2.0
-"""What the checkpoint recommends. At 6, as the releases do, shapes overshoot: triangles get three prongs."""
+"""What the checkpoint recommends. At 6, as the releases do, early weights overshot: triangles got three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
@@ -92,10 +92,12 @@ CORNERS_AGAIN = 40.0
 by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
 squares by 34 % of what it should; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %. (As
 `benchmarks.word_shift` measures it; those weights are not kept.)"""
-HARD_AGAIN = 6
+SMALL_SQUARES_AGAIN = 6
 """Of further rounds: how often a clip with a small square is shown for each time of another. They came out as circles,
 or too large, and are better for it. Two things, of which one video in ten was all right, were no better after 1500
 steps in which they were shown four times as often."""
+AGAIN = FOCUS_AGAIN, CORNERS_AGAIN, SMALL_SQUARES_AGAIN
+"""How the phase of a further round differs: its focus, corners and small squares."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
@@ -126,7 +128,7 @@ class Phase:
 
     focus: noise levels that it sees the most of.
     corners: how much more than others latent pixels weigh that are all corners.
-    hard: how often a clip with a small square is shown for each time of another.
+    small_squares: how often a clip with a small square is shown for each time of another.
     cooled: whether the rate falls to its end, so that what goes on is the average of the weights.
     """
 
@@ -135,7 +137,7 @@ class Phase:
     steps: int
     focus: Focus = FOCUS
     corners: float = 0.0
-    hard: int = 1
+    small_squares: int = 1
     cooled: bool = True
 
 
@@ -163,19 +165,13 @@ class Run:
         if self.base is not None:
             again = replace(DIFFUSION_FROM_BASE, steps=self.round_steps)
             which = read_manifest(self.base).weights["transformer"]["sha256"][:8]
-            return [
-                Phase(f"transformer-{which}-again-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN, HARD_AGAIN)
-                for n in self._rounds
-            ]
+            return [Phase(f"transformer-{which}-again-{n}", again, again.steps, *AGAIN) for n in self._rounds]
         again = replace(DIFFUSION_AGAIN, steps=self.round_steps)
         cooled = f"transformer-cool-{self.stop}"
         return [
             Phase("transformer", DIFFUSION_LOOP, self.stop, cooled=False),
             Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
-            *(
-                Phase(f"{cooled}-{n}", again, again.steps, FOCUS_AGAIN, CORNERS_AGAIN, HARD_AGAIN)
-                for n in self._rounds[1:]
-            ),
+            *(Phase(f"{cooled}-{n}", again, again.steps, *AGAIN) for n in self._rounds[1:]),
         ]
 
     @property
