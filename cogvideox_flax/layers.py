@@ -41,7 +41,7 @@ def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
 
 
 def through(layer: Callable[[Array, Any], tuple[Array, None]], x: Array, blocks: Any) -> Array:
-    """x through all layers, `layer` being the body of a scan: a scan over a stack, one by one what `apart` made of it."""
+    """x through all layers, `layer` being the body of a scan: by a scan over a stack, one by one after `apart`."""
     if isinstance(blocks, nnx.List):
         for block in blocks:
             x, _ = layer(x, block)
