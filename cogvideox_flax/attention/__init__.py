@@ -40,7 +40,7 @@ def _best(
         where["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # no mask where there are no lengths
     elif _flash_on_gpus(q):
         where["cuda"] = partial(triton.attend, window=window)
-    return jax.lax.platform_dependent(q, k, v, lengths, **where, default=plain)
+    return jax.lax.platform_dependent(q, k, v, lengths, **where, default=lambda q, k, v, _: plain(q, k, v, kv_len))
 
 
 def _best_part(

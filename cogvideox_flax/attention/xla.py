@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from cogvideox_flax.layers import precision
+from cogvideox_flax.layers import precision, round_up
 
 Q_BLOCK, KV_BLOCK = 1024, 1024
-"""One tile of scores, float32, for one head: 4 MiB. Measured best on CPU among 64..1024 x 512..all keys."""
+"""One tile of scores at most, float32, for one head: 4 MiB. Measured best on CPU among 64..1024 x 512..all keys."""
+
+ALIGNED = 16
+"""Rows and columns of a tile are a multiple of it, but for the first keys': a vector of any CPU."""
 
 SHORT = 512
 """Up to this many queries and keys, the scores of all heads are computed at once: at most 1 MiB a head."""
@@ -25,10 +28,14 @@ SHORT = 512
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a logit that no key reaches; differences of it stay finite
 
 
-def _blocks(x: Float[Array, "B S N K"], size: int) -> Float[Array, "BN blocks size K"]:
-    batch, length, heads, dim = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -length % size), (0, 0), (0, 0)))
-    return x.transpose(0, 2, 1, 3).reshape(batch * heads, -1, size, dim)
+def _heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "BN S K"]:
+    return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])
+
+
+def _cut(x: Float[Array, " S *rest"], block: int) -> tuple[Float[Array, " first *rest"], Float[Array, "j block *rest"]]:
+    """The last axis-0 blocks of this size, as many as there are tiles but one, and what comes before them."""
+    first = x.shape[0] - block * (-(-x.shape[0] // KV_BLOCK) - 1)
+    return x[:first], x[first:].reshape(-1, block, *x.shape[1:])
 
 
 def attend(
@@ -66,15 +73,18 @@ def _attend_blockwise(
     """The result in `dtype`, and the weights of `attend_part`."""
     batch, queries, heads, dim = q.shape
     keys = k.shape[1]
-    q_block, kv_block = min(Q_BLOCK, queries), min(KV_BLOCK, keys)
+    # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
+    q_block = round_up(-(-queries // -(-queries // Q_BLOCK)), ALIGNED)
+    kv_block = keys // -(-keys // KV_BLOCK) // ALIGNED * ALIGNED
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
     scale = math.log2(math.e) / math.sqrt(dim)
+    masked = kv_len is not None or window is not None
 
     def one_head(
-        q: Float[Array, "i block K"], k: Float[Array, "j block K"], v: Float[Array, "j block K"], length: Int[Array, ""]
+        q: Float[Array, "i block K"], k: Float[Array, "S K"], v: Float[Array, "S K"], length: Int[Array, ""]
     ) -> tuple[Float[Array, "i block K"], Float32[Array, "i block"]]:
-        positions = jnp.arange(k.shape[0] * kv_block).reshape(-1, kv_block)
+        firsts, rest = zip(*(_cut(x, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
 
         def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
             q, first = block
@@ -82,9 +92,10 @@ def _attend_blockwise(
             def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
                 top, total, out = carry
                 k, v, position = kv
-                valid = _attended(first + jnp.arange(q_block), position, length, window)
                 scores = scale * jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
-                scores = jnp.where(valid, scores, _NEVER)
+                if masked:
+                    valid = _attended(first + jnp.arange(q_block), position, length, window)
+                    scores = jnp.where(valid, scores, _NEVER)
                 new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
                 p, fade = jnp.exp2(scores - new_top), jnp.exp2(top - new_top)
                 pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
@@ -95,16 +106,17 @@ def _attend_blockwise(
                 jnp.zeros((q_block, 1), jnp.float32),
                 jnp.zeros((q_block, dim), jnp.float32),
             )
-            (top, total, out), _ = jax.lax.scan(add, start, (k, v, positions))
+            (top, total, out), _ = jax.lax.scan(add, add(start, firsts)[0], rest)
             return (out / total).astype(dtype), (top + jnp.log2(total))[:, 0]
 
         return jax.lax.map(one_block, (q, q_block * jnp.arange(q.shape[0])))
 
+    q = jnp.pad(_heads_first(q), ((0, 0), (0, -queries % q_block), (0, 0)))
     lengths = jnp.broadcast_to(jnp.int32(keys) if kv_len is None else kv_len, (batch,)).repeat(heads)
     out, weight = jax.lax.platform_dependent(
-        _blocks(q, q_block),
-        _blocks(k, kv_block),
-        _blocks(v, kv_block),
+        q.reshape(len(q), -1, q_block, dim),
+        _heads_first(k),
+        _heads_first(v),
         lengths,
         # one head's tiles stay in a CPU's cache; an accelerator wants all heads at once
         cpu=lambda *args: jax.lax.map(lambda a: one_head(*a), args),
