@@ -144,7 +144,7 @@ def encoding() -> Recipe:
 
 def denoising_step(sampler: Scheduler) -> Recipe:
     """Arguments as for the step that `_make_step` makes."""
-    return Recipe("denoising step", _make_step, (sampler,), apart=(0,))
+    return Recipe("denoising step", _make_step, (sampler,))
 
 
 def denoising_loop(sampler: Scheduler) -> Recipe:

@@ -30,7 +30,6 @@ from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import Program, Watch, stoppable
 from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.plan import bytes_per_device
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
@@ -154,24 +153,23 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
 def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, monkeypatch):
     expected = pipe("red", **SMALL, output_type="float").frames
     monkeypatch.setattr(layers, "APART_FROM", 0)
-    for stacked in (pipe.text_encoder, pipe.transformer):
-        apart = layers.apart(stacked)
-        assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == stacked.config.layers
-        for whole, *rows in zip(*map(jax.tree.leaves, (stacked.blocks, *apart.blocks)), strict=True):
-            for i, row in enumerate(rows):
-                np.testing.assert_array_equal(row, whole[i])
-                place = i * row.nbytes
-                if place % 64 == 0:  # XLA:CPU takes no other places
-                    assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
+    apart = layers.apart(pipe.text_encoder)
+    assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == pipe.text_encoder.config.layers
+    for whole, *rows in zip(*map(jax.tree.leaves, (pipe.text_encoder.blocks, *apart.blocks)), strict=True):
+        for i, row in enumerate(rows):
+            np.testing.assert_array_equal(row, whole[i])
+            place = i * row.nbytes
+            if place % 64 == 0:  # XLA:CPU takes no other places
+                assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
     taken = []
     monkeypatch.setattr(execution, "apart", lambda module: taken.append(type(module)) or layers.apart(module))
     found = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")("red", **SMALL, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert set(taken) == {TextEncoder, Transformer}
+    assert set(taken) == {TextEncoder}
 
 
 def test_layers_lie_apart_only_where_that_helps(pipe):
-    assert layers.apart(pipe.transformer) is pipe.transformer  # small
+    assert layers.apart(pipe.text_encoder) is pipe.text_encoder  # small
     spread = Program(programs.encoding(), {}, sharding.make_mesh(1, 2, 1), "", None)
     assert spread._apart == () and Program(programs.encoding(), {}, None, "", None)._apart == (0,)
 

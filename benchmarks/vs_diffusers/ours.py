@@ -41,7 +41,7 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=() if component == "vae" else (0,))
+    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=(0,) if component == "text_encoder" else ())
     program = _program(recipe, case)
     return lambda: fetch(program(module, *given.values(), announce=False))
 
