@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -171,18 +170,6 @@ def main() -> None:
     print(f"written to {out}", file=sys.stderr)
     if beyond := [name for name, row in rows.items() if not row["conversion_within_limit"]]:
         raise SystemExit(f"the conversion of {', '.join(beyond)} took more than 2 GiB plus the largest tensor")
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import importlib.metadata
-
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "numpy")}
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

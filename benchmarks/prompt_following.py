@@ -35,8 +35,8 @@ from PIL import Image, ImageDraw
 
 from benchmarks.claims import read_prompt
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.full_size import machine
 from benchmarks.judge import ATTRIBUTES, compare, rates
+from benchmarks.machine import machine
 from benchmarks.seeing import Seen, SeenThing, see
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.training.world import FRAMES, UNIT, Clip, Split, sample_clip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.machine import cpu, machine
 from benchmarks.vs_diffusers import __main__ as vs
 from benchmarks.vs_diffusers.cases import RELEASED, Case, inputs
 from benchmarks.vs_diffusers.report import slopes_of
@@ -40,6 +41,20 @@ def test_slopes_are_of_several_sizes():
     assert slopes_of("decode", rows)["ours s per frame"] == pytest.approx(2)
     assert slopes_of("decode", rows)["diffusers gib per frame"] == pytest.approx(3)
     assert slopes_of("decode", rows[:1]) == {} and slopes_of("encode", rows) == {}
+
+
+@pytest.mark.parametrize(
+    ("info", "found"),
+    [
+        ("processor\t: 0\nmodel name\t: A: B\nflags\t\t: fpu avx avx2 fma\n", {"cpu": "A: B", "vectors": "avx2"}),
+        ("model name\t: C\nflags\t\t: avx2 avx512f\nmodel name\t: C\n", {"cpu": "C", "vectors": "avx512f"}),
+        ("model name\t: D\nFeatures\t: fp asimd\n", {"cpu": "D", "vectors": "asimd"}),
+    ],
+)
+def test_a_machine_says_how_wide_it_multiplies(info, found):
+    assert cpu(info) == found
+    assert cpu("")["vectors"] is None and cpu("")["cpu"]
+    assert {"cpu", "vectors", "cores", "python", "jax"} <= set(machine(("jax",)))
 
 
 def test_a_side_that_stops_says_when_and_how(tmp_path):

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -31,12 +28,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.machine import machine
 from benchmarks.released_layout import save_rest, write_component
 from benchmarks.vs_diffusers.cases import COMPONENT, PARTS, RELEASED, SIDES, Case
 from benchmarks.vs_diffusers.ours import flops_of
 from benchmarks.vs_diffusers.report import HEAD, line, plot, slopes_of_parts
 from benchmarks.vs_diffusers.worker import Stopped, Worker
 from conversion.convert import convert
+
+PACKAGES = ("jax", "flax", "torch", "diffusers", "transformers")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,8 +84,7 @@ def measure(cases: list[Case], args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # here we only count; the device is the workers'
     rows: list[dict[str, Any]] = []
     record: dict[str, Any] = {
-        "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-        "versions": {name: version(name) for name in ("jax", "flax", "torch", "diffusers", "transformers")},
+        "machine": machine(PACKAGES),
         "repeat": args.repeat,
         "rows": rows,
         "stopped": [],
@@ -114,8 +113,7 @@ def measure(cases: list[Case], args: argparse.Namespace) -> int:
     for part, slope in slopes.items():
         print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
     record["machine"]["device"] = rows[-1]["device_name"] if rows else None
-    print(f"\n{os.cpu_count()} cores, {record['machine']['device']}, ", end="")
-    print(", ".join(f"{name} {version}" for name, version in record["versions"].items()))
+    print("\n" + ", ".join(f"{name} {value}" for name, value in record["machine"].items()))
     keep()
     if args.plot:
         plot(rows, args.plot)
