@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
+
 RESULTS = Path(__file__).parent / "results"
 STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"}
 """What the random checkpoint is stored in, after the released 2b (a 5B transformer is stored in bfloat16)."""
