@@ -31,7 +31,9 @@ def random(queries, keys, batch=2, heads=3, dim=16, scale=1.0, dtype=jnp.float32
     return [jnp.asarray(scale * random.normal(size=shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (300, 1), (1, 300), (1024, 1024), (1500, 2100)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 1), (7, 7), (300, 1), (1, 300), (600, 7), (1024, 1024), (1025, 1025), (1500, 2100)]
+)
 def test_exact(queries, keys):
     args = random(queries, keys)
     np.testing.assert_allclose(jax.jit(attend)(*args), textbook(*args), atol=2e-6)

@@ -33,9 +33,10 @@ def _heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "BN S K"]:
 
 
 def _cut(x: Float[Array, " S *rest"], block: int) -> tuple[Float[Array, " first *rest"], Float[Array, "j block *rest"]]:
-    """The last axis-0 blocks of this size, as many as there are tiles but one, and what comes before them."""
-    first = x.shape[0] - block * (-(-x.shape[0] // KV_BLOCK) - 1)
-    return x[:first], x[first:].reshape(-1, block, *x.shape[1:])
+    """The first tile along axis 0, and the others, which have this size."""
+    others = -(-x.shape[0] // KV_BLOCK) - 1
+    first = x.shape[0] - others * block
+    return x[:first], x[first:].reshape(others, block, *x.shape[1:])
 
 
 def attend(
@@ -75,7 +76,7 @@ def _attend_blockwise(
     keys = k.shape[1]
     # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
     q_block = round_up(-(-queries // -(-queries // Q_BLOCK)), ALIGNED)
-    kv_block = keys // -(-keys // KV_BLOCK) // ALIGNED * ALIGNED
+    kv_block = max(keys // -(-keys // KV_BLOCK) // ALIGNED, 1) * ALIGNED
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
     scale = math.log2(math.e) / math.sqrt(dim)
