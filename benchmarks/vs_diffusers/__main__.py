@@ -8,8 +8,9 @@ Each side runs in a process of its own, which loads the part, compiles or warms 
 alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
 result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
 wins by computing something else. "matmul share" is what our side computes a second, as a share of what one large
-matrix product of the same dtype does there. Weights are random, in the released widths, with fewer layers or all; speed
-does not depend on their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
+matrix product of the same dtype does there; below the table, what it does in each side's library. Weights are random,
+in the released widths, with fewer layers or all; speed does not depend on their values. Several --latent-frames give
+slopes: seconds and GiB per thousand tokens, or per frame.
 A side that stops, out of memory say, ends its row only; one run of the other side is then measured alone.
 """
 
@@ -112,6 +113,9 @@ def measure(cases: list[Case], args: argparse.Namespace) -> int:
     slopes = record["slopes"] = {} if args.released else slopes_of_parts(rows)
     for part, slope in slopes.items():
         print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
+    for side in SIDES if rows else ():
+        rate = statistics.median(row[f"{side}_matmul_flops_per_s"] for row in rows)
+        print(f"large matrix products of {side}: {rate / 1e9:.0f} GFLOP/s")
     record["machine"]["device"] = rows[-1]["device_name"] if rows else None
     print("\n" + ", ".join(f"{name} {value}" for name, value in record["machine"].items()))
     keep()
@@ -158,7 +162,7 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
             for side, worker in workers.items():
                 times[side].append(worker.run())
         peaks = {side: worker.peak() for side, worker in workers.items()}
-        rate, name = workers["ours"].matmul_rate(), workers["ours"].device()
+        rates, name = {side: worker.matmul_rate() for side, worker in workers.items()}, workers["ours"].device()
     except Stopped as stopped:
         stopped.alone = alone(next(worker for worker in workers.values() if worker.side != stopped.side))
         raise
@@ -175,10 +179,11 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
             f"{side}_times": times[side],
             f"{side}_first_s": workers[side].first,
             f"{side}_gib": peaks[side],
+            f"{side}_matmul_flops_per_s": rates[side],
         }
     row["device_name"] = name
-    row["flops"], row["matmul_flops_per_s"] = flops_of(case, folder), rate
-    row["matmul_share"] = row["flops"] / row["ours_s"] / rate
+    row["flops"] = flops_of(case, folder)
+    row["matmul_share"] = row["flops"] / row["ours_s"] / rates["ours"]
     row["time_ratio"] = row["ours_s"] / row["diffusers_s"]
     row["memory_ratio"] = row["ours_gib"] / row["diffusers_gib"]
     row["difference"] = float(np.abs(ours - theirs).max() / theirs.std())

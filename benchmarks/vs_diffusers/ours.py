@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,18 +82,11 @@ def flops_of(case: Case, folder: Path) -> int:
     )
 
 
-def matmul_rate(case: Case) -> float:
-    """Floating-point operations a second of a large square product of the case's dtype, the median of five."""
-    n = 8192 if case.device == "gpu" else 2048
+def product(n: int, case: Case) -> Callable[[], object]:
+    """One product of two n x n matrices of the case's dtype."""
     x = jax.random.normal(jax.random.key(0), (n, n)).astype(case.dtype)
-    product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
-    product(x).block_until_ready()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(x).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / statistics.median(times)
+    f = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
+    return lambda: f(x).block_until_ready()
 
 
 def device_name() -> str:

@@ -94,6 +94,18 @@ def _without_gradients(f: Any) -> Any:
     return call
 
 
+def product(n: int, case: Case) -> Callable[[], object]:
+    """One product of two n x n matrices of the case's dtype."""
+    x = torch.randn(n, n).to("cuda" if case.device == "gpu" else "cpu", getattr(torch, case.dtype))
+
+    def multiply() -> None:
+        torch.matmul(x, x)
+        if case.device == "gpu":
+            torch.cuda.synchronize()
+
+    return _without_gradients(multiply)
+
+
 def gpu_peak_gib() -> float:
     """Of the GPU's memory, until now."""
     return torch.cuda.max_memory_allocated() / 2**30
