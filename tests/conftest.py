@@ -1,6 +1,7 @@
 """Tests run on the CPU, eight fake devices of it, whatever else the machine has."""
 
 import os
+import signal
 import tempfile
 
 import pytest
@@ -17,6 +18,9 @@ os.environ.update(
     TPU_LOG_DIR="disabled",
     HF_HUB_DISABLE_TELEMETRY="1",
 )
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs them in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
 os.environ["COGVIDEOX_HOME"] = _cache.name
