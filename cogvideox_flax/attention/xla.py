@@ -32,9 +32,10 @@ def _heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "BN S K"]:
     return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], x.shape[3])
 
 
-def _cut(x: Float[Array, " S *rest"], block: int) -> tuple[Float[Array, " first *rest"], Float[Array, "j block *rest"]]:
+def _cut(
+    x: Float[Array, " S *rest"], others: int, block: int
+) -> tuple[Float[Array, " first *rest"], Float[Array, "others block *rest"]]:
     """The first tile along axis 0, and the others, which have this size."""
-    others = -(-x.shape[0] // KV_BLOCK) - 1
     first = x.shape[0] - others * block
     return x[:first], x[first:].reshape(others, block, *x.shape[1:])
 
@@ -76,7 +77,8 @@ def _attend_blockwise(
     keys = k.shape[1]
     # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
     q_block = round_up(-(-queries // -(-queries // Q_BLOCK)), ALIGNED)
-    kv_block = max(keys // -(-keys // KV_BLOCK) // ALIGNED, 1) * ALIGNED
+    tiles = -(-keys // KV_BLOCK)
+    kv_block = max(keys // tiles // ALIGNED, 1) * ALIGNED
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
     scale = math.log2(math.e) / math.sqrt(dim)
@@ -85,7 +87,7 @@ def _attend_blockwise(
     def one_head(
         q: Float[Array, "i block K"], k: Float[Array, "S K"], v: Float[Array, "S K"], length: Int[Array, ""]
     ) -> tuple[Float[Array, "i block K"], Float32[Array, "i block"]]:
-        firsts, rest = zip(*(_cut(x, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
+        firsts, rest = zip(*(_cut(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
 
         def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
             q, first = block
