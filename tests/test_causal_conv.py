@@ -13,8 +13,9 @@ from flax import nnx
 from reference import ROUNDING_BAR, random, relative_error
 
 from cogvideox_flax import sharding
-from cogvideox_flax.models import causal_conv, conv_kernel
+from cogvideox_flax.models import causal_conv, conv_kernel, winograd
 from cogvideox_flax.models.causal_conv import CausalConv3d, conv3d
+from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.sharding import picture
 
 ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
@@ -47,6 +48,56 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
     backward = jax.jit(partial(causal_conv._native_backward, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
     for a, b in zip(backward, gradients[0][:2], strict=True):
         assert relative_error(a, b) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "channels", "strip", "with_residual"),
+    [
+        ((1, 5, 16, 40, 128), 3, 192, 16, True),
+        ((2, 4, 20, 28, 128), 1, 128, 20, False),
+        ((1, 3, 12, 600, 128), 3, 128, 6, True),  # two strips
+        ((1, 4, 46, 160, 128), 3, 128, 2, False),  # a height that little divides
+    ],
+)
+def test_with_fewer_products_it_is_the_same_convolution(shape, taps, channels, strip, with_residual):
+    x, bias = random(0, *shape), random(2, channels)
+    kernel = random(1, taps, 3, 3, shape[-1], channels)
+    assert winograd.strip_of(x, kernel, ZEROS[1]) == strip
+    expected = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1]) + bias
+    residual = random(3, *expected.shape) if with_residual else None
+    expected = expected if residual is None else expected + residual
+
+    found = jax.jit(conv3d)(x, kernel, bias, residual)
+    assert relative_error(found, expected) < ROUNDING_BAR
+    with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
+        found = jax.jit(_split_conv)(x, kernel, bias, residual)
+    assert relative_error(found, expected) < ROUNDING_BAR
+    narrow = [None if a is None else a.astype(jnp.bfloat16) for a in (x, kernel, bias, residual)]
+    how = {"stride": 1, "padding": ZEROS[1], "dtype": jnp.float32}
+    plainly = causal_conv._by_frame(causal_conv._taps_in_turn, narrow[0], residual, *narrow[1:3], **how)
+    assert relative_error(conv3d(*narrow[:3], residual, dtype=jnp.float32), plainly) < ROUNDING_BAR
+
+    work = count_flops(conv3d, x, kernel, bias)
+    assert work.total == 2 * expected.size * kernel[..., 0].size
+
+
+def _split_conv(x, *rest):
+    with sharding.split_picture(x) as x:
+        return conv3d(x, *rest)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride"),
+    [
+        ((1, 4, 32, 32, 128), (3, 3, 3, 128, 16), 1),  # few channels
+        ((1, 4, 10, 16, 128), (3, 3, 3, 128, 128), 1),  # few pixels
+        ((1, 4, 33, 64, 128), (3, 3, 3, 128, 128), 1),  # odd
+        ((1, 2, 64, 64, 128), (1, 3, 3, 128, 128), 2),
+    ],
+)
+def test_where_a_plain_convolution_is_better_a_cpu_does_that(shape, kernel, stride):
+    lowered = jax.jit(partial(conv3d, stride=stride)).lower(jnp.zeros(shape), jnp.zeros(kernel), jnp.zeros(kernel[-1]))
+    assert lowered.as_text().count("stablehlo.convolution") == kernel[0]
 
 
 @pytest.mark.parametrize(

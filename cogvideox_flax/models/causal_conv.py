@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
 from cogvideox_flax.layers import precision
-from cogvideox_flax.models import conv_kernel
+from cogvideox_flax.models import conv_kernel, winograd
 from cogvideox_flax.sharding import Padding
 
 TAPS = 3
@@ -118,11 +118,31 @@ def _conv3d(
         residual,
         kernel,
         bias,
-        cpu=partial(_by_frame, _taps_in_turn, **how, dtype=dtype),
+        cpu=partial(_on_cpu, **how, dtype=dtype),
         cuda=partial(_by_frame, _taps_at_once, **how, dtype=dtype),
         tpu=partial(_on_tpu, padding=padding, dtype=dtype) if stride == 1 else native,
         default=native,
     )
+
+
+def _on_cpu(
+    x: Array, residual: Array | None, kernel: Array, bias: Array, *, stride: int, padding: Padding, dtype: Any
+) -> Array:
+    strip = winograd.strip_of(x, kernel, padding) if stride == 1 else None
+    if strip is None:
+        return _by_frame(_taps_in_turn, x, residual, kernel, bias, stride=stride, padding=padding, dtype=dtype)
+    height, width = (n + sum(zeros) - kernel.shape[1] + 1 for n, zeros in zip(x.shape[2:4], padding, strict=True))
+    start = _start(residual, (x.shape[0], x.shape[1] - kernel.shape[0] + 1, height, width, kernel.shape[-1]), dtype)
+
+    def finish(y: Array, before: Array) -> Array:
+        return _finish(y, None if residual is None else before, bias, dtype)
+
+    return winograd.convolve(x, kernel, start, finish, strip=strip, padding=padding)
+
+
+def _start(residual: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    """What the result is written over: the residual, where it is needed no longer."""
+    return jax.lax.empty(shape, dtype) if residual is None else residual.astype(dtype)
 
 
 def _on_tpu(x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding, dtype: Any) -> Array:
@@ -173,11 +193,8 @@ def _by_frame(
         before = jax.lax.dynamic_index_in_dim(y, t, 1, keepdims=False) if residual is not None else None
         return jax.lax.dynamic_update_index_in_dim(y, _finish(frame(t), before, bias, dtype), t, 1)
 
-    if residual is None:
-        height, width = jax.eval_shape(frame, 0).shape[1:3]
-        start = jax.lax.empty((x.shape[0], count, height, width, kernel.shape[-1]), dtype)
-    else:
-        start = residual.astype(dtype)
+    height, width = jax.eval_shape(frame, 0).shape[1:3]
+    start = _start(residual, (x.shape[0], count, height, width, kernel.shape[-1]), dtype)
     return jax.lax.fori_loop(0, count, put, start)
 
 

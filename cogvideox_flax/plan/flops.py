@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from cogvideox_flax.models import winograd
+
 
 @dataclass(frozen=True)
 class Flops:
@@ -35,7 +37,8 @@ class Flops:
 def count_flops(f: Callable[..., Any], *args: Any) -> Flops:
     """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
 
-    Where a function has forms for several platforms, the one with the least work counts: the others pad more.
+    Where a function has forms for several platforms, the one with the least work counts: the others pad more. A
+    convolution that gets along with fewer products counts as one that does not.
 
     Raises:
         ValueError: a loop whose length is not known before it runs, or a kernel that does not say what it costs.
@@ -59,6 +62,9 @@ def _count(jaxpr: Jaxpr) -> Flops:
             if params.get("cost_estimate") is None:
                 raise ValueError(f"the kernel {params.get('name')} does not say what it costs")
             total += Flops(kernels=int(params["cost_estimate"].flops))
+        elif params.get("name") == winograd.NAME:
+            fewer, all_of_them = winograd.PRODUCTS
+            total += Flops(_count(params["jaxpr"].jaxpr).rest * all_of_them // fewer)
         elif name == "scan":
             total += _count(params["jaxpr"].jaxpr) * params["length"]
         elif name == "cond":
