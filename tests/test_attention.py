@@ -54,6 +54,21 @@ def test_equal_keys_average_the_values():
     np.testing.assert_allclose(out, jnp.broadcast_to(v.mean(1, keepdims=True), out.shape), atol=1e-6)
 
 
+@pytest.mark.parametrize("rise", [1.0, 30.0, 3000.0])
+@pytest.mark.parametrize("kv_len", [None, 1250])
+def test_later_keys_that_score_far_higher(rise, kv_len):
+    """Where sums relative to the first keys overflow, the maximum runs."""
+    q, k, v = random(600, 1300, batch=1, heads=1, dim=64)
+    q = jnp.abs(q)
+    k = jnp.abs(k) * jnp.where(jnp.arange(1300) < 900, jnp.arange(1300) / 900, rise)[:, None, None]
+    largest = np.abs(np.einsum("bqnk,bsnk->bnqs", q, k)).max() / 8
+    first = np.einsum("bqnk,bsnk->bnqs", q, k[:, :500]).max(-1).min() / 8
+    assert (largest - first > 128) == (rise > 1)  # more than float32 holds
+    expected = textbook(q, k, v, kv_len)
+    found = attend(q, k, v, kv_len=kv_len)
+    np.testing.assert_allclose(found, expected, atol=largest * 2**-21 * np.abs(v).max())
+
+
 @pytest.mark.parametrize("kv_len", [1, 9, 1024, 1030, [3, 1100]])
 def test_keys_past_the_length_are_not_attended(kv_len):
     q, k, v = random(20, 1100)

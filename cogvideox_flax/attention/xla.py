@@ -1,13 +1,15 @@
 """Exact attention in plain XLA, blockwise in memory: runs anywhere, holds the score matrix of short sequences only.
 
-Queries are taken in blocks, and each block sees all keys in blocks with a running maximum and sum
-(online softmax: arXiv 1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences, whose scores fit in
-a cache, are one batched product.
+Queries are taken in blocks, and each block sees all keys in blocks with a running maximum and sum (online softmax:
+arXiv 1805.02867; memory-efficient attention: arXiv 2112.05682). On a CPU the maximum is that of the first keys, which
+saves a pass over the scores, and runs only where others are so much larger that sums overflow. Short sequences, whose
+scores fit in a cache, are one batched product.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,8 +18,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cogvideox_flax.layers import precision, round_up
 
-Q_BLOCK, KV_BLOCK = 1024, 1024
-"""One tile of scores at most, float32, for one head: 4 MiB. Measured best on CPU among 64..1024 x 512..all keys."""
+TILE = 1024, 1024
+"""Queries and keys of one tile of scores at most."""
+
+CPU_TILE = 4608, 512
+"""The same where one head is computed after another: 9 MiB. Measured best of 1024 to 4608 x 256 to 1024."""
 
 ALIGNED = 16
 """Rows and columns of a tile are a multiple of it, but for the first keys': a vector of any CPU."""
@@ -74,59 +79,95 @@ def _attend_blockwise(
 ) -> tuple[Float[Array, "B Q N K"], Float32[Array, "B Q N"]]:
     """The result in `dtype`, and the weights of `attend_part`."""
     batch, queries, heads, dim = q.shape
-    keys = k.shape[1]
-    # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
-    q_block = round_up(-(-queries // -(-queries // Q_BLOCK)), ALIGNED)
-    tiles = -(-keys // KV_BLOCK)
-    kv_block = max(keys // tiles // ALIGNED, 1) * ALIGNED
-    exact = precision(q.dtype)
-    # 2^x is what the hardware has; the base change rides on the scale
-    scale = math.log2(math.e) / math.sqrt(dim)
-    masked = kv_len is not None or window is not None
-
-    def one_head(
-        q: Float[Array, "i block K"], k: Float[Array, "S K"], v: Float[Array, "S K"], length: Int[Array, ""]
-    ) -> tuple[Float[Array, "i block K"], Float32[Array, "i block"]]:
-        firsts, rest = zip(*(_cut(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
-
-        def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
-            q, first = block
-
-            def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
-                top, total, out = carry
-                k, v, position = kv
-                scores = scale * jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
-                if masked:
-                    valid = _attended(first + jnp.arange(q_block), position, length, window)
-                    scores = jnp.where(valid, scores, _NEVER)
-                new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-                p, fade = jnp.exp2(scores - new_top), jnp.exp2(top - new_top)
-                pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
-                return (new_top, fade * total + p.sum(-1, keepdims=True), fade * out + pv), None
-
-            start = (
-                jnp.full((q_block, 1), _NEVER, jnp.float32),
-                jnp.zeros((q_block, 1), jnp.float32),
-                jnp.zeros((q_block, dim), jnp.float32),
-            )
-            (top, total, out), _ = jax.lax.scan(add, add(start, firsts)[0], rest)
-            return (out / total).astype(dtype), (top + jnp.log2(total))[:, 0]
-
-        return jax.lax.map(one_block, (q, q_block * jnp.arange(q.shape[0])))
-
-    q = jnp.pad(_heads_first(q), ((0, 0), (0, -queries % q_block), (0, 0)))
-    lengths = jnp.broadcast_to(jnp.int32(keys) if kv_len is None else kv_len, (batch,)).repeat(heads)
+    lengths = jnp.broadcast_to(jnp.int32(k.shape[1]) if kv_len is None else kv_len, (batch,)).repeat(heads)
+    head = partial(_attend_head, masked=kv_len is not None or window is not None, window=window, dtype=dtype)
     out, weight = jax.lax.platform_dependent(
-        q.reshape(len(q), -1, q_block, dim),
+        _heads_first(q),
         _heads_first(k),
         _heads_first(v),
         lengths,
         # one head's tiles stay in a CPU's cache; an accelerator wants all heads at once
-        cpu=lambda *args: jax.lax.map(lambda a: one_head(*a), args),
-        default=jax.vmap(one_head),
+        cpu=lambda *args: jax.lax.map(lambda a: head(*a, tile=CPU_TILE, leap=window is None), args),
+        default=jax.vmap(partial(head, tile=TILE, leap=False)),
     )
-    out = out.reshape(batch, heads, -1, dim)[:, :, :queries].transpose(0, 2, 1, 3)
-    return out, weight.reshape(batch, heads, -1)[:, :, :queries].swapaxes(1, 2)
+    out = out.reshape(batch, heads, queries, dim).transpose(0, 2, 1, 3)
+    return out, weight.reshape(batch, heads, queries).swapaxes(1, 2)
+
+
+def _attend_head(
+    q: Float[Array, "Q K"],
+    k: Float[Array, "S K"],
+    v: Float[Array, "S K"],
+    length: Int[Array, ""],
+    *,
+    masked: bool,
+    window: tuple[int, int] | None,
+    dtype: Any,
+    tile: tuple[int, int],
+    leap: bool,
+) -> tuple[Float[Array, "Q K"], Float32[Array, " Q"]]:
+    """One head, tile by tile.
+
+    leap: scores are first taken relative to the largest of the first tile, and the maximum runs only if that
+        overflows. Not for windows, which may hide all of the first tile.
+    """
+    (queries, dim), keys = q.shape, len(k)
+    # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
+    q_block = round_up(-(-queries // -(-queries // tile[0])), ALIGNED)
+    tiles = -(-keys // tile[1])
+    kv_block = max(keys // tiles // ALIGNED, 1) * ALIGNED
+    exact = precision(q.dtype)
+    # 2^x is what the hardware has; the base change rides on the scale
+    scale = math.log2(math.e) / math.sqrt(dim)
+    firsts, rest = zip(*(_cut(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
+
+    def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
+        q, first = block
+
+        def scores_of(k: Array, position: Array) -> Float32[Array, "block keys"]:
+            scores = scale * jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
+            if not masked:
+                return scores
+            valid = _attended(first + jnp.arange(q_block), position, length, window)
+            return jnp.where(valid, scores, _NEVER)
+
+        def weigh(scores: Array, top: Array, v: Array) -> tuple[Float32[Array, "block 1"], Float32[Array, "block K"]]:
+            p = jnp.exp2(scores - top)
+            pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
+            return p.sum(-1, keepdims=True), pv
+
+        def running() -> tuple[Array, Array, Array]:
+            def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+                top, *sums = carry
+                k, v, position = kv
+                scores = scores_of(k, position)
+                new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+                fade = jnp.exp2(top - new_top)
+                return (new_top, *(fade * a + b for a, b in zip(sums, weigh(scores, new_top, v), strict=True))), None
+
+            zeros = jnp.zeros((q_block, 1), jnp.float32)
+            start = zeros + _NEVER, zeros, jnp.zeros((q_block, dim), jnp.float32)
+            return jax.lax.scan(add, add(start, firsts)[0], rest)[0]
+
+        def leaping() -> tuple[Array, Array, Array]:
+            k, v, position = firsts
+            scores = scores_of(k, position)
+            top = scores.max(-1, keepdims=True)
+
+            def add(sums: tuple[Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], None]:
+                k, v, position = kv
+                return jax.tree.map(jnp.add, sums, weigh(scores_of(k, position), top, v)), None
+
+            sums, _ = jax.lax.scan(add, weigh(scores, top, v), rest)
+            fits = jnp.isfinite(sums[0]).all() & jnp.isfinite(sums[1]).all()
+            return jax.lax.cond(fits, lambda: (top, *sums), running)
+
+        top, total, out = leaping() if leap else running()
+        return (out / total).astype(dtype), (top + jnp.log2(total))[:, 0]
+
+    blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)
+    out, weight = jax.lax.map(one_block, (blocks, q_block * jnp.arange(len(blocks))))
+    return out.reshape(-1, dim)[:queries], weight.reshape(-1)[:queries]
 
 
 def _attend_short(
