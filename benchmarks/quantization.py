@@ -1,10 +1,11 @@
-"""What weights of 8 bits cost and save at the released widths: error against float32, and bytes on disk.
+"""What weights of 8 bits cost and save at the released widths: error against float32, bytes on disk, and time.
 
     python -m benchmarks.quantization                        # CogVideoX-5b's widths with 4 layers: minutes on two cores
     python -m benchmarks.quantization --layers 2 --height 480 --width 720
 
 Weights and inputs are random. Errors are of the component's output, root mean square in units of its standard
-deviation; bfloat16 without quantization stands beside them, since a run has that error anyway.
+deviation; bfloat16 without quantization stands beside them, since a run has that error anyway. Seconds are of the
+second run, of the first device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,15 +46,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     rows = []
-    print("| component | stored as | computed in | MiB on disk | RMS error |")
-    print("|---|---|---|---|---|")
+    print("| component | stored as | computed in | MiB on disk | RMS error | seconds |")
+    print("|---|---|---|---|---|---|")
     for component in args.components:
         with tempfile.TemporaryDirectory(prefix="quantization-") as folder:
             for row in measure(component, args, Path(folder)):
                 rows.append(row)
                 print(
                     f"| {component} | {row['stored']} | {row['computed']} | {row['bytes'] / 2**20:.0f} "
-                    f"| {row['error']:.1e} |",
+                    f"| {row['error']:.1e} | {row['seconds']:.2f} |",
                     flush=True,
                 )
     if args.json:
@@ -74,7 +76,11 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     for stored, computed in FORMS:
         module = LOADERS[component](forms[stored], dtype=computed)
         run = jax.jit(call, compiler_options=compiler_options(computed))
-        result = np.asarray(run(module, *given)).astype(np.float64)
+        run(module, *given).block_until_ready()
+        start = time.perf_counter()
+        result = run(module, *given).block_until_ready()
+        seconds = time.perf_counter() - start
+        result = np.asarray(result).astype(np.float64)
         reference = result if reference is None else reference
         rows.append(
             {
@@ -83,6 +89,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
                 "computed": computed,
                 "layers": args.layers,
                 "bytes": (forms[stored] / component / WEIGHTS_FILE).stat().st_size,
+                "seconds": seconds,
                 "error": float(np.sqrt(np.square(result - reference).mean()) / reference.std()),
             }
         )
