@@ -57,7 +57,7 @@ def test_equal_keys_average_the_values():
 @pytest.mark.parametrize("rise", [1.0, 30.0, 3000.0])
 @pytest.mark.parametrize("kv_len", [None, 1250])
 def test_later_keys_that_score_far_higher(rise, kv_len):
-    """Where sums relative to the first keys overflow, the maximum runs."""
+    """Where sums relative to the first keys would overflow, the maximum runs."""
     q, k, v = random(600, 1300, batch=1, heads=1, dim=64)
     q = jnp.abs(q)
     k = jnp.abs(k) * jnp.where(jnp.arange(1300) < 900, jnp.arange(1300) / 900, rise)[:, None, None]
@@ -67,6 +67,30 @@ def test_later_keys_that_score_far_higher(rise, kv_len):
     expected = textbook(q, k, v, kv_len)
     found = attend(q, k, v, kv_len=kv_len)
     np.testing.assert_allclose(found, expected, atol=largest * 2**-21 * np.abs(v).max())
+
+
+@pytest.mark.parametrize("excess", [0, 50, 62, 80, 126.5, 127.5, 260])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_two_later_keys_far_above_the_first(excess, dtype):
+    """In powers of two: up to those whose sums, or the sums' reciprocals, float32 does not hold."""
+    q, k, v = random(600, 1300, batch=1, heads=1, dim=64, scale=0.1)
+    q = q.at[..., 0].set(8.0)
+    k = k.at[..., 0].set(0.0).at[0, 1100:1102, 0, 0].set(excess * np.log(2))
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    expected = textbook(q, k, v)
+    exact = {"atol": 2e-5, "rtol": 2e-5} if dtype == jnp.float32 else {"atol": 4e-3, "rtol": 2**-7}
+    np.testing.assert_allclose(attend(q, k, v).astype(jnp.float32), expected, **exact)
+    if dtype == jnp.float32:
+        weight = random(600, 1, batch=1, heads=1, dim=64)[0]
+        found = jax.grad(lambda *args: (weight * xla.attend(*args)).sum(), (0, 1, 2))(q, k, v)
+        at_once = jax.grad(lambda *args: (weight * plainly(*args)).sum(), (0, 1, 2))(q, k, v)
+        for a, b in zip(found, at_once, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+def plainly(q, k, v):
+    scores = jnp.einsum("bqnk,bsnk->bnqs", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("bnqs,bsnk->bqnk", jax.nn.softmax(scores), v)
 
 
 @pytest.mark.parametrize("kv_len", [1, 9, 1024, 1030, [3, 1100]])

@@ -128,16 +128,22 @@ def _conv3d(
 def _on_cpu(
     x: Array, residual: Array | None, kernel: Array, bias: Array, *, stride: int, padding: Padding, dtype: Any
 ) -> Array:
-    strip = winograd.strip_of(x, kernel, padding) if stride == 1 else None
+    shape = _result_shape(x, kernel, stride, padding)
+    strip = winograd.strip_of(shape, x.shape[-1]) if stride == 1 else None
     if strip is None:
         return _by_frame(_taps_in_turn, x, residual, kernel, bias, stride=stride, padding=padding, dtype=dtype)
-    height, width = (n + sum(zeros) - kernel.shape[1] + 1 for n, zeros in zip(x.shape[2:4], padding, strict=True))
-    start = _start(residual, (x.shape[0], x.shape[1] - kernel.shape[0] + 1, height, width, kernel.shape[-1]), dtype)
 
     def finish(y: Array, before: Array) -> Array:
         return _finish(y, None if residual is None else before, bias, dtype)
 
+    start = _start(residual, shape, dtype)
     return winograd.convolve(x, kernel, start, finish, strip=strip, padding=padding)
+
+
+def _result_shape(x: Array, kernel: Array, stride: int, padding: Padding) -> tuple[int, ...]:
+    taps, size, *_, channels = kernel.shape
+    picture = ((n + sum(zeros) - size) // stride + 1 for n, zeros in zip(x.shape[2:4], padding, strict=True))
+    return x.shape[0], x.shape[1] - taps + 1, *picture, channels
 
 
 def _start(residual: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -183,7 +189,6 @@ def _by_frame(
     """
     taps = kernel.shape[0]
     convolve = taps_of(kernel, stride=stride, padding=padding)
-    count = x.shape[1] - taps + 1
 
     def frame(t: Array) -> Array:
         frames = [jax.lax.dynamic_index_in_dim(x, t + i, 1, keepdims=False) for i in range(taps)]
@@ -193,9 +198,8 @@ def _by_frame(
         before = jax.lax.dynamic_index_in_dim(y, t, 1, keepdims=False) if residual is not None else None
         return jax.lax.dynamic_update_index_in_dim(y, _finish(frame(t), before, bias, dtype), t, 1)
 
-    height, width = jax.eval_shape(frame, 0).shape[1:3]
-    start = _start(residual, (x.shape[0], count, height, width, kernel.shape[-1]), dtype)
-    return jax.lax.fori_loop(0, count, put, start)
+    start = _start(residual, _result_shape(x, kernel, stride, padding), dtype)
+    return jax.lax.fori_loop(0, start.shape[1], put, start)
 
 
 def _taps_in_turn(kernel: Array, *, stride: int, padding: Padding) -> Callable[[list[Array]], Array]:

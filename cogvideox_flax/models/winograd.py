@@ -37,10 +37,10 @@ NAME = "winograd"
 Strip = Float[Array, "B 1 h W O"]
 
 
-def strip_of(x: Float[Array, "B T+kt-1 H W I"], kernel: Float[Array, "kt 3 3 I O"], padding: Padding) -> int | None:
-    """How many rows of the result are best made at once; None where a plain convolution is better."""
-    batch, frames, height, width = _result(x, kernel, padding)
-    if min(kernel.shape[-2:]) < CHANNELS or frames * height * width < OUTPUTS or height % 2 or width % 2:
+def strip_of(shape: tuple[int, ...], in_channels: int) -> int | None:
+    """How many rows of a result `B T H W O` are best made at once; None where a plain convolution is better."""
+    batch, frames, height, width, out_channels = shape
+    if min(in_channels, out_channels) < CHANNELS or frames * height * width < OUTPUTS or height % 2 or width % 2:
         return None
     rows = (n for n in range(1, height // 2 + 1) if height // 2 % n == 0 and n * batch * width // 2 in TILES)
     return max((2 * n for n in rows), default=None)
@@ -64,7 +64,7 @@ def convolve(
     """
 
     def strips(x: Array, kernel: Array, start: Array) -> Array:
-        batch, frames, height, _ = _result(x, kernel, padding)
+        batch, frames, height = start.shape[:3]
         x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
         weights = [taps.reshape(-1, taps.shape[-1]) for taps in _both(_of_taps, kernel.astype(jnp.float32))]
 
@@ -89,11 +89,6 @@ def convolve(
 
     strips.__name__ = NAME
     return jax.jit(strips)(x, kernel, start)
-
-
-def _result(x: Array, kernel: Array, padding: Padding) -> tuple[int, int, int, int]:
-    batch, frames, height, width = x.shape[:4]
-    return batch, frames - len(kernel) + 1, height + sum(padding[0]) - 2, width + sum(padding[1]) - 2
 
 
 def _both(transform: Callable[[Array, int], list[Array]], x: Array) -> list[Array]:
