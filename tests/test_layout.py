@@ -95,7 +95,7 @@ def test_no_torch_at_run_time():
 
 
 def test_jit_is_at_home_in_execution_and_kernels():
-    homes = {"execution.py", "winograd.py"}  # the latter a kernel, which is known by its name
+    homes = {"execution.py"}
     for path in files("cogvideox_flax"):
         if path.name not in homes and not {"training", "attention", "plan"} & set(path.relative_to(ROOT).parts):
             text = path.read_text()

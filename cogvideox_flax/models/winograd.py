@@ -31,8 +31,8 @@ TILES = range(64, 1281)
 PRODUCTS = 4, 9
 """An output has so many here, and so many in the plain sum."""
 
-NAME = "winograd"
-"""Of the function in the jaxpr, by which its products are known."""
+SCOPE = "winograd"
+"""The name by which its products are known in a jaxpr."""
 
 Strip = Float[Array, "B 1 h W O"]
 
@@ -63,32 +63,30 @@ def convolve(
         strip: rows, from `strip_of`.
     """
 
-    def strips(x: Array, kernel: Array, start: Array) -> Array:
-        batch, frames, height = start.shape[:3]
-        x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
-        weights = [taps.reshape(-1, taps.shape[-1]) for taps in _both(_of_taps, kernel.astype(jnp.float32))]
+    batch, frames, height = start.shape[:3]
+    x = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
+    weights = [taps.reshape(-1, taps.shape[-1]) for taps in _both(_of_taps, kernel.astype(jnp.float32))]
 
-        def put_strip(s: Int[Array, ""], y: Array) -> Array:
-            seen = jax.lax.dynamic_slice_in_dim(x, s * strip, strip + 2, 2)
+    def product(a: Array, b: Array) -> Array:
+        with jax.named_scope(SCOPE):
+            y = jnp.matmul(a.reshape(-1, a.shape[-1]), b, precision=precision(b.dtype))
+        return y.reshape(*a.shape[:-1], -1)
 
-            def put_frame(t: Int[Array, ""], y: Array) -> Array:
-                # in this order: the frames of a strip, which see each other, are in the cache
-                taps = [jax.lax.dynamic_index_in_dim(seen, t + i, 1, keepdims=False) for i in range(len(kernel))]
-                inputs = _both(_of_inputs, jnp.concatenate(taps, -1).astype(jnp.float32))
-                products = [
-                    jnp.matmul(a.reshape(-1, a.shape[-1]), b, precision=precision(b.dtype)).reshape(*a.shape[:-1], -1)
-                    for a, b in zip(inputs, weights, strict=True)
-                ]
-                at = (0, t, s * strip, 0, 0)
-                before = jax.lax.dynamic_slice(y, at, (batch, 1, strip, *y.shape[3:]))
-                return jax.lax.dynamic_update_slice(y, finish(_outputs(products)[:, None], before), at)
+    def put_strip(s: Int[Array, ""], y: Array) -> Array:
+        seen = jax.lax.dynamic_slice_in_dim(x, s * strip, strip + 2, 2)
 
-            return jax.lax.fori_loop(0, frames, put_frame, y)
+        def put_frame(t: Int[Array, ""], y: Array) -> Array:
+            # in this order: the frames of a strip, which see each other, are in the cache
+            taps = [jax.lax.dynamic_index_in_dim(seen, t + i, 1, keepdims=False) for i in range(len(kernel))]
+            inputs = _both(_of_inputs, jnp.concatenate(taps, -1).astype(jnp.float32))
+            sums = _outputs([product(*pair) for pair in zip(inputs, weights, strict=True)])
+            at = (0, t, s * strip, 0, 0)
+            before = jax.lax.dynamic_slice(y, at, (batch, 1, strip, *y.shape[3:]))
+            return jax.lax.dynamic_update_slice(y, finish(sums[:, None], before), at)
 
-        return jax.lax.fori_loop(0, height // strip, put_strip, start)
+        return jax.lax.fori_loop(0, frames, put_frame, y)
 
-    strips.__name__ = NAME
-    return jax.jit(strips)(x, kernel, start)
+    return jax.lax.fori_loop(0, height // strip, put_strip, start)
 
 
 def _both(transform: Callable[[Array, int], list[Array]], x: Array) -> list[Array]:

@@ -53,7 +53,11 @@ def _count(jaxpr: Jaxpr) -> Flops:
         shapes: list[Any] = [getattr(x.aval, "shape", ()) for x in (*eqn.invars, *eqn.outvars)]
         if name == "dot_general":
             ((contracted, _), _) = params["dimension_numbers"]
-            total += Flops(2 * prod(shapes[2]) * prod(shapes[0][i] for i in contracted))
+            flops = 2 * prod(shapes[2]) * prod(shapes[0][i] for i in contracted)
+            if winograd.SCOPE in str(eqn.source_info.name_stack):
+                fewer, plain = winograd.PRODUCTS
+                flops = flops * plain // fewer
+            total += Flops(flops)
         elif name == "conv_general_dilated":
             spec = params["dimension_numbers"].rhs_spec
             taps = prod(shapes[1][i] for i in spec[1:])  # input channels of a group, and space
@@ -62,9 +66,6 @@ def _count(jaxpr: Jaxpr) -> Flops:
             if params.get("cost_estimate") is None:
                 raise ValueError(f"the kernel {params.get('name')} does not say what it costs")
             total += Flops(kernels=int(params["cost_estimate"].flops))
-        elif params.get("name") == winograd.NAME:
-            fewer, all_of_them = winograd.PRODUCTS
-            total += Flops(_count(params["jaxpr"].jaxpr).rest * all_of_them // fewer)
         elif name == "scan":
             total += _count(params["jaxpr"].jaxpr) * params["length"]
         elif name == "cond":
