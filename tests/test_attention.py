@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import Blocks, attend, nvidia, splash, triton, xla
+from cogvideox_flax.attention import Blocks, attend, cpu, nvidia, splash, triton, xla
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
 
@@ -39,6 +39,51 @@ def test_exact(queries, keys):
     np.testing.assert_allclose(jax.jit(attend)(*args), textbook(*args), atol=2e-6)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), (300, 1), (1025, 1500), (60, 2100)])
+@pytest.mark.parametrize("kv_len", [None, [1, 1], [1, 1200]])
+@pytest.mark.parametrize("window", [None, (2200, 2200), (40, 300)])
+def test_form_for_cpus_is_that_for_others(queries, keys, kv_len, window, monkeypatch):
+    """Both for lengths of any block, on whatever the test runs."""
+    monkeypatch.setattr(cpu, "TILE", 2**18)
+    lengths = None if kv_len is None else jnp.minimum(jnp.asarray(kv_len), keys)
+    args = *random(queries, keys), lengths
+    options = {"window": window, "dtype": jnp.float32}
+    out, weight = jax.jit(partial(cpu.attend, **options))(*args)
+    expected, expected_weight = jax.jit(partial(xla.running, **options))(*args)
+    # a row whose window holds no real key is finite, and means nothing
+    lengths = np.full(2, keys) if kv_len is None else np.asarray(lengths)
+    first = np.arange(queries) - (window or (keys, 0))[0]
+    real = first < lengths[:, None]
+    assert np.isfinite(out).all() and real.any()
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    np.testing.assert_allclose(weight[real], expected_weight[real], atol=2e-5)
+    if window != (40, 300):
+        np.testing.assert_allclose(out, textbook(*args[:3], kv_len and [min(n, keys) for n in kv_len]), atol=2e-6)
+
+
+@pytest.mark.parametrize("above", [0, 30, 55, 65, 100, 127, 150, 3000])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_scores_far_below_their_bound(above, dtype):
+    """In powers of two: up to where the sums relative to it, and their reciprocals, are too small for float32."""
+    q, k, v = random(200, 1300, batch=1, heads=2, dim=64)
+    # across all else, so that no score has it and the bound of all has
+    q, k = q.at[..., 0].set((8 * above * np.log(2)) ** 0.5).at[..., 1].set(0), k.at[..., 0].set(0)
+    k = k.at[..., 1].set((8 * above * np.log(2)) ** 0.5)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    expected = textbook(q, k, v)
+    exact = {"atol": 5e-6} if dtype == jnp.float32 else {"atol": 0.004, "rtol": 2**-8}
+    out, weight = cpu.attend(q, k, v, None, window=None, dtype=dtype)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, **exact)
+    expected_weight = xla.running(q, k, v, None, window=None, dtype=dtype)[1]
+    np.testing.assert_allclose(weight, expected_weight, atol=3e-5)
+    if dtype == jnp.float32:
+        scale = random(200, 1, batch=1, heads=2, dim=64)[0]
+        found = jax.grad(lambda *args: (scale * xla.attend(*args)).sum(), (0, 1, 2))(q, k, v)
+        at_once = jax.grad(lambda *args: (scale * plainly(*args)).sum(), (0, 1, 2))(q, k, v)
+        for a, b in zip(found, at_once, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
+
+
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 def test_large_logits(scale):
     args = random(130, 1300, scale=scale)
@@ -57,7 +102,7 @@ def test_equal_keys_average_the_values():
 @pytest.mark.parametrize("rise", [1.0, 30.0, 3000.0])
 @pytest.mark.parametrize("kv_len", [None, 1250])
 def test_later_keys_that_score_far_higher(rise, kv_len):
-    """Where sums relative to the first keys would overflow, the maximum runs."""
+    """Where sums relative to the first keys would overflow."""
     q, k, v = random(600, 1300, batch=1, heads=1, dim=64)
     q = jnp.abs(q)
     k = jnp.abs(k) * jnp.where(jnp.arange(1300) < 900, jnp.arange(1300) / 900, rise)[:, None, None]
