@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cogvideox_flax.config import TextEncoderConfig
-from conversion.rules import Alias, Ignore, Rule, Table, linear
+from conversion.rules import Alias, Ignore, Rule, Table
 
 BLOCK = r"encoder\.block\.(?P<slot>\d+)\."
 ATTENTION = BLOCK + r"layer\.0\.SelfAttention\."
@@ -18,14 +18,14 @@ def text_encoder_table(config: TextEncoderConfig) -> Table:
         # only the first block stores the table; all blocks share it
         Rule(r"encoder\.block\.0\.layer\.0\.SelfAttention\.relative_attention_bias\.weight", "position_bias"),
         Rule(BLOCK + r"layer\.0\.layer_norm\.weight", "blocks.norm_attn.scale"),
-        *linear(ATTENTION + "q", "blocks.attn.q", bias=False),
-        *linear(ATTENTION + "k", "blocks.attn.k", bias=False),
-        *linear(ATTENTION + "v", "blocks.attn.v", bias=False),
-        *linear(ATTENTION + "o", "blocks.attn.out", bias=False),
+        Rule(ATTENTION + r"q\.weight", "blocks.attn.q.weight"),
+        Rule(ATTENTION + r"k\.weight", "blocks.attn.k.weight"),
+        Rule(ATTENTION + r"v\.weight", "blocks.attn.v.weight"),
+        Rule(ATTENTION + r"o\.weight", "blocks.attn.out.weight"),
         Rule(BLOCK + r"layer\.1\.layer_norm\.weight", "blocks.norm_mlp.scale"),
-        *linear(MLP + "wi_0", "blocks.mlp.gate", bias=False),
-        *linear(MLP + "wi_1", "blocks.mlp.up", bias=False),
-        *linear(MLP + "wo", "blocks.mlp.down", bias=False),
+        Rule(MLP + r"wi_0\.weight", "blocks.mlp.gate.weight"),
+        Rule(MLP + r"wi_1\.weight", "blocks.mlp.up.weight"),
+        Rule(MLP + r"wo\.weight", "blocks.mlp.down.weight"),
         Rule(r"encoder\.final_layer_norm\.weight", "norm_out.scale"),
         Ignore(r"decoder\..*", "only the encoder is used"),
         Ignore(r"lm_head\..*", "only the encoder is used"),

@@ -28,19 +28,20 @@ def test_learning_rate_warms_up_and_decays():
 def test_only_kernels_and_embeddings_decay():
     mask = parameters(_decayed({"t": Transformer(SMALL, rngs=nnx.Rngs(0)), "e": TextEncoder(TEXT, rngs=nnx.Rngs(0))}))
     decayed = {name for name, value in mask.items() if value}
-    assert all(name.endswith(("kernel", "embedding")) for name in decayed)
-    assert not any(name.endswith("kernel") for name in set(mask) - decayed)
+    assert all(name.endswith(("kernel", "weight", "embedding")) for name in decayed)
+    assert not any(name.endswith(("kernel", "weight")) for name in set(mask) - decayed)
 
 
 def test_muon_steps_are_orthogonal_where_they_should_be():
-    model = {"transformer": jax.tree.map(jnp.asarray, Transformer(SMALL, rngs=nnx.Rngs(0)))}
+    model = {"transformer": Transformer(SMALL, rngs=nnx.Rngs(0)), "text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(0))}
+    model = jax.tree.map(jnp.asarray, model)
     config = OptimizerConfig(kind="muon", learning_rate=0.01, warmup_steps=0, weight_decay=0.0, clip_norm=1e9)
     optimizer = make_optimizer(config, 10)
     noise = np.random.default_rng(0)
     gradients = jax.tree.map(lambda x: jnp.asarray(noise.normal(size=x.shape) ** 3, jnp.float32), model)
     steps, _ = optimizer.update(gradients, optimizer.init(model), model)
-    moved = {name: np.asarray(step) for name, step in parameters(steps["transformer"]).items()}
-    for name in ("blocks.attn.q.kernel", "blocks.mlp.down.kernel"):  # each layer by itself
+    moved = {name: np.asarray(step) for part in steps.values() for name, step in parameters(part).items()}
+    for name in ("blocks.attn.q.kernel", "blocks.mlp.down.kernel", "blocks.mlp.gate.weight"):  # each layer by itself
         for layer in moved[name]:
             singular = np.linalg.svd(layer, compute_uv=False)
             assert singular[0] < 2 * singular[-3], name  # the very smallest of a square matrix take more iterations

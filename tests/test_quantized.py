@@ -15,7 +15,7 @@ from reference import save_layout
 from cogvideox_flax import CogVideoXPipeline, cli, sharding
 from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, parameters, read_manifest, verify
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear
+from cogvideox_flax.layers import Linear, TransposedLinear
 from cogvideox_flax.lora import add_lora
 from cogvideox_flax.models import quantized as q
 from cogvideox_flax.quantization import quantize_checkpoint
@@ -74,12 +74,16 @@ def test_both_products_of_float8_agree():
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), ("float8", 0.06)])
-@pytest.mark.parametrize("activations", [False, True])
-def test_a_quantized_map_is_the_map_within_its_rounding(kind, most, activations):
-    linear = jax.vmap(lambda key: Linear(64, 48, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
-    linear.bias[...] = random(3, 48, seed=2)
-    small = q._quantized(linear, kind, activations)
-    assert small.kernel.dtype == q.KINDS[kind].dtype and small.scale.shape == (3, 48)
+@pytest.mark.parametrize("sort", [Linear, TransposedLinear])
+def test_a_quantized_map_is_the_map_within_its_rounding(kind, most, sort):
+    linear = jax.vmap(lambda key: sort(64, 48, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+    if sort is Linear:
+        linear.bias[...] = random(3, 48, seed=2)
+    small = q._quantized(linear, kind)
+    weights = small.kernel if sort is Linear else small.weight
+    assert weights.dtype == q.KINDS[kind].dtype and small.scale.shape == (3, 48)
+    with pytest.raises(InputError, match=f"{kind} already"):
+        q._quantized(small, kind)
     x = random(5, 64, seed=1)
 
     def apply(module):
@@ -88,6 +92,8 @@ def test_a_quantized_map_is_the_map_within_its_rounding(kind, most, activations)
     exact, found = apply(linear), apply(small)
     error = jnp.sqrt(jnp.square(found - exact).mean()) / exact.std()
     assert 0 < error < most
+    if sort is not Linear:
+        return
     reverse = jax.lax.scan(lambda _, m: (None, m.float32(x, lambda w: w[..., ::-1])), None, small)[1]
     np.testing.assert_allclose(reverse, found[..., ::-1], rtol=1e-5, atol=1e-5)
 

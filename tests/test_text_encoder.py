@@ -97,7 +97,7 @@ def test_float16_survives_activations_whose_product_overflows():
     mlp = jax.tree.map(lambda w: 100 * w, mlp)
     x = jnp.linspace(1, 9, 8)[None, None]
     exact = mlp(x)
-    assert jnp.abs(jax.nn.gelu(mlp.gate(x)) * mlp.up(x)).max() > jnp.finfo(jnp.float16).max
+    assert jnp.abs(jax.nn.gelu(mlp.gate.float32(x)) * mlp.up.float32(x)).max() > jnp.finfo(jnp.float16).max
     half = jax.tree.map(lambda w: w.astype(jnp.float16), mlp)(x.astype(jnp.float16))
     assert half.dtype == jnp.float32
     assert relative_error(half, exact) < 1e-2
@@ -182,7 +182,7 @@ def test_every_fault_of_a_checkpoint_is_reported(tiny, tmp_path):
     message = str(error.value)
     assert "4 faults" in message
     assert "missing  embedding (shared.weight)" in message
-    assert "missing  blocks.mlp.down.kernel layer 2 (encoder.block.2.layer.1.DenseReluDense.wo.weight)" in message
+    assert "missing  blocks.mlp.down.weight layer 2 (encoder.block.2.layer.1.DenseReluDense.wo.weight)" in message
     assert "unused   encoder.block.4.layer_norm.weight" in message
     assert "unused   encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight" in message
 

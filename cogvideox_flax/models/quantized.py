@@ -2,9 +2,10 @@
 products and the activations have 8 bits too.
 
 A weight is kernel * scale with one scale per output, which puts the largest absolute value of its column at the end of
-the kind's range. With `activations`, rows of x are rounded likewise as they come and the result is scaled back: nothing
-is calibrated. int8 sums are exact integers, float8's are float32. Only the maps inside blocks are: embeddings, norms,
-time and output stay as they are, since there a rounding is not averaged over thousands of terms.
+the kind's range. In the transformer, rows of x are rounded likewise as they come and the result is scaled back: nothing
+is calibrated. int8 sums are exact integers, float8's are float32. T5 has weights of 8 bits only: its few tokens wait
+for weights, not for products. Only the maps inside blocks are: embeddings, norms, time and output stay as they are,
+since there a rounding is not averaged over thousands of terms.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, Order, precision, same_arrays
+from cogvideox_flax.layers import Linear, Order, TransposedLinear, same_arrays, times_transposed
 
 
 @dataclass(frozen=True)
@@ -32,31 +33,26 @@ class Kind:
 KINDS: dict[str, Kind] = {"int8": Kind(jnp.int8, 127), "float8": Kind(jnp.float8_e4m3fn, 448)}
 """As checkpoints call them -> kind. For evenly filled rows int8 rounds finer; float8 (e4m3) minds outliers less."""
 
-MAPS: dict[str, tuple[bool, tuple[tuple[str, str], ...]]] = {
-    "transformer": (True, (*(("attn", name) for name in ("q", "k", "v", "out")), ("mlp", "up"), ("mlp", "down"))),
-    "text_encoder": (
-        False,
-        (*(("attn", name) for name in ("q", "k", "v", "out")), *(("mlp", name) for name in ("gate", "up", "down"))),
-    ),
+_ATTENTION = tuple(("attn", name) for name in ("q", "k", "v", "out"))
+MAPS: dict[str, tuple[tuple[str, str], ...]] = {
+    "transformer": (*_ATTENTION, ("mlp", "up"), ("mlp", "down")),
+    "text_encoder": (*_ATTENTION, ("mlp", "gate"), ("mlp", "up"), ("mlp", "down")),
 }
-"""Component -> whether activations have 8 bits too, and the linear maps of its blocks that are quantized."""
+"""Component -> the linear maps of its blocks that are quantized."""
 
 
 class QuantizedLinear(nnx.Module):
-    """y = x @ (kernel * scale) + bias. kernel: 8 bits [in, out]; scale: float32 [out]."""
+    """y = x @ (kernel * scale) + bias, with x rounded to 8 bits row by row. kernel: 8 bits [in, out]; scale: [out]."""
 
     def __init__(
         self,
         kernel: Num[Array, "*layers in out"],
         scale: Float32[Array, "*layers out"],
         bias: Float[Array, "*layers out"] | None,
-        *,
-        activations: bool,
     ):
         self.kernel = nnx.Param(kernel)
         self.scale = nnx.Param(scale)
         self.bias = nnx.Param(bias) if bias is not None else None
-        self.activations = activations
 
     def float32(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float32[Array, "*batch out"]:
         """The sum before rounding to the input's dtype, for callers that compute on."""
@@ -64,15 +60,11 @@ class QuantizedLinear(nnx.Module):
         def put(w: Array) -> Array:
             return w if order is None else order(w)
 
-        kernel, scale = put(self.kernel[...]), put(self.scale[...])
-        if self.activations:
-            kind = kind_of(kernel.dtype)
-            assert kind is not None
-            rounded, factor = round_to(kind, x, axis=-1)
-            y = _product(rounded, kernel) * factor
-        else:
-            y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32, precision=precision(x.dtype))
-        y = y * scale
+        kernel = put(self.kernel[...])
+        kind = kind_of(kernel.dtype)
+        assert kind is not None
+        rounded, factor = round_to(kind, x, axis=-1)
+        y = _product(rounded, kernel) * factor * put(self.scale[...])
         if self.bias is not None:
             y = y + put(self.bias[...]).astype(jnp.float32)
         return y
@@ -80,6 +72,18 @@ class QuantizedLinear(nnx.Module):
     def __call__(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float[Array, "*batch out"]:
         """order: as for `layers.Linear`."""
         return self.float32(x, order).astype(x.dtype)
+
+
+class QuantizedTransposedLinear(nnx.Module):
+    """y = x @ weight.T * scale, x as it is. weight: 8 bits [out, in]; scale: float32 [out]."""
+
+    def __init__(self, weight: Num[Array, "*layers out in"], scale: Float32[Array, "*layers out"]):
+        self.weight = nnx.Param(weight)
+        self.scale = nnx.Param(scale)
+
+    def float32(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
+        """As for `layers.TransposedLinear`."""
+        return times_transposed(x, self.weight[...]) * self.scale[...]
 
 
 def kind_of(dtype: Any) -> str | None:
@@ -123,23 +127,31 @@ def quantize(component: str, module: Any, kind: str = "int8") -> Any:
     Raises:
         InputError: they have 8 bits already.
     """
-    activations, maps = MAPS[component]
     result = same_arrays(module)
-    for part, name in maps:
+    for part, name in MAPS[component]:
         owner = getattr(result.blocks, part)
-        setattr(owner, name, _quantized(getattr(owner, name), kind, activations))
+        setattr(owner, name, _quantized(getattr(owner, name), kind))
     return result
 
 
-def _quantized(linear: Linear, kind: str, activations: bool) -> QuantizedLinear:
-    """Layer by layer: a float32 copy of all layers at once would be gigabytes."""
-    if isinstance(linear, QuantizedLinear):
-        raise InputError(f"these weights are {kind_of(linear.kernel.dtype)} already")
+def _quantized(linear: Linear | TransposedLinear, kind: str) -> QuantizedLinear | QuantizedTransposedLinear:
+    """The map with a leading layer axis in 8 bits."""
+    if isinstance(linear, TransposedLinear):
+        return QuantizedTransposedLinear(*_round_layers(linear.weight[...], kind, axis=1))
+    if isinstance(linear, Linear):
+        bias = None if linear.bias is None else linear.bias[...]
+        return QuantizedLinear(*_round_layers(linear.kernel[...], kind, axis=0), bias)
+    (found,) = {kind_of(leaf.dtype) for leaf in jax.tree.leaves(linear)} - {None}
+    raise InputError(f"these weights are {found} already")
 
-    def one(_: None, kernel: Array) -> tuple[None, tuple[Array, Array]]:
-        rounded, scale = round_to(kind, kernel, axis=-2)
-        return None, (rounded, scale[0])
 
-    _, (kernel, scale) = jax.lax.scan(one, None, linear.kernel[...])
-    bias = None if linear.bias is None else linear.bias[...]
-    return QuantizedLinear(kernel, scale, bias, activations=activations)
+def _round_layers(
+    weights: Float[Array, "layers m n"], kind: str, axis: int
+) -> tuple[Num[Array, "layers m n"], Float32[Array, "layers out"]]:
+    """Layer by layer: a float32 copy of all layers at once would be gigabytes. axis: the one of a layer's inputs."""
+
+    def one(_: None, layer: Array) -> tuple[None, tuple[Array, Array]]:
+        rounded, scale = round_to(kind, layer, axis)
+        return None, (rounded, scale.squeeze(axis))
+
+    return jax.lax.scan(one, None, weights)[1]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TextEncoderConfig
-from cogvideox_flax.layers import Linear, precision, stack, through
+from cogvideox_flax.layers import TransposedLinear, precision, stack, through
 
 
 class TextEncoder(nnx.Module):
@@ -43,7 +43,7 @@ class TextEncoder(nnx.Module):
         """
         dtype = self.embedding[...].dtype
         buckets = position_buckets(ids.shape[1], self.config.position_buckets, self.config.position_max_distance)
-        bias = jnp.moveaxis(self.position_bias[...].astype(jnp.float32)[buckets], -1, 0)
+        bias = _pick(self.position_bias[...].astype(jnp.float32), buckets)
 
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
             return sharding.layer_weights("text_encoder", block)(x, bias, dtype), None
@@ -74,19 +74,22 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: TextEncoderConfig, *, rngs: nnx.Rngs):
         inner = config.heads * config.head_dim
         self.heads = config.heads
-        self.q = Linear(config.width, inner, bias=False, rngs=rngs)
-        self.k = Linear(config.width, inner, bias=False, rngs=rngs)
-        self.v = Linear(config.width, inner, bias=False, rngs=rngs)
-        self.out = Linear(inner, config.width, bias=False, rngs=rngs)
+        self.q = TransposedLinear(config.width, inner, rngs=rngs)
+        self.k = TransposedLinear(config.width, inner, rngs=rngs)
+        self.v = TransposedLinear(config.width, inner, rngs=rngs)
+        self.out = TransposedLinear(inner, config.width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L E"], bias: Float32[Array, "N L L"]) -> Float32[Array, "B L E"]:
-        def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B L N K"]:
-            return y.reshape(*y.shape[:2], self.heads, -1)
+        def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B N L K"]:
+            return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
 
         # Unscaled logits are large, so rounding q and k shows; at 226 tokens float32 costs little.
         q, k, v = heads(self.q.float32(x)), heads(self.k.float32(x)), heads(self.v.float32(x))
-        logits = jnp.einsum("BQNK,BSNK->BNQS", q, k, precision=precision(q.dtype)) + bias
-        values = jnp.einsum("BNQS,BSNK->BQNK", jax.nn.softmax(logits, axis=-1), v, precision=precision(q.dtype))
+        exact = precision(q.dtype)
+        # the barriers keep a CPU's library of products out of the softmax, where its exponential is slow
+        logits = jax.lax.optimization_barrier(jnp.matmul(q, k.swapaxes(2, 3), precision=exact)) + bias
+        p = jax.lax.optimization_barrier(jax.nn.softmax(logits, axis=-1))
+        values = jnp.matmul(p, v, precision=exact).swapaxes(1, 2)
         return self.out.float32(values.reshape(*x.shape[:2], -1).astype(x.dtype))
 
 
@@ -94,9 +97,9 @@ class GatedMLP(nnx.Module):
     """down(gelu(gate(x)) * up(x)), with the tanh approximation of GELU."""
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
-        self.gate = Linear(width, hidden, bias=False, rngs=rngs)
-        self.up = Linear(width, hidden, bias=False, rngs=rngs)
-        self.down = Linear(hidden, width, bias=False, rngs=rngs)
+        self.gate = TransposedLinear(width, hidden, rngs=rngs)
+        self.up = TransposedLinear(width, hidden, rngs=rngs)
+        self.down = TransposedLinear(hidden, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L E"]) -> Float32[Array, "B L E"]:
         hidden = jax.nn.gelu(self.gate.float32(x), approximate=True) * self.up.float32(x)
@@ -113,6 +116,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float32[Array, "*batch width"]) -> Float32[Array, "*batch width"]:
         return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
+
+
+def _pick(table: Float32[Array, "rows N"], row: np.ndarray) -> Float32[Array, "N L L"]:
+    """Column by column, the entries of these rows: table[row] with its last axis first.
+
+    As a product with ones and zeros, which is exact; to gather rows one by one takes a CPU ten times as long.
+    """
+    picked = (jnp.arange(len(table))[:, None] == row.reshape(-1)).astype(jnp.float32)
+    return jnp.matmul(table.T, picked, precision=precision(jnp.float32)).reshape(-1, *row.shape)
 
 
 def position_buckets(length: int, num_buckets: int, max_distance: int) -> np.ndarray:

@@ -59,10 +59,10 @@ PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
         (r"pos_embedding", _REPLICATED),
     ),
     "text_encoder": (
-        (r"blocks\.attn\.[qkv]\.kernel", (None, "stored", "heads")),
-        (r"blocks\.attn\.out\.kernel", (None, "heads", "stored")),
-        (r"blocks\.mlp\.(gate|up)\.kernel", (None, "stored", "hidden")),
-        (r"blocks\.mlp\.down\.kernel", (None, "hidden", "stored")),
+        (r"blocks\.attn\.[qkv]\.weight", (None, "heads", "stored")),
+        (r"blocks\.attn\.out\.weight", (None, "stored", "heads")),
+        (r"blocks\.mlp\.(gate|up)\.weight", (None, "hidden", "stored")),
+        (r"blocks\.mlp\.down\.weight", (None, "stored", "hidden")),
         # scales are of quantized weights, one per output
         (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
         (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),

@@ -18,7 +18,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 
 KINDS = ("adamw", "muon")
-_MUON_MATRICES = re.compile(r"(.*\.)?blocks\.(attn|mlp)\.\w+\.kernel")
+_MUON_MATRICES = re.compile(r"(.*\.)?blocks\.(attn|mlp)\.\w+\.(kernel|weight)")
 _MUON_RMS = 0.2  # of a step's entries before the learning rate, about that of AdamW
 
 
@@ -98,9 +98,11 @@ def _muon_axes(params: Any) -> Any:
     """Which axes of a parameter are the matrix that Muon acts on; None where AdamW does. Axis 0 is the layer."""
 
     def axes(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        if leaf.ndim == 3 and _MUON_MATRICES.fullmatch(sharding.parameter_name(path)):
-            return optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        return None
+        found = _MUON_MATRICES.fullmatch(sharding.parameter_name(path))
+        if leaf.ndim != 3 or not found:
+            return None
+        into, out = (1, 2) if found[3] == "kernel" else (2, 1)
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=into, output_axis=out)
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
