@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
+from flax import nnx
 from reference import ARCHITECTURES, convert_component, make_transformer, relative_error, rms_error
 
+from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.layers import MLP
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
 
@@ -137,3 +140,22 @@ def test_refuses(release, shape, context, message, tmp_path):
     model = load_transformer(convert_component("transformer", make_transformer(release), tmp_path))
     with pytest.raises(InputError, match=message):
         model(jnp.zeros(shape), jnp.zeros(context), 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 2051, 8), (1, 6001, 8)])
+def test_many_tokens_go_through_the_mlp_in_pieces_on_a_cpu(shape):
+    """One is of pieces that divide the tokens, one is not; what is held at a time is a piece's."""
+    mlp = MLP(8, rngs=nnx.Rngs(0))
+    x, weight = (jax.random.normal(jax.random.key(i), shape) for i in range(2))
+    at_once = jax.jit(MLP._at_once).lower(mlp, x).compile()
+    in_pieces = jax.jit(MLP.float32).lower(mlp, x).compile()
+    np.testing.assert_allclose(in_pieces(mlp, x), at_once(mlp, x), atol=1e-6)
+    held = [program.memory_analysis().temp_size_in_bytes for program in (in_pieces, at_once)]
+    if jax.default_backend() == "cpu":
+        assert held[0] < 0.8 * held[1]
+    # a mesh shares the tokens out itself
+    with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
+        assert "while" not in jax.jit(MLP.float32).lower(mlp, x).as_text()
+    found, expected = (jax.grad(lambda mlp, f=f: (weight * f(mlp, x)).sum())(mlp) for f in (MLP.float32, MLP._at_once))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))

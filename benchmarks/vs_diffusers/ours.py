@@ -83,9 +83,9 @@ def flops_of(case: Case, folder: Path) -> int:
 
 
 def product(n: int, case: Case) -> Callable[[], object]:
-    """One product of two n x n matrices of the case's dtype."""
+    """One product of two n x n matrices of the case's dtype, given in float32, as the layers have it."""
     x = jax.random.normal(jax.random.key(0), (n, n)).astype(case.dtype)
-    f = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
+    f = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype), preferred_element_type=jnp.float32))
     return lambda: f(x).block_until_ready()
 
 
