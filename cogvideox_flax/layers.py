@@ -19,7 +19,6 @@ Order = Callable[[Float[Array, "*batch n"]], Float[Array, "*batch n"]]
 APART_FROM = 2**25
 """Bytes of a layer's weights from which `apart` takes a stack apart."""
 
-
 CPU_TOKENS = 2048
 """About how many tokens go through an MLP at a time on a CPU, whose products of more rows are slower in bfloat16 and no
 faster in float32: less is held, too."""
@@ -112,8 +111,8 @@ class Linear(nnx.Module):
 class TransposedLinear(nnx.Module):
     """y = x @ weight.T, summed in float32 whatever the dtype. weight: [out, in].
 
-    Weights lie so where x has few rows, as a prompt has. A CPU's products there are by up to twice as fast: what is
-    summed lies together, and is not put so for every call. Accelerators take either.
+    Weights lie so where x has few rows, as a prompt has: a CPU sums what lies together, and so need not lay them out
+    for every call. Accelerators take either.
     """
 
     def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs):
@@ -163,13 +162,14 @@ class MLP(nnx.Module):
         self.down = Linear(4 * width, width, rngs=rngs)
 
     def float32(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
-        if round(x.shape[0] * x.shape[1] / CPU_TOKENS) < 2 or not jax.sharding.get_abstract_mesh().empty:
+        pieces = round(x.shape[0] * x.shape[1] / CPU_TOKENS)
+        # on a mesh tokens are shared out already
+        if pieces < 2 or not jax.sharding.get_abstract_mesh().empty:
             return self._at_once(x)
-        return jax.lax.platform_dependent(x, cpu=self._in_pieces, default=self._at_once)
+        return jax.lax.platform_dependent(x, cpu=lambda x: self._in_pieces(x, pieces), default=self._at_once)
 
-    def _in_pieces(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
+    def _in_pieces(self, x: Float[Array, "B S D"], pieces: int) -> Float32[Array, "B S D"]:
         tokens = x.reshape(-1, x.shape[-1])
-        pieces = round(len(tokens) / CPU_TOKENS)
         padded = jnp.pad(tokens, ((0, -len(tokens) % pieces), (0, 0))).reshape(pieces, 1, -1, x.shape[-1])
         out = jax.lax.map(self._at_once, padded)
         return out.reshape(-1, x.shape[-1])[: len(tokens)].reshape(x.shape)

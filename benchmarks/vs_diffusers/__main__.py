@@ -8,9 +8,10 @@ Each side runs in a process of its own, which loads the part, compiles or warms 
 alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
 result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
 wins by computing something else. "matmul share" is what our side computes a second, as a share of what one large
-matrix product of the same dtype does there (a convolution that takes fewer products counts as a plain one); below the
-table, what it does in each side's library. Weights are random, in the released widths, with fewer layers or all; speed
-does not depend on their values. Several --latent-frames give slopes: seconds and GiB per thousand tokens, or per frame.
+matrix product of the same dtype, given in float32, does there (a convolution that takes fewer products counts as a
+plain one); below the table, what one does in each side's library. Weights are random, in the released widths, with
+fewer layers or all; speed does not depend on their values. Several --latent-frames give slopes: seconds and GiB per
+thousand tokens, or per frame.
 A side that stops, out of memory say, ends its row only; one run of the other side is then measured alone.
 """
 

@@ -100,16 +100,16 @@ def _attend_group(
             pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
             return top, p.sum(-1, keepdims=True), pv
 
-        def by_maximum() -> tuple[Array, Array, Array]:
+        def relative_to_maximum() -> tuple[Array, Array, Array]:
             found = scores()
             # its own derivative is not left out: it takes up what rounding leaves of the row's, whose sum is 0
             return relative_to(found.max(-1, keepdims=True), found)
 
         if bounded:
             sums = relative_to(bound, scores())
-            top, total, out = jax.lax.cond((sums[1] >= LEAST).all(), lambda: sums, by_maximum)
+            top, total, out = jax.lax.cond((sums[1] >= LEAST).all(), lambda: sums, relative_to_maximum)
         else:
-            top, total, out = by_maximum()
+            top, total, out = relative_to_maximum()
         return out / total, (top + jnp.log2(total))[..., 0]
 
     def blocks(x: Float[Array, "G Q n"]) -> Float[Array, "blocks G rows n"]:

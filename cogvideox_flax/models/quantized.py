@@ -3,8 +3,8 @@ products and the activations have 8 bits too.
 
 A weight is kernel * scale with one scale per output, which puts the largest absolute value of its column at the end of
 the kind's range. In the transformer, rows of x are rounded likewise as they come and the result is scaled back: nothing
-is calibrated. int8 sums are exact integers, float8's are float32. T5 has weights of 8 bits only: its few tokens wait
-for weights, not for products. Only the maps inside blocks are: embeddings, norms, time and output stay as they are,
+is calibrated. int8 sums are exact integers, float8's are float32. T5, which runs once, has 8 bits to save memory: its
+activations stay as they are. Only the maps inside blocks are quantized: embeddings, norms, time and output are not,
 since there a rounding is not averaged over thousands of terms.
 """
 

@@ -121,7 +121,7 @@ class RMSNorm(nnx.Module):
 def _pick(table: Float32[Array, "rows N"], row: np.ndarray) -> Float32[Array, "N L L"]:
     """Column by column, the entries of these rows: table[row] with its last axis first.
 
-    As a product with ones and zeros, which is exact; to gather rows one by one takes a CPU ten times as long.
+    As a product with ones and zeros, which is exact: to gather so many short rows one by one is slow on a CPU.
     """
     picked = (jnp.arange(len(table))[:, None] == row.reshape(-1)).astype(jnp.float32)
     return jnp.matmul(table.T, picked, precision=precision(jnp.float32)).reshape(-1, *row.shape)
