@@ -249,8 +249,9 @@ def compiler_options(dtype: str, *, platform: str | None = None, quickly: bool =
     On a TPU a program can be compiled quickly: the decoder in a third of the time, to run a seventh longer.
 
     On a CPU it orders operations for concurrency unless told otherwise, and so copies all weights of a layer out of
-    their stack at once, before the first is needed. There it also widens bfloat16 operands to float32 and moves that
-    out of the loop over layers: a float32 copy of all weights, 21 GiB beside the 10 GiB of a 5B transformer.
+    their stack at once, before the first is needed, and it computes on 256 bits at a time where the CPU has 512. There
+    it also widens bfloat16 operands to float32 and moves that out of the loop over layers: a float32 copy of all
+    weights, 21 GiB beside the 10 GiB of a 5B transformer.
 
     Args:
         platform: "cpu", "gpu" or "tpu"; None is JAX's default one.
@@ -258,7 +259,7 @@ def compiler_options(dtype: str, *, platform: str | None = None, quickly: bool =
     platform = platform or jax.default_backend()
     if platform != "cpu":
         return {"exec_time_optimization_effort": -1.0} if quickly and platform == "tpu" else {}
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_prefer_vector_width": 512}
     if dtype != "float32":
         options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return options

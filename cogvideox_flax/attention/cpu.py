@@ -2,7 +2,7 @@
 
 Operations on little are dear here, since each is handed to all threads and waited for, so there is no loop over keys.
 Nor is there a pass over the scores for their maximum: they are taken relative to |q| max |k|, which none exceeds
-(Cauchy and Schwarz). Where that is too far above them for float32, the block is done again with the maximum.
+(Cauchy and Schwarz). Where that is too far above them for float32, the head is done again with the maximum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from cogvideox_flax.attention.masks import NEVER, attended
 from cogvideox_flax.layers import precision, round_up
@@ -31,6 +31,9 @@ LEAST = 2.0**-60
 """Sums of 2^(score - bound) from here on are taken as they are: little is lost in such differences, and what counts in
 the sums is normal numbers."""
 
+EXP2_FACTORS = [math.log(2) ** n / math.factorial(n) for n in range(4, -1, -1)]
+"""Those of 2^x by powers of x, the highest first."""
+
 
 def attend(
     q: Float[Array, "B Q N K"],
@@ -46,80 +49,97 @@ def attend(
     keys = k.shape[1]
     blocks = -(-queries // max(TILE // keys, ROWS))
     rows = round_up(-(-queries // blocks), ALIGNED)
-    group = max(n for n in range(1, heads + 1) if n == 1 or (heads % n == 0 and n * blocks * rows * keys <= TILE))
 
-    def groups(x: Float[Array, "B S N K"]) -> Float[Array, "groups group S K"]:
-        return x.transpose(0, 2, 1, 3).reshape(-1, group, x.shape[1], dim)
+    def heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "heads S K"]:
+        return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], dim)
 
-    by_maximum = partial(_attend_group, rows=rows, window=window, bounded=False)
+    by_maximum = partial(_attend_head, rows=rows, window=window, bounded=False)
     # float16 has no numbers as small as a bound makes them, and a window may hide all keys from a row of padding
     bounded = window is None and v.dtype != jnp.float16
-    # with a derivative of its own: that of a bounded block would lose what is far below the bound
-    one_group = jax.custom_jvp(partial(_attend_group, rows=rows, window=window, bounded=bounded))
-    one_group.defjvp(partial(jax.jvp, by_maximum))
-    lengths = None if kv_len is None else kv_len.repeat(heads // group)
-    out, weight = jax.lax.map(lambda args: one_group(*args), (groups(q), groups(k), groups(v), lengths))
+    # with a derivative of its own: that of a bounded head would lose what is far below the bound
+    one_head = jax.custom_jvp(partial(_attend_head, rows=rows, window=window, bounded=bounded))
+    one_head.defjvp(partial(jax.jvp, by_maximum))
+    lengths = None if kv_len is None else kv_len.repeat(heads)
+    out, weight = jax.lax.map(lambda args: one_head(*args), (heads_first(q), heads_first(k), heads_first(v), lengths))
     out = out.reshape(batch, heads, queries, dim).transpose(0, 2, 1, 3).astype(dtype)
     return out, weight.reshape(batch, heads, queries).swapaxes(1, 2)
 
 
-def _attend_group(
-    q: Float[Array, "G Q K"],
-    k: Float[Array, "G S K"],
-    v: Float[Array, "G S K"],
+def _attend_head(
+    q: Float[Array, "Q K"],
+    k: Float[Array, "S K"],
+    v: Float[Array, "S K"],
     length: Int[Array, ""] | None,
     *,
     rows: int,
     window: tuple[int, int] | None,
     bounded: bool,
-) -> tuple[Float32[Array, "G Q K"], Float32[Array, "G Q"]]:
-    """Some heads of one batch element, block by block of so many queries."""
-    (group, queries, dim), keys = q.shape, k.shape[1]
+) -> tuple[Float32[Array, "Q K"], Float32[Array, " Q"]]:
+    """One head of one batch element, block by block of so many queries."""
+    (queries, dim), keys = q.shape, len(k)
     exact = precision(q.dtype)
     # 2^x is what the hardware has; the base change rides on the scale
     scale = math.log2(math.e) / math.sqrt(dim)
-    bound = scale * _norms(q) * _norms(k).max(1, keepdims=True)
-
     # written as columns: XLA would have the product with rows of bfloat16 in float32
-    columns = jax.lax.optimization_barrier(k.swapaxes(1, 2))
+    columns = jax.lax.optimization_barrier(k.T)
 
-    def one_block(block: tuple[Array, Array, Array]) -> tuple[Float32[Array, "G rows K"], Float32[Array, "G rows"]]:
+    def scores(q: Float[Array, "rows K"], first: Int[Array, ""]) -> Float32[Array, "rows S"]:
+        # the barriers here keep XLA from giving all of this to the library of its products, whose 2^x is slow
+        plain = jnp.matmul(q, columns, preferred_element_type=jnp.float32, precision=exact)
+        plain = scale * jax.lax.optimization_barrier(plain)
+        if length is None and window is None:
+            return plain
+        real = jnp.int32(keys) if length is None else length
+        return jnp.where(attended(first + jnp.arange(rows), jnp.arange(keys), real, window), plain, NEVER)
+
+    def sums(p: Float[Array, "rows S"]) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows K"]]:
+        p = jax.lax.optimization_barrier(p)
+        pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
+        return p.sum(-1, keepdims=True, dtype=jnp.float32), pv
+
+    def relative_to_maximum(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        q, _, first = block
+        found = scores(q, first)
+        # its own derivative is not left out: it takes up what rounding leaves of the row's, whose sum is 0
+        top = found.max(-1, keepdims=True)
+        return top, *sums(jnp.exp2(found - top))
+
+    def relative_to_bound(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q, bound, first = block
+        below = scores(q, first) - bound
+        return bound, *sums(_exp2_bfloat16(below) if v.dtype == jnp.bfloat16 else jnp.exp2(below))
 
-        def scores() -> Float32[Array, "G rows S"]:
-            # the barriers here keep XLA from giving all of this to the library of its products, whose 2^x is slow
-            plain = jnp.matmul(q, columns, preferred_element_type=jnp.float32, precision=exact)
-            plain = scale * jax.lax.optimization_barrier(plain)
-            if length is None and window is None:
-                return plain
-            real = jnp.int32(keys) if length is None else length
-            return jnp.where(attended(first + jnp.arange(rows), jnp.arange(keys), real, window), plain, NEVER)
+    def blocks(x: Float[Array, "Q n"]) -> Float[Array, "blocks rows n"]:
+        padded = jnp.pad(x, ((0, -queries % rows), (0, 0)))
+        return jax.lax.optimization_barrier(padded.reshape(-1, rows, x.shape[-1]))
 
-        def relative_to(top: Float32[Array, "G rows 1"], scores: Array) -> tuple[Array, Array, Array]:
-            p = jax.lax.optimization_barrier(jnp.exp2(scores - top))
-            pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
-            return top, p.sum(-1, keepdims=True), pv
-
-        def relative_to_maximum() -> tuple[Array, Array, Array]:
-            found = scores()
-            # its own derivative is not left out: it takes up what rounding leaves of the row's, whose sum is 0
-            return relative_to(found.max(-1, keepdims=True), found)
-
-        if bounded:
-            sums = relative_to(bound, scores())
-            top, total, out = jax.lax.cond((sums[1] >= LEAST).all(), lambda: sums, relative_to_maximum)
-        else:
-            top, total, out = relative_to_maximum()
-        return out / total, (top + jnp.log2(total))[..., 0]
-
-    def blocks(x: Float[Array, "G Q n"]) -> Float[Array, "blocks G rows n"]:
-        padded = jnp.pad(x, ((0, 0), (0, -queries % rows), (0, 0)))
-        return jax.lax.optimization_barrier(padded.reshape(group, -1, rows, x.shape[-1]).swapaxes(0, 1))
-
-    out, weight = jax.lax.map(one_block, (blocks(q), blocks(bound), jnp.arange(0, queries, rows)))
-    out, weight = out.swapaxes(0, 1).reshape(group, -1, dim), weight.swapaxes(0, 1).reshape(group, -1)
-    return out[:, :queries], weight[:, :queries]
+    bound = scale * _norms(q) * _norms(k).max()
+    operands = blocks(q), blocks(bound), jnp.arange(0, queries, rows)
+    if bounded:
+        found = jax.lax.map(relative_to_bound, operands)
+        kept = (found[1] >= LEAST).all()
+        found = jax.lax.cond(kept, lambda: found, lambda: jax.lax.map(relative_to_maximum, operands))
+    else:
+        found = jax.lax.map(relative_to_maximum, operands)
+    top, total, out = (x.reshape(-1, x.shape[-1])[:queries] for x in found)
+    return out / total, (top + jnp.log2(total))[:, 0]
 
 
-def _norms(x: Float[Array, "G S K"]) -> Float32[Array, "G S 1"]:
+def _exp2_bfloat16(x: Float32[Array, "*any"]) -> BFloat16[Array, "*any"]:
+    """2^x for x up to 127, rounded; 0 from -127 down.
+
+    By Taylor's polynomial between -1/2 and 1/2, to 5e-5 of itself, and the exponent set by its bits. XLA's own, rounded
+    in the same pass, takes twice as long; in a pass of its own, the memory's time once more.
+    """
+    x = jnp.maximum(x, -127)
+    whole = jnp.round(x)
+    rest, power = x - whole, jnp.float32(EXP2_FACTORS[0])
+    for factor in EXP2_FACTORS[1:]:
+        power = power * rest + factor
+    bits = jax.lax.bitcast_convert_type(power, jnp.int32) + (whole.astype(jnp.int32) << 23)
+    nearest = (bits + (1 << 15)) >> 16
+    return jax.lax.bitcast_convert_type(nearest.astype(jnp.int16), jnp.bfloat16)
+
+
+def _norms(x: Float[Array, "S K"]) -> Float32[Array, "S 1"]:
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))
