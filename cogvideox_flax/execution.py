@@ -140,7 +140,7 @@ class Program:
         kept: Executables | None,
     ):
         self.name, self._f, self._mesh, self._what, self._kept = recipe.name, recipe.function(), mesh, what, kept
-        self._apart = recipe.apart if mesh is None and jax.default_backend() == "cpu" else ()
+        self._apart, self._on_one_cpu = recipe.apart, mesh is None and jax.default_backend() == "cpu"
         self._jit = jax.jit(self._f, compiler_options=dict(options), donate_argnums=recipe.donate)
         self._compiled: dict[Any, Any] = {}
 
@@ -149,7 +149,7 @@ class Program:
         return self._executable(self._as_they_run(args), announce)
 
     def _as_they_run(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(apart(arg) if i in self._apart else arg for i, arg in enumerate(args))
+        return (apart(args[0]), *args[1:]) if self._on_one_cpu and self._apart(*args) else args
 
     def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
         leaves, tree = jax.tree.flatten(args)

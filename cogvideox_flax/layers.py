@@ -59,7 +59,7 @@ def apart(module: T) -> T:
     A scan cuts each layer's weights out of their stack, which XLA does for a CPU by copying them: every prompt would
     read and write all of the text encoder's once more, a tenth of its time. Arguments of their own are used where they
     lie, which is where the stack has them: nothing is copied here either. (Where thousands of tokens go through a
-    layer, as in the transformer, the copy takes no time that shows, and a scan needs less memory beside it.)
+    layer, the copy takes no time that shows, and a scan needs less memory beside it.)
 
     Returns:
         The module itself where a layer's weights are less than `APART_FROM` bytes: those stay in the cache, and what

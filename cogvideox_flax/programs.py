@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from cogvideox_flax import sharding
+from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
@@ -20,8 +22,21 @@ from cogvideox_flax.video import to_uint8
 OFS = 2.0
 """The motion scalar that the released pipeline gives to releases that take one."""
 
+FEW_TOKENS = 4096
+"""Below it a CPU notices whether a layer's weights are copied before it multiplies by them."""
+
 Carry = tuple[Float32[Array, "B T h w C"], Any]
 """Latents and the sampler's state, from step to step."""
+
+
+def always(*args: Any) -> bool:
+    """For `Recipe.apart`."""
+    return True
+
+
+def never(*args: Any) -> bool:
+    """For `Recipe.apart`."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,8 @@ class Recipe:
     make, given: `make(*given)` is the function to be jitted.
     donate: arguments whose memory the result may take.
     quickly: it runs once in a run, and takes longer to compile than to run.
-    apart: arguments that are models whose layers, on one CPU, are better given one by one (`layers.apart`).
+    apart: of the arguments: whether the layers of the first, a model, are on one CPU better given one by one
+        (`layers.apart`).
     """
 
     name: str
@@ -40,7 +56,7 @@ class Recipe:
     given: tuple[Any, ...] = ()
     donate: tuple[int, ...] = ()
     quickly: bool = False
-    apart: tuple[int, ...] = ()
+    apart: Callable[..., bool] = never
 
     def function(self) -> Callable[..., Any]:
         """To be jitted."""
@@ -85,6 +101,16 @@ def _make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
         return jax.tree.map(sharding.constrain, (x, state)), jnp.isfinite(x).all()
 
     return step
+
+
+def few_tokens(config: TransformerConfig, latents: Float[Array, "B T h w C"], both: Float[Array, "GB L E"]) -> bool:
+    """Whether all tokens that go through the transformer in a step are fewer than `FEW_TOKENS`."""
+    return both.shape[0] * (both.shape[1] + math.prod(latents.shape[1:4]) // config.patch_volume) < FEW_TOKENS
+
+
+def _few_of_step(transformer: Transformer, both: Float[Array, "GB L E"], *others: Any) -> bool:
+    carry: Carry = others[-1]
+    return few_tokens(transformer.config, carry[0], both)
 
 
 def _make_loop(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
@@ -139,17 +165,18 @@ def _make_run(
 
 def encoding() -> Recipe:
     """Arguments as for `encode`."""
-    return Recipe("text encoder", _make_encode, apart=(0,))
+    return Recipe("text encoder", _make_encode, apart=always)
 
 
 def denoising_step(sampler: Scheduler) -> Recipe:
     """Arguments as for the step that `_make_step` makes."""
-    return Recipe("denoising step", _make_step, (sampler,))
+    return Recipe("denoising step", _make_step, (sampler,), apart=_few_of_step)
 
 
 def denoising_loop(sampler: Scheduler) -> Recipe:
     """All steps: the arguments of a step without its number."""
-    return Recipe("denoising loop", _make_loop, (sampler,), donate=(5,))  # the carry
+    donated = (5,)  # the carry
+    return Recipe("denoising loop", _make_loop, (sampler,), donated, apart=_few_of_step)
 
 
 def decoding(scaling_factor: float, output_type: str, tiles: Tiling | None) -> Recipe:

@@ -30,6 +30,7 @@ from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import Program, Watch, stoppable
 from cogvideox_flax.models.text_encoder import TextEncoder
+from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.plan import bytes_per_device
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
@@ -150,28 +151,40 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
     assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]
 
 
-def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, monkeypatch):
+@pytest.mark.parametrize("loop", [False, True])
+def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, monkeypatch):
     expected = pipe("red", **SMALL, output_type="float").frames
     monkeypatch.setattr(layers, "APART_FROM", 0)
-    apart = layers.apart(pipe.text_encoder)
-    assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == pipe.text_encoder.config.layers
-    for whole, *rows in zip(*map(jax.tree.leaves, (pipe.text_encoder.blocks, *apart.blocks)), strict=True):
-        for i, row in enumerate(rows):
-            np.testing.assert_array_equal(row, whole[i])
-            place = i * row.nbytes
-            if place % 64 == 0:  # XLA:CPU takes no other places
-                assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
+    for model in (pipe.text_encoder, pipe.transformer):
+        apart = layers.apart(model)
+        assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == model.config.layers
+        for whole, *rows in zip(*map(jax.tree.leaves, (model.blocks, *apart.blocks)), strict=True):
+            for i, row in enumerate(rows):
+                np.testing.assert_array_equal(row, whole[i])
+                place = i * row.nbytes
+                if place % 64 == 0:  # XLA:CPU takes no other places
+                    assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
     taken = []
     monkeypatch.setattr(execution, "apart", lambda module: taken.append(type(module)) or layers.apart(module))
-    found = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")("red", **SMALL, output_type="float").frames
+    again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
+    found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
-    assert set(taken) == {TextEncoder}
+    assert set(taken) == {TextEncoder, Transformer}
 
 
-def test_layers_lie_apart_only_where_that_helps(pipe):
+def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
     assert layers.apart(pipe.text_encoder) is pipe.text_encoder  # small
-    spread = Program(programs.encoding(), {}, sharding.make_mesh(1, 2, 1), "", None)
-    assert spread._apart == () and Program(programs.encoding(), {}, None, "", None)._apart == (0,)
+    monkeypatch.setattr(layers, "APART_FROM", 0)
+    ids = jnp.ones((1, 226), jnp.int32)
+    for mesh in (None, sharding.make_mesh(1, 2, 1)):
+        program = Program(programs.encoding(), {}, mesh, "", None)
+        (encoder, _) = program._as_they_run((pipe.text_encoder, ids))
+        assert isinstance(encoder.blocks, nnx.List) == (mesh is None)
+    program = Program(programs.denoising_step(DDIMScheduler(pipe.scheduler.config)), {}, None, "", None)
+    for frames, few in ((1, True), (27, False)):  # 28x28 patches of each
+        both, x = jnp.ones((2, 226, 32)), jnp.zeros((1, frames, 56, 56, 16))
+        transformer, *_ = program._as_they_run((pipe.transformer, both, None, None, None, 0, (x, None)))
+        assert isinstance(transformer.blocks, nnx.List) == few
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ from cogvideox_flax.checkpoint import LOADERS, read_manifest
 from cogvideox_flax.execution import GIB, Program, compiler_options, fetch
 from cogvideox_flax.layers import precision
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.programs import Recipe, encoding
+from cogvideox_flax.programs import Recipe, always, encoding, few_tokens, never
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
@@ -39,7 +39,7 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=(0,) if component == "text_encoder" else ())
+    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=APART.get(component, never))
     program = _program(recipe, case)
     return lambda: fetch(program(module, *given.values(), announce=False))
 
@@ -61,6 +61,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "decode": lambda module, z: module.decode(z),
 }
 """Part -> what our side computes."""
+
+
+APART: dict[str, Callable[..., bool]] = {
+    "text_encoder": always,
+    "transformer": lambda module, x, context: few_tokens(module.config, x, context),
+}
+"""Component -> `Recipe.apart`, as in the pipeline's programs."""
 
 
 def flops_of(case: Case, folder: Path) -> int:

@@ -18,7 +18,7 @@ from cogvideox_flax import rope, sharding
 from cogvideox_flax.attention import attend
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid, stack
+from cogvideox_flax.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid, stack, through
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Transformer(nnx.Module):
             return block(_spread(x), emb, is_text, rotary, length), None
 
         # a scan's body needs no barrier against common subexpressions
-        x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, self.blocks)
+        x = through(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, self.blocks)
 
         # cut when a token is narrow again
         x = self.proj_out.float32(self.norm_out(self.norm_final(x), emb))
