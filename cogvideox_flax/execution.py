@@ -146,9 +146,10 @@ class Program:
 
     def prepare(self, *args: Any, announce: bool) -> Any:
         """The executable for arguments of these shapes, which may be shapes only."""
-        return self._executable(self._as_they_run(args), announce)
+        return self._executable(self.as_it_takes(args), announce)
 
-    def _as_they_run(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def as_it_takes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with the model's layers one by one where they run so; whoever calls often does this once."""
         return (apart(args[0]), *args[1:]) if self._on_one_cpu and self._apart(*args) else args
 
     def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
@@ -174,7 +175,7 @@ class Program:
         if not jit:
             with jax.disable_jit(), self._on_mesh():
                 return self._f(*args)
-        args = self._as_they_run(args)
+        args = self.as_it_takes(args)
         executable = self._executable(args, announce)
         with self._on_mesh():
             return executable(*args)

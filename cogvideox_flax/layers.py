@@ -63,8 +63,10 @@ def apart(module: T) -> T:
 
     Returns:
         The module itself where a layer's weights are less than `APART_FROM` bytes: those stay in the cache, and what
-        is not scanned takes longer to compile.
+        is not scanned takes longer to compile. And where it is taken apart already.
     """
+    if isinstance(module.blocks, nnx.List):  # type: ignore[attr-defined]
+        return module
     leaves, structure = jax.tree.flatten(module.blocks)  # type: ignore[attr-defined]
     if sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves) < APART_FROM:
         return module

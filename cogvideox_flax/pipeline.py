@@ -384,7 +384,9 @@ class CogVideoXPipeline(Components):
 
         program = self._programs.get(programs.denoising_step(sampler))
         if self.watch.jit:
-            program.prepare(*fixed, *self._programs.put((jnp.int32(0), carry)), announce=progress)
+            first = program.as_it_takes((*fixed, *self._programs.put((jnp.int32(0), carry))))
+            program.prepare(*first, announce=progress)
+            fixed = first[: len(fixed)]  # so that no step takes the transformer apart again
         done = 0
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
         bar = tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress)

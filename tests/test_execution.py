@@ -165,11 +165,19 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
                 if place % 64 == 0:  # XLA:CPU takes no other places
                     assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
     taken = []
-    monkeypatch.setattr(execution, "apart", lambda module: taken.append(type(module)) or layers.apart(module))
+
+    def watched(module):
+        result = layers.apart(module)
+        if result is not module:
+            taken.append(type(module))
+        return result
+
+    monkeypatch.setattr(execution, "apart", watched)
     again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
     found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert set(taken) == {TextEncoder, Transformer}
+    assert SMALL["num_inference_steps"] > 1 and taken.count(Transformer) == 1  # not in each step
 
 
 def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
@@ -178,12 +186,12 @@ def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
     ids = jnp.ones((1, 226), jnp.int32)
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
         program = Program(programs.encoding(), {}, mesh, "", None)
-        (encoder, _) = program._as_they_run((pipe.text_encoder, ids))
+        (encoder, _) = program.as_it_takes((pipe.text_encoder, ids))
         assert isinstance(encoder.blocks, nnx.List) == (mesh is None)
     program = Program(programs.denoising_step(DDIMScheduler(pipe.scheduler.config)), {}, None, "", None)
     for frames, few in ((1, True), (27, False)):  # 28x28 patches of each
         both, x = jnp.ones((2, 226, 32)), jnp.zeros((1, frames, 56, 56, 16))
-        transformer, *_ = program._as_they_run((pipe.transformer, both, None, None, None, 0, (x, None)))
+        transformer, *_ = program.as_it_takes((pipe.transformer, both, None, None, None, 0, (x, None)))
         assert isinstance(transformer.blocks, nnx.List) == few
 
 
