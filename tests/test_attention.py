@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import gpu
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import Blocks, attend, cpu, nvidia, splash, triton, xla
+from cogvideox_flax.attention import Blocks, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.execution import compiler_options
+from cogvideox_flax.sharding.tokens import group_of
 
 
 def textbook(q, k, v, kv_len=None):
@@ -190,6 +193,20 @@ def test_same_on_a_mesh(mesh):
     with jax.set_mesh(sharding.make_mesh(*mesh)):
         out = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=jnp.array([37, 20])))(q, k, v)
     np.testing.assert_allclose(out, textbook(q, k, v, [37, 20]), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads"), [((1, 2, 1), 4), ((1, 4, 1), 6), ((1, 4, 1), 3), ((1, 8, 1), 7), ((1, 1, 2), 4), ((2, 2, 2), 4)]
+)
+@pytest.mark.parametrize("kv_len", [None, 600, [700, 250]])
+def test_long_sequences_on_a_mesh(mesh, heads, kv_len):
+    """More than are attended to at once: heads that divide, rings of groups and of devices, and heads of zeros."""
+    assert (group_of(heads // mesh[2], mesh[1]) < mesh[1]) == (heads in (6, 3))
+    args = random(700, 700, heads=heads)
+    lengths = jnp.array(kv_len) if isinstance(kv_len, list) else kv_len
+    with jax.set_mesh(sharding.make_mesh(*mesh)):
+        found = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths))(*args)
+    np.testing.assert_allclose(found, textbook(*args, kv_len), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -386,8 +403,8 @@ def test_a_last_narrow_block_of_queries():
 def with_cudnn(monkeypatch):
     """Lowers for an NVIDIA GPU that is not there."""
     pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(nvidia, "present", lambda: True)
+    for module, name, answer in gpu.answers():
+        monkeypatch.setattr(module, name, answer)
 
     def lowered(*args, **options):
         return jax.jit(partial(attend, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
@@ -437,17 +454,213 @@ def test_cudnn_says_what_it_does_not_serve(with_cudnn, dim, dtype, window, messa
         with_cudnn(*random(8, 8, dim=dim, dtype=dtype), backend="cudnn", window=window)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 @pytest.mark.parametrize("backend", ["cudnn", "triton"])
 def test_kernels_for_gpus_without_one_are_refused(backend):
     with pytest.raises(InputError, match=f"'{backend}': it needs an NVIDIA GPU"):
         attend(*random(8, 8, dtype=jnp.bfloat16), backend=backend)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("backend", ["cudnn", "triton"])
-@pytest.mark.parametrize("kv_len", [None, 1000, [3, 1030]])
-def test_kernels_for_gpus_are_exact_on_one(backend, kv_len):
-    args = random(600, 1030, dim=64, dtype=jnp.bfloat16)
-    out = attend(*args, kv_len=jnp.array(kv_len) if isinstance(kv_len, list) else kv_len, backend=backend)
-    np.testing.assert_allclose(np.asarray(out, np.float32), textbook(*args, kv_len), atol=2e-2)
+# --- values and scores as large and as small as float32 holds
+
+
+FORMS = {
+    "running": partial(xla.running, window=None),
+    "at_once": lambda *args, dtype: (xla.at_once(*args, window=None),),
+    "cpu": partial(cpu.attend, window=None),
+    "splash": lambda *args, dtype: (splash.attend(*args, blocks=SMALL, interpret=True),),
+    "triton": lambda *args, dtype: (triton.attend(*args, interpret=True),),
+}
+"""All exact forms of one device: f(q, k, v, kv_len, dtype=) -> the result, and of some the weights of the scores."""
+
+
+def as_in_runs(f):
+    """Compiled with the options of runs, and optimised: XLA then fuses other operations, and rounds in other places."""
+    options = compiler_options("float32", platform="cpu") | {"xla_backend_optimization_level": 3}
+    return jax.jit(f, compiler_options=options)
+
+
+def attend_by(form, q, k, v, kv_len=None):
+    return as_in_runs(partial(FORMS[form], dtype=q.dtype))(q, k, v, kv_len)[0]
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "splash"])
+@pytest.mark.parametrize("gain", [1.0, 1.3, 3.0])
+@pytest.mark.parametrize("kv_len", [None, 555])
+def test_float16(form, gain, kv_len):
+    """Queries and keys as layer norm leaves them, times a gain: from 1.3 on, 2^score may be more than float16 holds."""
+    q, k, v = random(140, 600, batch=1, heads=2, dim=64)
+    q, k = (gain * (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True) for x in (q, k))
+    q, k, v = (x.astype(jnp.float16) for x in (q, k, v))
+    found = attend_by(form, q, k, v, None if kv_len is None else jnp.array([kv_len]))
+    assert found.dtype == jnp.float16
+    # a probability is rounded to 2^-11 of itself, or to 2^-25 where float16 is subnormal, and then the result is
+    atol = (2.0**-11 + 600 * 2.0**-25) * float(jnp.abs(v).max())
+    np.testing.assert_allclose(np.asarray(found, np.float64), textbook(q, k, v, kv_len), atol=atol, rtol=2**-11)
+
+
+@pytest.mark.parametrize("backend", ["splash", "stock"])
+def test_kernels_for_tpus_refuse_float16(backend):
+    args = random(600, 600, dim=64, dtype=jnp.float16)
+    with pytest.raises(InputError, match=f"'{backend}': it computes in bfloat16 or float32; got float16. Take 'auto'"):
+        attend(*args, backend=backend, interpret=True)
+    with pytest.raises(InputError, match="bfloat16 or float32; got float16"):
+        splash.attend_part(*args, jnp.array([600, 600]), interpret=True)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 1)])  # whole, and a ring of two groups
+def test_auto_is_no_kernel_for_float16_on_a_tpu(mesh):
+    args = random(1200, 1200, heads=6, dim=64, dtype=jnp.float16)
+    with jax.set_mesh(sharding.make_mesh(*mesh)):
+        text = jax.jit(attend).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert "custom_call @tpu_custom_call" not in text
+
+
+LARGE_SCORES = [12, 14, 31, 47, 57]
+"""Powers of 2 of queries and of keys: scores of about 1e9, 1e10, 1e20, 1e30, and the largest that are served."""
+
+
+def with_large_scores(dim, dtype, kv_len):
+    """A clip per entry of LARGE_SCORES. All products are exact in float32, each key is there three times, and for all
+    queries but few the best keys are far above the others."""
+    random = np.random.default_rng(0)
+    q, k = (np.round(4 * random.normal(size=(n, 1, dim))) for n in (140, 200))
+    q, k = (np.stack([x * 2.0**n for n in LARGE_SCORES]) for x in (q, np.repeat(k, 3, 0)))
+    v = random.normal(size=k.shape)
+    bound = np.linalg.norm(q, axis=-1).max() * np.linalg.norm(k, axis=-1).max()
+    assert 2.0**124 < bound < 2.0**126
+    length = None if kv_len is None else jnp.full(len(q), kv_len)
+    past = np.arange(600)[:, None, None] >= (kv_len or 600)
+    k, v = np.where(past, 30 * k, k), np.where(past, 1e4, v)
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), length
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dim", "kv_len"), [(48, None), (64, None), (64, 555), (128, 555)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_scores_up_to_the_largest(form, dim, dtype, kv_len):
+    q, k, v, length = with_large_scores(dim, dtype, kv_len)
+    found = np.asarray(attend_by(form, q, k, v, length), np.float32)
+    v = np.asarray(v[:, :kv_len], np.float32)
+    assert np.isfinite(found).all()
+    # in bfloat16 probabilities and the result are rounded
+    room = (2.0**-22 if dtype == jnp.float32 else 2.0**-8) * np.abs(v).max()
+    assert (found <= v.max(1, keepdims=True) + room).all() and (found >= v.min(1, keepdims=True) - room).all()
+
+    scores = np.einsum("bqnk,bsnk->bqns", *(np.asarray(x[:, :kv_len], np.float64) for x in (q, k)))[..., ::3]
+    best, second = np.moveaxis(np.sort(scores, -1)[..., :-3:-1], -1, 0)
+    # a score may be off by 2^-9 of |q| |k| in one form, which is less than half of this
+    clear = best - second > 0.1 * scores.std(-1)
+    assert clear.mean() > 0.7
+    np.testing.assert_allclose(found[clear], textbook(q, k[:, :kv_len], v)[clear], atol=room)
+
+
+@pytest.mark.parametrize("form", ["running", "cpu"])
+def test_gradients_at_large_scores(form):
+    q, k, v, _ = with_large_scores(64, jnp.float32, None)
+    found = as_in_runs(jax.grad(lambda *args: FORMS[form](*args, None, dtype=q.dtype)[0].sum(), (0, 1, 2)))(q, k, v)
+    # of dq and dk, what is left after rounding is times 2^57
+    assert all(jnp.isfinite(x).all() for x in found)
+    scores = np.einsum("bqnk,bsnk->bnqs", *(np.asarray(x, np.float64) for x in (q, k))) / 8
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = (p / p.sum(-1, keepdims=True)).sum(2).swapaxes(1, 2)
+    np.testing.assert_allclose(found[2], np.broadcast_to(expected[..., None], v.shape), atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [-70, 70])
+def test_norms_that_float32_does_not_hold(form, power):
+    """Squares of queries are 0 or infinity, and those of keys the other; scores are ordinary."""
+    q, k, v = random(140, 600, batch=1, heads=2, dim=64)
+    expected = textbook(q, k, v)
+    found = attend_by(form, q * 2.0**power, k * 2.0**-power, v)
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bound", [28.0, 99.0])
+@pytest.mark.parametrize("value", [1e-30, 1e-24, 1e-6, 1.0, 1e6, 1e20, 1e33])
+def test_values_of_any_size(form, bound, value):
+    """Queries whose every score is the largest that the head may have, and others for which it is the least; powers
+    of 2. Channels of other sizes beside, and one of zeros."""
+    _, _, v = random(1, 600, batch=1, heads=1, dim=64)
+    sizes = jnp.ones(64).at[0].set(0).at[1].set(1e-3).at[2].set(1e3)
+    u = jnp.zeros(64).at[3].set(1)
+    q = jnp.where(jnp.arange(140) % 2, 1, -1)[:, None] * u * bound * np.log(2) * 8
+    k = jnp.broadcast_to(u, (600, 64))
+    expected = textbook(q[None, :, None], k[None, :, None], np.asarray(v * sizes, np.float64))
+    found = attend_by(form, q[None, :, None], k[None, :, None], v * sizes * value)
+    sizes = np.where(sizes > 0, sizes, 1)
+    np.testing.assert_allclose(np.asarray(found, np.float64) / value / sizes, expected / sizes, atol=1e-5)
+
+
+def modes(bound, value=1.0, least=None, keys=600, window=None, length=None):
+    """Of a head with such a bound of its scores, and such values."""
+    q = jnp.zeros((1, 8, 1, 64)).at[0, 3, 0, 5].set(bound)
+    k = jnp.zeros((1, keys, 1, 64)).at[0, 2, 0, 5].set(1)
+    v = jnp.full((1, keys, 1, 64), value)
+    v = v if least is None else v.at[..., 7].set(least)
+    if length is not None:  # what is past it does not count
+        past = (jnp.arange(keys) >= length)[:, None, None]
+        k, v = jnp.where(past, 1e30, k), jnp.where(past, 1e30, v)
+    lengths = jnp.array([keys if length is None else length])
+    return int(splash._modes(q, k, splash._columns(v, 128), lengths, window)[0])
+
+
+def test_modes_of_heads():
+    online, referred, bounded = splash.ONLINE, splash.REFERRED, splash.BOUNDED
+    assert modes(99) == modes(10, 1e6) == modes(99, 1e-0, least=0.0) == modes(90, least=1e-3) == bounded
+    assert modes(101) == modes(99, 1e6) == modes(99, least=1e-3) == modes(99, 1e-3) == modes(2.0**17) == referred
+    assert modes(2.0**18) == modes(200, 2.0**40) == modes(np.inf) == modes(np.nan) == modes(10, np.inf) == online
+    assert modes(99, length=500) == bounded and modes(101, length=500) == referred
+    assert modes(10, window=(40, 40)) == referred and modes(2.0**18, window=(40, 40)) == online
+    # sums of values stay below 2^127
+    assert modes(99, 2.0**17, keys=600) == bounded and modes(99, 2.0**17, keys=1100) == referred
+    assert modes(0, 2.0**116, keys=600) == bounded and modes(0, 2.0**116, keys=1100) == online
+
+
+@pytest.fixture(params=["online", "referred", "bounded"])
+def mode(request, monkeypatch):
+    """All heads run so, whatever they need."""
+    which = getattr(splash, request.param.upper())
+    monkeypatch.setattr(splash, "_modes", lambda q, *_: jnp.full(q.shape[0] * q.shape[2], which, jnp.int32))
+    return request.param
+
+
+@pytest.mark.parametrize("kv_len", [1, 128, 513, [1, 700], [640, 512]])
+def test_kernel_in_every_mode(mode, kv_len):
+    q, k, v = random(140, 700, heads=1, dim=64)
+    past = jnp.arange(700)[None, :, None, None] >= np.broadcast_to(kv_len, 2)[:, None, None, None]
+    k, v = jnp.where(past, 30.0, k), jnp.where(past, 1e4, v)
+    np.testing.assert_allclose(interpreted(q, k, v, kv_len), textbook(q, k, v, kv_len), atol=5e-6)
+    lengths = jnp.broadcast_to(jnp.asarray(kv_len), 2)
+    out, weight = splash.attend_part(q, k, v, lengths, blocks=SMALL, interpret=True)
+    expected, expected_weight = xla.attend_part(q, k, v, lengths)
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+    np.testing.assert_allclose(weight, expected_weight, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e15])
+@pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 130)])
+def test_windows_at_large_scores(scale, window):
+    """Referred, and online."""
+    q, k, v = random(700, 700, batch=1, heads=1, dim=64)
+    q, k = scale * q, scale * k
+    expected = xla.attend(q.astype(jnp.float32), k, v, window=window)
+    largest = float(jnp.abs(jnp.einsum("bqnk,bsnk->bnqs", q, k)).max() / 8)
+    found = interpreted(q, k, v, window=window)
+    assert jnp.isfinite(found).all()
+    off = np.abs(found - expected).max(-1)
+    # at most few queries do not know which of two keys is the best
+    assert np.mean(off < 1e-5 + min(largest * 2**-21, 1e-3) * np.abs(v).max()) > 0.995
+
+
+@pytest.mark.parametrize("excess", [58, 62, 79, 81, 95, 99])
+@pytest.mark.parametrize("value", [1.0, 2.0**39])
+def test_kernel_with_large_values_of_keys_far_above_the_first(excess, value):
+    """Sums that are scaled down, or done again, and would overflow with the values."""
+    q, k, v = random(128, 1300, batch=1, heads=1, dim=64, scale=0.1)
+    q = q.at[..., 0].set(80.0)
+    k = k.at[..., 0].set(-20.0).at[0, 1100:1102, 0, 0].set(-20.0 + excess * np.log(2) / 10)
+    expected = textbook(q, k, v)
+    found = interpreted(q, k, v * value)
+    np.testing.assert_allclose(found / value, expected, atol=5e-5)

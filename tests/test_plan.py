@@ -244,6 +244,15 @@ def test_command(request_, capsys):
     assert "height is 481" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mesh", [["--mesh", "1,1,1"], []])
+def test_float16_is_refused_before_compiling(mesh, capsys, monkeypatch):
+    monkeypatch.setattr("cogvideox_flax.plan._stage", lambda *_: pytest.fail("something was compiled"))
+    command = ["plan", "--dtype", "float16", "--release", "cogvideox-2b", "--topology", "v6e:1x1", *mesh]
+    assert cli.main(command) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: float16 is not served on TPUs")
+
+
 def test_a_release_is_known_before_there_is_a_checkpoint():
     manifest = Manifest.of_release(RELEASES["cogvideox-2b"])
     assert manifest.release is RELEASES["cogvideox-2b"] and not manifest.weights

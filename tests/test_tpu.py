@@ -59,6 +59,14 @@ def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
     assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, short, short, short).as_text()
 
 
+def test_float16_is_left_to_xla():
+    shape = (1, 1500, 2, 64)
+    assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, shape, shape, shape, dtype=jnp.float16).as_text()
+    shapes = (1, 4, 11, 37, 128), (3, 3, 3, 128, 128), (128,), (1, 2, 11, 37, 128)
+    compiled = compile_for("v6e:2x4", lambda *args: conv3d(*args), *shapes, dtype=jnp.float16)
+    assert "tpu_custom_call" not in compiled.as_text()
+
+
 def test_a_ring_overlaps_its_kernel_with_the_traffic():
     """Four heads over eight chips: two groups, each chip's keys on their way while it computes with those it has."""
     mesh = tpu.topology_mesh("v6e:2x4", (1, 8, 1))

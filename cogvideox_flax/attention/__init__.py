@@ -28,14 +28,15 @@ def _best(
     *,
     window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """Where there is enough for them to do, on a TPU our kernel, and on an NVIDIA GPU in 16 bit cuDNN's or, for what it
-    does not serve, ours; plain XLA elsewhere."""
+    """Where there is enough for them to do, on a TPU our kernel, but in float16, and on an NVIDIA GPU in 16 bit cuDNN's
+    or, for what it does not serve, ours; plain XLA elsewhere."""
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
-    kernel = partial(splash.attend, window=window)
-    where: dict[str, Callable[..., Array]] = {"tpu": kernel}
+    where: dict[str, Callable[..., Array]] = {}
+    if splash.why_not(q) is None:
+        where["tpu"] = partial(splash.attend, window=window)
     if cudnn.why_not(q, window) is None:
         where["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # no mask where there are no lengths
     elif _flash_on_gpus(q):
@@ -49,7 +50,7 @@ def _best_part(
     """Where there is enough for them to do, our kernels; plain XLA elsewhere. cuDNN's does not tell what keys weigh."""
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return xla.attend_part(q, k, v, kv_len)
-    where: dict[str, Part] = {"tpu": splash.attend_part}
+    where: dict[str, Part] = {"tpu": splash.attend_part} if splash.why_not(q) is None else {}
     if _flash_on_gpus(q):
         where["cuda"] = triton.attend_part
     return jax.lax.platform_dependent(q, k, v, kv_len, **where, default=xla.attend_part)
@@ -96,10 +97,18 @@ def attend(
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v, softmax in float32, result in q's dtype.
 
+    Finite, and exact but for rounding, where float32 holds the products and sums: |q| |k| below 2^126 for every query
+    and key, and |v| times the number of keys below 2^126. Products are rounded as float32, so a score is known to 2^-24
+    of |q| |k| log2(e) / sqrt(K) times a few; where that is more than 1, a query attends among the keys that it nearly
+    ties. Numbers below 2^-126 count as 0, products of a probability and a value among them. Of kernels that are not
+    ours, "stock" and "cudnn", none of this was tested.
+
     Args:
-        q, k, v: any float dtype, the same for all three; no limit on lengths, which need not divide anything.
+        q, k, v: float32, bfloat16 or float16, the same for all three; no limit on lengths, which need not divide
+            anything. "splash" and "stock" do not take float16, which the compiler for TPUs does not in a kernel;
+            "auto" is plain XLA there.
         kv_len: how many keys are real, in all or per batch element (1 to S; an array is clipped to that range, since
-            its values may only be known on the device). Keys past it are never attended.
+            its values may only be known on the device). Keys past it are never attended; their values must be finite.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
         interpret: run a Pallas backend in interpret mode (on any device, slowly).
         window: (left, right): attend only keys from `left` before the query's position to `right` after it. A query
@@ -109,7 +118,8 @@ def attend(
         blocks: tile sizes of the splash kernel, in place of those of its table.
 
     Raises:
-        InputError: shapes or dtypes disagree, kv_len out of range, unknown backend, nothing to interpret.
+        InputError: shapes or dtypes disagree, kv_len out of range, unknown backend, one that does not serve the dtype
+            or this machine, nothing to interpret.
     """
     if backend not in BACKENDS:
         raise InputError(f"unknown attention backend {backend!r}; known are {', '.join(BACKENDS)}")

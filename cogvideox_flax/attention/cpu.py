@@ -2,7 +2,8 @@
 
 Operations on little are dear here, since each is handed to all threads and waited for, so there is no loop over keys.
 Nor is there a pass over the scores for their maximum: they are taken relative to |q| max |k|, which none exceeds
-(Cauchy and Schwarz). Where that is too far above them for float32, the head is done again with the maximum.
+(Cauchy and Schwarz). Where that is too far above them for float32, or for the values, the head is done again with the
+maximum.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
+from cogvideox_flax.attention.bounds import least_but_zero, norms
 from cogvideox_flax.attention.masks import NEVER, attended
 from cogvideox_flax.layers import precision, round_up
 
@@ -30,6 +32,10 @@ ALIGNED = 16
 LEAST = 2.0**-60
 """Sums of 2^(score - bound) from here on are taken as they are: little is lost in such differences, and what counts in
 the sums is normal numbers."""
+
+LEAST_TIMES_VALUE = 2.0**-80
+"""The same of these sums times the largest value of a channel: a million products that count as 0, being below 2^-126,
+are together no more than 2^-26 of that."""
 
 EXP2_FACTORS = [math.log(2) ** n / math.factorial(n) for n in range(4, -1, -1)]
 """Those of 2^x by powers of x, the highest first."""
@@ -82,15 +88,15 @@ def _attend_head(
     scale = math.log2(math.e) / math.sqrt(dim)
     # written as columns: XLA would have the product with rows of bfloat16 in float32
     columns = jax.lax.optimization_barrier(k.T)
+    real = jnp.int32(keys) if length is None else length
 
-    def scores(q: Float[Array, "rows K"], first: Int[Array, ""]) -> Float32[Array, "rows S"]:
+    def products(q: Float[Array, "rows K"], first: Int[Array, ""]) -> Float32[Array, "rows S"]:
         # the barriers here keep XLA from giving all of this to the library of its products, whose 2^x is slow
-        plain = jnp.matmul(q, columns, preferred_element_type=jnp.float32, precision=exact)
-        plain = scale * jax.lax.optimization_barrier(plain)
+        found = jnp.matmul(q, columns, preferred_element_type=jnp.float32, precision=exact)
+        found = jax.lax.optimization_barrier(found)
         if length is None and window is None:
-            return plain
-        real = jnp.int32(keys) if length is None else length
-        return jnp.where(attended(first + jnp.arange(rows), jnp.arange(keys), real, window), plain, NEVER)
+            return found
+        return jnp.where(attended(first + jnp.arange(rows), jnp.arange(keys), real, window), found, NEVER)
 
     def sums(p: Float[Array, "rows S"]) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows K"]]:
         p = jax.lax.optimization_barrier(p)
@@ -99,25 +105,29 @@ def _attend_head(
 
     def relative_to_maximum(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q, _, first = block
-        found = scores(q, first)
+        found = products(q, first)
         # its own derivative is not left out: it takes up what rounding leaves of the row's, whose sum is 0
         top = found.max(-1, keepdims=True)
-        return top, *sums(jnp.exp2(found - top))
+        # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
+        return scale * top, *sums(jnp.exp2(scale * (found - top)))
 
     def relative_to_bound(block: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q, bound, first = block
-        below = scores(q, first) - bound
+        below = scale * products(q, first) - bound
         return bound, *sums(_exp2_bfloat16(below) if v.dtype == jnp.bfloat16 else jnp.exp2(below))
 
     def blocks(x: Float[Array, "Q n"]) -> Float[Array, "blocks rows n"]:
         padded = jnp.pad(x, ((0, -queries % rows), (0, 0)))
         return jax.lax.optimization_barrier(padded.reshape(-1, rows, x.shape[-1]))
 
-    bound = scale * _norms(q) * _norms(k).max()
+    is_real = jnp.arange(keys) < real
+    # above every score however the products are rounded: by dim 2^-24 of |q| |k|, and the norms by as much
+    bound = scale * (1 + dim * 2.0**-22) * norms(q)[:, None] * jnp.where(is_real, norms(k), 0).max()
     operands = blocks(q), blocks(bound), jnp.arange(0, queries, rows)
     if bounded:
         found = jax.lax.map(relative_to_bound, operands)
-        kept = (found[1] >= LEAST).all()
+        value = least_but_zero(jnp.where(is_real[:, None], jnp.abs(v), 0).max(0))
+        kept = (found[1] >= jnp.maximum(LEAST, LEAST_TIMES_VALUE / value)).all()
         found = jax.lax.cond(kept, lambda: found, lambda: jax.lax.map(relative_to_maximum, operands))
     else:
         found = jax.lax.map(relative_to_maximum, operands)
@@ -139,7 +149,3 @@ def _exp2_bfloat16(x: Float32[Array, "*any"]) -> BFloat16[Array, "*any"]:
     bits = jax.lax.bitcast_convert_type(power, jnp.int32) + (whole.astype(jnp.int32) << 23)
     nearest = (bits + (1 << 15)) >> 16
     return jax.lax.bitcast_convert_type(nearest.astype(jnp.int16), jnp.bfloat16)
-
-
-def _norms(x: Float[Array, "S K"]) -> Float32[Array, "S 1"]:
-    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True))

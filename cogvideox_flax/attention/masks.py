@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""A logit that no key reaches; differences of it stay finite."""
+"""A score that no key reaches, below -2^126 as it is; differences of it stay finite."""
 
 
 def attended(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
+from typing import Any
 
 import jax
 
@@ -23,6 +25,18 @@ def why_not(head_dim: int) -> str | None:
 @cache
 def present() -> bool:
     """Whether JAX runs on an NVIDIA GPU of the Ampere generation or later."""
-    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
+    if jax.default_backend() not in ("gpu", "cuda") or "cuda" not in jax.devices()[0].client.platform_version.lower():
         return False
     return float(getattr(jax.devices()[0], "compute_capability", 0)) >= AMPERE
+
+
+def cudnn_version() -> tuple[int, int, int] | None:
+    """(major, minor, patch) of the cuDNN that JAX has loaded, or would load; None where JAX has no plugin for NVIDIA
+    GPUs, or that does not say."""
+    try:
+        versions: Any = importlib.import_module("jax._src.lib").cuda_versions
+        number = int(versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError, TypeError):
+        return None
+    large = 10000 if number >= 90000 else 1000  # 9.15.1 is 91501, 8.9.7 was 8907
+    return number // large, number % large // 100, number % 100

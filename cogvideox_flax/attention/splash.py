@@ -7,14 +7,19 @@ of 128 lanes. Softmax is base 2, in float32; scale and log2(e) ride on the queri
 Keys past their length are never attended. Chunks and slices of keys that all queries see run without any mask; what is
 left at a ragged end goes in pieces of 128 keys with one.
 
-No maximum runs along. Softmax is the same relative to any reference, and float32 holds 2^-126 to 2^127, so:
+Softmax is the same relative to any reference, and float32 holds 2^-126 to 2^127, so most heads need no running maximum.
+Each head runs in one of three modes, which its numbers choose (`_modes`). Scores here are base 2, and no score is
+larger than max |q| max |k| (Cauchy-Schwarz):
 
-* Where no score of a head can exceed 2^100, the reference is 0. By Cauchy-Schwarz that is so if max |q| max |k| <= 100,
-  which holds where queries and keys are normalised, as CogVideoX's are. It is read off the numbers, head by head.
-* Elsewhere it is each query's largest score among the first keys. If a chunk's sum then passes 2^100, its work is
-  dropped and the chunk is done again with a running maximum; past 2^60, all is scaled down by that much.
+* bounded: relative to 0. Scores are at most 100, no sum of values passes 2^126, and a million products that underflow
+  do not show in any channel. So it is where queries and keys are normalised, as CogVideoX's are.
+* referred: relative to each query's largest score among the first keys. If a chunk's sum then passes 2^80, its work is
+  dropped and the chunk is done again with a running maximum; past 2^60, all is scaled down by that much. Scores are at
+  most 2^17, so that a score as it is among other keys in a product differs by 1 at most; values are below 2^40.
+* online: relative to a running maximum, taken anew for every 128 keys. For all else: no probability exceeds 1.
 
-So every input is exact, and only scores of a kind that no model is known to make cost more than a subtraction.
+So the kernel serves all that `attend` says, and only scores and values of a kind that no model is known to have cost
+more than a subtraction. Scaled queries are rounded to their dtype, so in bfloat16 a score is known to 2^-9 of |q| |k|.
 
 Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691), splash attention in jax (the grid).
 """
@@ -30,21 +35,42 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention.blocks import LANES, Blocks, choose_blocks
+from cogvideox_flax.attention.bounds import least_but_zero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
+from cogvideox_flax.attention.masks import NEVER
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import precision
 
+DTYPES = (jnp.bfloat16, jnp.float32)
+"""What the compiler for TPUs takes in a kernel. In float16, bounded probabilities would overflow, too."""
+
+ONLINE, REFERRED, BOUNDED = range(3)
+"""Modes of a head; see above."""
+
 BOUND = 100.0
-"""Scores, in powers of 2, up to which no maximum is kept: 2^100 times a million keys is a float32, and so is 2^-100."""
+"""Scores, in powers of 2, up to which a head may be bounded: 2^100 times a million keys is a float32, and so is 2^-100.
+"""
+
+LARGEST_SUM = 126.0
+"""Power of 2 of what sums of a bounded head's values may reach."""
+
+REFERRED_BOUND = 2.0**17
+"""Scores up to which a head may be referred."""
+
+REFERRED_VALUE = 2.0**40
+"""Values below which a head may be referred."""
+
+FITS = 80.0
+"""Power of 2 below which sums of a referred head are kept, in each of eight parts: times its values, a float32."""
+
+STEP = 60.0
+"""Powers of 2 by which sums of a referred head that have grown past that are scaled down."""
 
 NAME = "cogvideox_splash"
 
-STEP = 60.0
-"""Powers of 2 by which sums that have grown past that are scaled down."""
-
-_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no key reaches; differences of it stay finite
 _SUBLANES = 8  # of a float32 register
 
 Window = tuple[int, int]
@@ -85,7 +111,7 @@ class _Kernel:
     def __call__(
         self,
         length_ref: Any,
-        bounded_ref: Any,
+        mode_ref: Any,
         q_ref: Any,
         k_ref: Any,
         v_ref: Any,
@@ -94,15 +120,16 @@ class _Kernel:
     ) -> None:
         """One block of queries against one block of keys.
 
-        Refs: lengths and bounded [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q], and
+        Refs: lengths and modes [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q], and
         where the keys are a part, weight [1, 1, q]. Over the blocks of keys of one block of queries, sums [K, q] holds
-        the unnormalised output, total [8, q] the sum of the probabilities in eight parts, and top [8, q] the score that
-        both are relative to, eight times.
+        the unnormalised output, row_sum [8, q] the sum of the probabilities in eight parts, and reference [8, q] the
+        score that both are relative to, eight times; a bounded head has none.
         """
-        *weight_ref, sums, total, top = refs
+        *weight_ref, sums, row_sum, reference = refs
         size, chunk, piece = self.blocks.kv, self.blocks.chunk, self.blocks.slice
         head, i, j = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        bounded, length = bounded_ref[head] == 1, length_ref[head]
+        mode, length = mode_ref[head], length_ref[head]
+        bounded = mode == BOUNDED
         origin = (self.first_key_block(i) + j) * size
 
         def part_of(at: Any, count: int) -> tuple[Any, Any]:
@@ -116,7 +143,7 @@ class _Kernel:
             if self.window is not None:
                 query = self.first + i * self.blocks.q + jax.lax.broadcasted_iota(jnp.int32, s.shape, 1)
                 valid &= (key >= query - self.window[0]) & (key <= query + self.window[1])
-            return jnp.where(valid, s, _NEVER)
+            return jnp.where(valid, s, NEVER)
 
         def gather(values: Any, p: Float[Array, "count q"]) -> tuple[Float[Array, "K q"], Float[Array, "8 q"]]:
             v = jnp.concatenate([values[t] for t in range(p.shape[0] // LANES)], 1)
@@ -126,45 +153,45 @@ class _Kernel:
             """LANES keys, masked, with a running maximum."""
             at = pl.multiple_of(n * LANES, LANES)
             s = masked_scores(at)
-            new = jnp.maximum(top[:1], s.max(0, keepdims=True))
-            fade = jnp.exp2(top[:1] - new)
-            out, part = gather(part_of(at, LANES)[1], jnp.exp2(s - new))
-            sums[...] = fade * sums[...] + out
-            total[...] = fade * total[...] + part
-            top[...] = jnp.broadcast_to(new, top.shape)
+            new_max = jnp.maximum(reference[:1], s.max(0, keepdims=True))
+            rescale = jnp.exp2(reference[:1] - new_max)
+            out, part = gather(part_of(at, LANES)[1], jnp.exp2(s - new_max))
+            sums[...] = rescale * sums[...] + out
+            row_sum[...] = rescale * row_sum[...] + part
+            reference[...] = jnp.broadcast_to(new_max, reference.shape)
 
         def masked(n: Any, _: None) -> None:
             """LANES keys, masked, relative to 0."""
             at = pl.multiple_of(n * LANES, LANES)
             out, part = gather(part_of(at, LANES)[1], jnp.exp2(masked_scores(at)))
             sums[...] += out
-            total[...] += part
+            row_sum[...] += part
 
-        def plain(at: Any, count: int, reference: Float[Array, "1 q"] | None) -> tuple[Array, Array]:
-            """The sums with `count` more keys in slices, unmasked, relative to the reference (None is 0)."""
+        def plain(at: Any, count: int, relative_to: Float[Array, "1 q"] | None) -> tuple[Array, Array]:
+            """The sums with `count` more keys in slices, unmasked, relative to these scores (None is 0)."""
             keys, values = part_of(at, count)
-            out, part = sums[...], total[...]
+            out, part = sums[...], row_sum[...]
             for offset in range(0, count, piece):
                 s = _dot(keys[offset : offset + piece], q_ref[0])
-                p = jnp.exp2(s if reference is None else s - reference)
+                p = jnp.exp2(s if relative_to is None else s - relative_to)
                 more, more_part = gather(values.at[offset // LANES : (offset + piece) // LANES], p)
                 out, part = out + more, part + more_part
             return out, part
 
         def free(at: Any, count: int) -> None:
-            sums[...], total[...] = plain(at, count, None)
+            sums[...], row_sum[...] = plain(at, count, None)
 
         def referred(at: Any, count: int) -> None:
-            out, part = plain(at, count, top[:1])
-            fits = part.max() < 2.0**BOUND
+            out, part = plain(at, count, reference[:1])
+            fits = part.max() < 2.0**FITS
 
             @pl.when(fits)
             def _keep() -> None:
                 down = jnp.where(part.sum(0, keepdims=True) > 2.0**STEP, STEP, 0.0)
-                fade = jnp.exp2(-down)
-                sums[...] = fade * out
-                total[...] = fade * part
-                top[...] += down
+                rescale = jnp.exp2(-down)
+                sums[...] = rescale * out
+                row_sum[...] = rescale * part
+                reference[...] += down
 
             @pl.when(jnp.logical_not(fits))
             def _again() -> None:
@@ -179,16 +206,16 @@ class _Kernel:
         @pl.when(j == 0)
         def _start() -> None:
             sums[...] = jnp.zeros_like(sums)
-            total[...] = jnp.zeros_like(total)
+            row_sum[...] = jnp.zeros_like(row_sum)
+            reference[...] = jnp.full_like(reference, NEVER)
 
-            @pl.when(jnp.logical_not(bounded))
+            @pl.when((mode == REFERRED) & (self.window is None))  # in a window, a maximum may run first
             def _refer() -> None:
-                s = _NEVER if self.window is not None else masked_scores(0).max(0, keepdims=True)
-                top[...] = jnp.broadcast_to(s, top.shape)
+                reference[...] = jnp.broadcast_to(masked_scores(0).max(0, keepdims=True), reference.shape)
 
         first, last, low, high = (jnp.clip(x - origin, 0, size) for x in self.seen(i, length))
         low = pl.cdiv(low, LANES) * LANES
-        high = jnp.maximum(high // LANES * LANES, low)
+        high = jnp.where(mode == ONLINE, low, jnp.maximum(high // LANES * LANES, low))
         slices = low + (high - low) // chunk * chunk
         pieces = slices + (high - slices) // piece * piece
         if self.window is not None:
@@ -204,10 +231,39 @@ class _Kernel:
 
         @pl.when(j == pl.num_programs(2) - 1)
         def _finish() -> None:
-            whole = total[...].sum(0, keepdims=True)
+            whole = row_sum[...].sum(0, keepdims=True)
             out_ref[0] = (sums[...] / whole).astype(out_ref.dtype)
             for ref in weight_ref:
-                ref[0] = math.log2(math.e) * jnp.log(whole) + jnp.where(bounded, 0.0, top[:1])
+                ref[0] = math.log2(math.e) * jnp.log(whole) + jnp.where(bounded, 0.0, reference[:1])
+
+
+def why_not(q: Float[Array, "B Q N K"]) -> str | None:
+    """Why the kernel does not serve these queries, or None if it does."""
+    return None if q.dtype in DTYPES else f"it computes in bfloat16 or float32; got {q.dtype}"
+
+
+def _modes(
+    scaled: Float32[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    values: Float[Array, "BN k s"],
+    lengths: Int[Array, " B"],
+    window: Window | None,
+) -> Int32[Array, " BN"]:
+    """How each head runs; see the top of this file. Keys past their length do not count.
+
+    values: the values as `_columns`, so that their largest are found as they are laid out for the kernel.
+    """
+    heads = k.shape[2]
+    real = jnp.arange(k.shape[1]) < lengths[:, None]
+    bound = (norms(scaled).max(1) * jnp.where(real[..., None], norms(k), 0).max(1)).reshape(-1)
+    real = jnp.arange(values.shape[-1]) < lengths.repeat(heads)[:, None]
+    by_channel = jnp.where(real[:, None], jnp.abs(values), 0).max(-1)
+    value = by_channel.max(-1).astype(jnp.float32)
+    # a million products of 2^-bound and a value underflow together to 2^-26 of a channel's largest
+    bounded = (bound <= BOUND + jnp.minimum(jnp.log2(least_but_zero(by_channel)), 0)) & (window is None)
+    bounded &= bound + jnp.log2(value) + math.log2(k.shape[1]) <= LARGEST_SUM
+    referred = (bound <= REFERRED_BOUND) & (value < REFERRED_VALUE)
+    return jnp.where(bounded, BOUNDED, jnp.where(referred, REFERRED, ONLINE)).astype(jnp.int32)
 
 
 def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
@@ -231,11 +287,12 @@ def attend(
     The gradient is that of the plain XLA form, computed anew.
 
     Args:
+        q, k, v: bfloat16 or float32.
         blocks: tile sizes; None takes them from the table that `python -m benchmarks.attention --search` writes.
         interpret: run on any device, slowly.
 
     Raises:
-        InputError: blocks that do not fit together or into the chip's fast memory, with the numbers.
+        InputError: another dtype, or blocks that do not fit together or into the chip's fast memory, with the numbers.
     """
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
     return _attend(Static(window, blocks, interpret, is_part=False), q, k, v, lengths)[0]
@@ -250,7 +307,7 @@ def attend_part(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """Attention to some of the keys, and how much they weigh; see `xla.attend_part`."""
+    """Attention to some of the keys, and how much they weigh; see `xla.attend_part`. Errors as for `attend`."""
     out, weight = _attend(Static(None, blocks, interpret, is_part=True), q, k, v, kv_len)
     return out, weight
 
@@ -259,15 +316,16 @@ def attend_part(
 def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
     """The result, and of a part its weight."""
     window, blocks, interpret, is_part = static
+    if reason := why_not(q):
+        raise InputError(f"attention backend 'splash': {reason}. Take 'auto', or another dtype")
     batch, queries, heads, dim = q.shape
     blocks = blocks or choose_blocks(queries, k.shape[1], dim, q.dtype, is_part)
     blocks.check(k.shape[1], dim, q.dtype, is_part)
 
     scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
-    largest = [jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1).max(1)) for x in (scaled, k)]  # [B N]
-    bounded = (largest[0] * largest[1] <= BOUND) & (window is None)  # in a window, a maximum may run first
-    scalars = kv_len.repeat(heads), bounded.reshape(-1).astype(jnp.int32)
-    keys = _columns(k, blocks.kv).swapaxes(1, 2), _tiles(_columns(v, blocks.kv))
+    values = _columns(v, blocks.kv)
+    scalars = kv_len.repeat(heads), _modes(scaled, k, values, kv_len, window)
+    keys = _columns(k, blocks.kv).swapaxes(1, 2), _tiles(values)
 
     def some(first: int, last: int, width: int) -> list[Array]:
         pairs = batch * heads * (last - first) * k.shape[1]
@@ -308,7 +366,7 @@ def _call(
 ) -> Callable[..., list[Float[Array, "BN K q"]]]:
     """The kernel for queries from number `first` on.
 
-    It takes lengths and bounded [BN], q [BN, K, Q], k [BN, S, K] and v [BN, S / 128, K, 128], and gives the result; of
+    It takes lengths and modes [BN], q [BN, K, Q], k [BN, S, K] and v [BN, S / 128, K, 128], and gives the result; of
     a part in float32, with its weight [BN, 1, Q].
     """
     kernel = _Kernel(blocks, window, first)
@@ -317,7 +375,7 @@ def _call(
     def key_block(i: Any, j: Any) -> Any:
         return jnp.minimum(kernel.first_key_block(i) + j, last_block)
 
-    def call(lengths: Array, bounded: Array, q: Array, k: Array, v: Array) -> list[Array]:
+    def call(lengths: Array, modes: Array, q: Array, k: Array, v: Array) -> list[Array]:
         heads, dim, queries = q.shape
         q_spec = pl.BlockSpec((1, dim, blocks.q), lambda n, i, j, *_: (n, 0, i))
         return pl.pallas_call(
@@ -346,7 +404,7 @@ def _call(
             cost_estimate=cost,
             interpret=interpret,
             name=NAME,
-        )(lengths, bounded, q, k, v)
+        )(lengths, modes, q, k, v)
 
     return call
 

@@ -1,5 +1,5 @@
-"""Exact attention as a Pallas kernel for NVIDIA GPUs, which Triton compiles: any float dtype, any head size to 128,
-windows, and parts of the keys, all of which cuDNN's kernel does not serve.
+"""Exact attention as a Pallas kernel for NVIDIA GPUs, which Triton compiles: float32, bfloat16 or float16, any head
+size to 128, windows, and parts of the keys, all of which cuDNN's kernel does not serve.
 
 A program has one block of queries of one head and goes through the keys with a running maximum. Keys past their length
 are never attended: blocks that all queries see in full run without a mask, and those at a ragged end, or in a window,
@@ -23,12 +23,12 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import nvidia
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
+from cogvideox_flax.attention.masks import NEVER
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import precision
 
 NAME = "cogvideox_flash"
 
-_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)  # a score that no key reaches; differences of it stay finite
 _Carry = tuple[Float32[Array, " q"], Float32[Array, " q"], Float32[Array, "q K"]]
 
 
@@ -150,23 +150,25 @@ def _kernel(
     scale = math.log2(math.e) / math.sqrt(dim)
 
     def add(j: Any, carry: _Carry, *, masked: bool) -> _Carry:
-        top, total, out = carry
+        running_max, row_sum, out = carry
         here = pl.ds(j * tiles.kv, tiles.kv)
-        s = scale * plgpu.dot(q, plgpu.load(k_ref.at[here, :], mask=columns, other=0.0), trans_b=True, precision=exact)
+        products = plgpu.dot(q, plgpu.load(k_ref.at[here, :], mask=columns, other=0.0), trans_b=True, precision=exact)
         if masked:
             key = (j * tiles.kv + jnp.arange(tiles.kv))[None]
             valid = key < length
             if window is not None:
                 away = key - rows[:, None]
                 valid = valid & (away >= -window[0]) & (away <= window[1])
-            s = jnp.where(valid, s, _NEVER)
-        new = jnp.maximum(top, s.max(1))
-        p, fade = jnp.exp2(s - new[:, None]), jnp.exp2(top - new)
+            products = jnp.where(valid, products, NEVER)
+        new_max = jnp.maximum(running_max, products.max(1))
+        # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
+        p, rescale = jnp.exp2(scale * (products - new_max[:, None])), jnp.exp2(scale * (running_max - new_max))
         v = plgpu.load(v_ref.at[here, :], mask=columns, other=0.0)
-        return new, fade * total + p.sum(1), fade[:, None] * out + plgpu.dot(p.astype(v.dtype), v, precision=exact)
+        pv = plgpu.dot(p.astype(v.dtype), v, precision=exact)
+        return new_max, rescale * row_sum + p.sum(1), rescale[:, None] * out + pv
 
     carry = (
-        jnp.full(tiles.q, _NEVER, jnp.float32),
+        jnp.full(tiles.q, NEVER, jnp.float32),
         jnp.zeros(tiles.q, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
@@ -176,8 +178,8 @@ def _kernel(
         first = whole = jnp.maximum(start - window[0], 0) // tiles.kv
         last = jnp.minimum(last, (start + tiles.q - 1 + window[1]) // tiles.kv + 1)
     carry = jax.lax.fori_loop(first, whole, partial(add, masked=False), carry)
-    top, total, out = jax.lax.fori_loop(whole, last, partial(add, masked=True), carry)
-    total = jnp.maximum(total, 1e-30)  # of a query whose window holds no key
-    plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=inside)
+    running_max, row_sum, out = jax.lax.fori_loop(whole, last, partial(add, masked=True), carry)
+    row_sum = jnp.maximum(row_sum, 1e-30)  # of a query whose window holds no key
+    plgpu.store(out_ref, (out / row_sum[:, None]).astype(out_ref.dtype), mask=inside)
     for ref in weight_ref:
-        plgpu.store(ref, top + jnp.log2(total), mask=rows < queries)
+        plgpu.store(ref, scale * running_max + jnp.log2(row_sum), mask=rows < queries)

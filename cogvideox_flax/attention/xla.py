@@ -116,21 +116,22 @@ def _attend_head(
         q, first = block
 
         def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
-            top, total, out = carry
+            running_max, row_sum, out = carry
             k, v, position = kv
-            scores = scale * jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
+            products = jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
             if masked:
-                scores = jnp.where(attended(first + jnp.arange(q_block), position, length, window), scores, NEVER)
-            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-            fade = jnp.exp2(top - new_top)
-            p = jnp.exp2(scores - new_top)
+                products = jnp.where(attended(first + jnp.arange(q_block), position, length, window), products, NEVER)
+            new_max = jnp.maximum(running_max, products.max(-1, keepdims=True))
+            # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
+            rescale = jnp.exp2(scale * (running_max - new_max))
+            p = jnp.exp2(scale * (products - new_max))
             pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
-            return (new_top, fade * total + p.sum(-1, keepdims=True), fade * out + pv), None
+            return (new_max, rescale * row_sum + p.sum(-1, keepdims=True), rescale * out + pv), None
 
         zeros = jnp.zeros((q_block, 1), jnp.float32)
         start = zeros + NEVER, zeros, jnp.zeros((q_block, dim), jnp.float32)
-        top, total, out = jax.lax.scan(add, add(start, firsts)[0], rest)[0]
-        return (out / total).astype(dtype), (top + jnp.log2(total))[:, 0]
+        running_max, row_sum, out = jax.lax.scan(add, add(start, firsts)[0], rest)[0]
+        return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)
     out, weight = jax.lax.map(one_block, (blocks, q_block * jnp.arange(len(blocks))))
@@ -148,11 +149,12 @@ def at_once(
     """`attend` by its definition, heads beside the batch so that each product is of plain matrices."""
     exact = precision(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    scores = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32, precision=exact)
-    scores = scores / math.sqrt(q.shape[-1])
+    products = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32, precision=exact)
     if kv_len is not None or window is not None:
         length = jnp.asarray(k.shape[2] if kv_len is None else kv_len[:, None, None, None])
         valid = attended(jnp.arange(q.shape[2]), jnp.arange(k.shape[2]), length, window)
-        scores = jnp.where(valid, scores, NEVER)
-    p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        products = jnp.where(valid, products, NEVER)
+    # relative to the maximum before they are scaled, as in `running`
+    below = products - jax.lax.stop_gradient(products.max(-1, keepdims=True))
+    p = jax.nn.softmax(below / math.sqrt(q.shape[-1]), axis=-1).astype(v.dtype)
     return jnp.matmul(p, v, preferred_element_type=jnp.float32, precision=exact).astype(q.dtype).swapaxes(1, 2)

@@ -18,10 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.layers import precision, round_up
 from cogvideox_flax.sharding import Padding
 
 NAME = "cogvideox_conv"
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+"""What the compiler for TPUs takes in a kernel."""
 
 LANES = 128
 
@@ -77,6 +81,13 @@ class Tiles:
         return 2 * (inputs + weights + outputs) + product
 
 
+def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
+    """Why the kernel cannot take x and the residual to a result of this dtype, or None if it can."""
+    dtypes = [x.dtype, jnp.dtype(dtype), *([] if residual is None else [residual.dtype])]
+    others = [str(d) for d in dtypes if d not in DTYPES]
+    return f"it computes in bfloat16 or float32; got {others[0]}" if others else None
+
+
 def convolve(
     x: Float[Array, "B T+kt-1 h w I"],
     kernel: Float[Array, "kt 3 3 I O"],
@@ -90,12 +101,17 @@ def convolve(
     """Valid in time. Summed in float32, rounded once.
 
     Args:
-        x: any float dtype, the kernel's too. Channels that fill no register (the latents, the colours) are padded.
-        residual: added before rounding.
-        dtype: what is rounded to; None is the residual's, or without one x's.
+        x: bfloat16 or float32, the kernel's too. Channels that fill no register (the latents, the colours) are padded.
+        residual: bfloat16 or float32; added before rounding.
+        dtype: bfloat16 or float32, what is rounded to; None is the residual's, or without one x's.
         padding: zeros before and after the rows, and the columns; h and w grow by that and shrink by 2.
+
+    Raises:
+        InputError: another dtype.
     """
     dtype = dtype or (x.dtype if residual is None else residual.dtype)
+    if reason := why_not(x, residual, dtype):
+        raise InputError(f"the convolution kernel for TPUs: {reason}")
     if missing := -kernel.shape[-1] % LANES:
         more = partial(_pad_channels, count=missing)
         wide = None if residual is None else more(residual)

@@ -26,10 +26,11 @@ TOKEN_TILE = 128
 WASTE = 1 / 8
 """Share of heads of zeros up to which all devices exchange heads."""
 
-_Ring = tuple[Array, Array, Array, Array]
-"""Keys, values, and the result so far with its weight."""
+_Ring = tuple[Array, Array, Array, Array, Array]
+"""Keys, values, and of the parts so far: the sum of each result times 2^(weight - running_max), running_max itself, and
+row_sum, the sum of 2^(weight - running_max)."""
 
-_NOTHING = -1e30  # log2 of the weight of no keys; differences of it stay finite
+_NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)  # the weight of no keys: below that of any, differences finite
 
 
 def pad_tokens(x: Float[Array, "B S ..."]) -> Float[Array, "B padded ..."]:
@@ -124,22 +125,26 @@ def _ring(
         some = real[:, None, None] > 0  # else what was attended is padding, of which not even a zero times may count
         return jnp.where(some[..., None], out, 0), jnp.where(some, weight, _NOTHING)
 
-    def add(step: Int[Array, ""] | int, k: Array, v: Array, out: Array, weight: Array) -> tuple[Array, Array]:
-        more, its = seen(step, k, v)
-        both = jnp.logaddexp2(weight, its)
-        return out * jnp.exp2(weight - both)[..., None] + more * jnp.exp2(its - both)[..., None], both
+    def add(step: Int[Array, ""] | int, carry: _Ring) -> tuple[Array, Array, Array]:
+        k, v, out, running_max, row_sum = carry
+        part_out, weight = seen(step, k, v)
+        new_max = jnp.maximum(running_max, weight)
+        rescale, share = jnp.exp2(running_max - new_max), jnp.exp2(weight - new_max)
+        out = out * rescale[..., None] + part_out * share[..., None]
+        return out, new_max, row_sum * rescale + share
 
     def pass_on(x: Array) -> Array:
         return jax.lax.ppermute(x, RULES["tokens"], [(i, (i + group) % parts) for i in range(parts)])
 
     def turn(carry: _Ring, step: Int[Array, ""]) -> tuple[_Ring, None]:
-        k, v, out, weight = carry
-        coming = pass_on(k), pass_on(v)  # while this device computes
-        return (*coming, *add(step, k, v, out, weight)), None
+        coming = pass_on(carry[0]), pass_on(carry[1])  # while this device computes
+        return (*coming, *add(step, carry)), None
 
-    start = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], _NOTHING)
-    (k, v, out, weight), _ = jax.lax.scan(turn, (k, v, *start), jnp.arange(around - 1))
-    return add(around - 1, k, v, out, weight)[0].astype(q.dtype)
+    rows = q.shape[:3]
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _NOTHING), jnp.zeros(rows, jnp.float32)
+    carry, _ = jax.lax.scan(turn, (k, v, *start), jnp.arange(around - 1))
+    out, _, row_sum = add(around - 1, carry)
+    return (out / row_sum[..., None]).astype(q.dtype)
 
 
 def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "B S n K"]:
