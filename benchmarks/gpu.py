@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import pkgutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -81,19 +84,30 @@ def prepare() -> None:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # that no driver is there
 
     from jax._src import xla_bridge
+
+    known = xla_bridge.canonicalize_platform
+    setattr(xla_bridge, "canonicalize_platform", lambda platform: "cuda" if platform == "gpu" else known(platform))  # noqa: B010
+    for module, name, answer in answers():
+        setattr(module, name, answer)
+    jax.devices()  # registers the plugins
+
+
+def answers() -> list[tuple[Any, str, Callable[[], Any]]]:
+    """(module, name of a function, what is to stand there): what JAX and this library ask of a GPU that is there, its
+    generation and its cuDNN, answered as for a Hopper one."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     from cogvideox_flax.attention import nvidia
 
-    # what JAX and this library ask of a GPU that is there: its platform's name, its cuDNN, its generation
-    known = xla_bridge.canonicalize_platform
-    for module, name, answer in (
-        (xla_bridge, "canonicalize_platform", lambda platform: "cuda" if platform == "gpu" else known(platform)),
+    found: list[tuple[Any, str, Callable[[], Any]]] = [
         (fused_attention_stablehlo, "check_cudnn_version", lambda: 91001),
         (nvidia, "present", lambda: True),
-    ):
-        setattr(module, name, answer)
-    jax.devices()  # registers the plugins
+    ]
+    with suppress(ImportError):  # JAX from 0.11 on; before, Triton takes a Hopper GPU where there is none
+        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        hopper = gpu_info.GpuInfo(gpu_version=None, arch_name="9.0", compute_capability=90)
+        found.append((gpu_info, "get_gpu_info", lambda: hopper))
+    return found
 
 
 def device(gpu: Gpu) -> jax.Device:

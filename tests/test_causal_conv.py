@@ -13,6 +13,7 @@ from flax import nnx
 from reference import ROUNDING_BAR, random, relative_error
 
 from cogvideox_flax import sharding
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import causal_conv, conv_kernel, winograd
 from cogvideox_flax.models.causal_conv import CausalConv3d, conv3d
 from cogvideox_flax.plan.flops import count_flops
@@ -45,9 +46,10 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
     gradients = [jax.jit(lambda *args, f=f: jax.vjp(f, *args)[1](dy))(*args) for f in (native, ours)]
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert relative_error(a, b) < ROUNDING_BAR
-    backward = jax.jit(partial(causal_conv._native_backward, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
-    for a, b in zip(backward, gradients[0][:2], strict=True):
-        assert relative_error(a, b) < ROUNDING_BAR
+    for form in (causal_conv._native_backward, causal_conv._by_tap_backward):
+        backward = jax.jit(partial(form, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
+        for a, b in zip(backward, gradients[0][:2], strict=True):
+            assert relative_error(a, b) < ROUNDING_BAR
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,58 @@ def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     assert relative_error(found, expected) < ROUNDING_BAR
 
 
+def textbook(x, kernel, bias, residual):
+    """Stride 1, zeros around, in float64."""
+    x, kernel, bias, residual = (np.asarray(a, np.float64) for a in (x, kernel, bias, residual))
+    (taps, *_), (height, width) = kernel.shape, x.shape[2:4]
+    x = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+    frames = x.shape[1] - taps + 1
+    y = bias + residual
+    for t, h, w in np.ndindex(*kernel.shape[:3]):
+        y = y + x[:, t : t + frames, h : h + height, w : w + width] @ kernel[t, h, w]
+    return y
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(jnp.float32, 0), (jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+@pytest.mark.parametrize("where", ["cpu", "cpu with fewer products", "gpu", "elsewhere"])
+def test_convolutions_in_every_dtype(where, dtype, step):
+    """Sums are float32, rounded once; on a GPU they come in 16 bit and are rounded once more."""
+    channels = 128 if "fewer" in where else 8
+    shapes = (1, 4, 16, 40, channels), (3, 3, 3, channels, channels), (channels,), (1, 2, 16, 40, channels)
+    args = [random(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+    how = {"stride": 1, "padding": ZEROS[1]}
+    x, kernel, bias, residual = args
+    if where == "gpu":
+        f = partial(causal_conv._by_frame, causal_conv._taps_at_once, **how, dtype=dtype)
+        found = jax.jit(f)(x, residual, kernel, bias)
+    elif where == "elsewhere":
+        finish = partial(causal_conv._finish, dtype=dtype)
+        f = jax.jit(lambda x, kernel, *rest: finish(causal_conv._native(x, kernel, **how), *rest))
+        found = f(x, kernel, residual, bias)
+    else:
+        assert (winograd.strip_of(shapes[-1], channels) is not None) == ("fewer" in where)
+        found = jax.jit(conv3d)(x, kernel, bias, residual)
+    assert found.dtype == dtype
+    exact = textbook(*args)
+    atol = 10 * ROUNDING_BAR * exact.std()  # a sum of 3456 products in float32
+    if where == "gpu":
+        atol += step * np.abs(exact - np.asarray(residual, np.float64)).max()
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=step, atol=atol)
+
+
+def test_the_kernel_for_tpus_refuses_float16():
+    x, kernel, bias = random(0, 1, 3, 4, 8, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
+    narrow = x.astype(jnp.float16), kernel.astype(jnp.float16)
+    with pytest.raises(InputError, match="kernel for TPUs: it computes in bfloat16 or float32; got float16"):
+        conv_kernel.convolve(*narrow, bias, None, interpret=True)
+    with pytest.raises(InputError, match="got float16"):
+        conv_kernel.convolve(x, kernel, bias, None, dtype=jnp.float16, interpret=True)
+    call = jax.jit(lambda *args: conv3d(*args))
+    for args, by_kernel in (((x, kernel), True), (narrow, False)):
+        text = call.trace(*args, bias).lower(lowering_platforms=("tpu",)).as_text()
+        assert (conv_kernel.NAME in text) == by_kernel
+
+
 @pytest.mark.parametrize("f", [conv3d, partial(conv_kernel.convolve, residual=None, interpret=True)])
 def test_a_wider_result_is_not_rounded_on_the_way(f):
     x, kernel, bias = (
@@ -172,6 +226,30 @@ def test_each_backend_gets_its_convolution(platform, channels, stride, operand, 
     assert (conv_kernel.NAME in text) == (platform == "tpu" and not count)
     if platform == "cuda":  # a wider result would be computed in float32
         assert set(re.findall(r"stablehlo\.convolution.*-> tensor<[\dx]+x(\w+)>", text)) == {"bf16"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize(("taps", "stride"), [(3, 1), (1, 1), (1, 2)])
+def test_no_3d_convolution_reaches_cudnn(dtype, taps, stride):
+    """Before 9.15 it is wrong in bfloat16 on large pictures: neither forwards nor backwards is one given to it."""
+    x, kernel = jnp.zeros((1, 9 + taps - 1, 6, 10, 16), dtype), jnp.zeros((taps, 3, 3, 16, 32), dtype)
+
+    def loss(x, kernel, bias):
+        return conv3d(x, kernel, bias, stride=stride).astype(jnp.float32).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, kernel, jnp.zeros(32))
+    ranks = {
+        platform: {
+            operand.count("x")
+            for pair in re.findall(
+                r"stablehlo\.convolution.*?: \(tensor<(\w+)>, tensor<(\w+)>\)",
+                step.lower(lowering_platforms=(platform,)).as_text(),
+            )
+            for operand in pair
+        }
+        for platform in ("cuda", "rocm")
+    }
+    assert ranks == {"cuda": {4}, "rocm": {5}}  # that such a one would be seen
 
 
 def test_an_image_sees_itself_through_every_tap():

@@ -31,6 +31,10 @@ for name, one in GPUS.items():
     assert "__cudnn$fmha" in text(attend, q, q, q)
     y = text(conv3d, of(1, 5, 6, 10, 128), of(3, 3, 3, 128, 256), of(256))
     assert any("= (bf16[1,6,10,256]{3,2,1,0}" in line for line in y.splitlines() if "__cudnn$conv" in line), y
+    def loss(x, kernel):
+        return conv3d(x, kernel, jnp.zeros(256)).astype(jnp.float32).sum()
+    y = text(jax.grad(loss, (0, 1)), of(1, 5, 6, 10, 128), of(3, 3, 3, 128, 256))
+    assert y.count('custom_call_target="__cudnn$convBackwardFilter"') == 3 and "window={size=3x3x3" not in y, y
     print(name, "compiles")
 """
 

@@ -46,6 +46,34 @@ def test_statistics_survive_a_large_mean():
     assert relative_error(x * np.asarray(a, np.float64) + np.asarray(b, np.float64), exact) < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+@pytest.mark.parametrize("kind", ["plain", "modulated"])
+def test_norms_in_16_bit_round_once(kind, dtype, step):
+    """Statistics and sums are float32, so the result is off by half a step of its dtype and little more."""
+    x, z = (3 + random(0, 2, 5, 4, 6, 8)).astype(dtype), random(1, 2, 3, 2, 3, 16)
+    if kind == "plain":
+        norm, rest = GroupNormSiLU(8, groups=4, eps=1e-6), ()
+    else:
+        norm, rest = SpatialNormSiLU(8, 16, groups=4, eps=1e-6, rngs=nnx.Rngs(0)), (z,)
+    norm = jax.tree.map(lambda w: w.astype(dtype), norm)
+    found = jax.jit(lambda norm, *args: norm(*args))(norm, x, *rest)
+    assert found.dtype == dtype
+    affine = norm if kind == "plain" else norm.norm
+    groups = np.asarray(x, np.float64).reshape(2, 5, 4, 6, 4, 2)
+    mean, var = groups.mean((1, 2, 3, 5), keepdims=True), groups.var((1, 2, 3, 5), keepdims=True)
+    expected = ((groups - mean) / np.sqrt(var + 1e-6)).reshape(x.shape)
+    expected = expected * np.asarray(affine.scale[...], np.float64) + np.asarray(affine.bias[...], np.float64)
+    if kind == "modulated":
+        wide = np.asarray(z, np.float64)[:, [0, 1, 1, 2, 2]].repeat(2, 2).repeat(2, 3)
+        maps = [
+            wide @ np.asarray(part.kernel[...], np.float64) + np.asarray(part.bias[...], np.float64)
+            for part in (norm.y, norm.b)
+        ]
+        expected = expected * maps[0] + maps[1]
+    expected = expected / (1 + np.exp(-expected))
+    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=step, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["plain", "modulated"])
 def test_norm_makes_no_float32_copy_of_a_bfloat16_clip(kind):
     x, z = jax.ShapeDtypeStruct((1, 8, 64, 64, 32), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2, 8, 8, 16), jnp.float32)

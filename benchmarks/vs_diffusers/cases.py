@@ -60,19 +60,22 @@ INPUTS = {
 }
 
 
-def inputs(case: Case) -> dict[str, np.ndarray]:
-    """What the part needs, the same for both sides, channels last; the transformer gets both halves of guidance."""
+def inputs(case: Case, text_length: int = 226, text_width: int = 4096) -> dict[str, np.ndarray]:
+    """What the part needs, the same for both sides, channels last; the transformer gets both halves of guidance.
+
+    text_length, text_width: tokens and channels of the text, where a model of another size takes others.
+    """
     h, w = case.height // 8, case.width // 8
     t = case.latent_frames if case.part == "decode" else case.denoised_frames
 
     def make(name: str) -> np.ndarray:
         random = np.random.default_rng(0)
         if name == "ids":
-            return random.integers(2, 60, (1, 226)).astype(np.int32)
+            return random.integers(2, 60, (1, text_length)).astype(np.int32)
         if name == "latents":
             return random.normal(size=(1, t, h, w, 16)).astype(np.float32)
         if name == "context":
-            return random.normal(size=(2, 226, 4096)).astype(np.float32)
+            return random.normal(size=(2, text_length, text_width)).astype(np.float32)
         return random.uniform(-1, 1, (1, case.frames, case.height, case.width, 3)).astype(np.float32)
 
     return {name: make(name) for name in INPUTS[case.part]}

@@ -21,7 +21,7 @@ from cogvideox_flax.programs import Recipe, always, encoding, few_tokens, never
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     """A function that computes the part and waits for the result."""
-    given = {name: jnp.asarray(x, case.dtype if x.dtype == np.float32 else x.dtype) for name, x in inputs(case).items()}
+    given = arguments(case)
     native = folder / "native"
     if case.part == "video":
         pipe = CogVideoXPipeline.from_pretrained(native, case.dtype)
@@ -39,9 +39,20 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         return video
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
-    recipe = Recipe(case.part, lambda: FUNCTIONS[case.part], apart=APART.get(component, never))
-    program = _program(recipe, case)
+    program = program_of(case)
     return lambda: fetch(program(module, *given.values(), announce=False))
+
+
+def arguments(case: Case, **text: int) -> dict[str, jax.Array]:
+    """The inputs as the part takes them. text: as for `inputs`."""
+    given = inputs(case, **text).items()
+    return {name: jnp.asarray(x, case.dtype if x.dtype == np.float32 else x.dtype) for name, x in given}
+
+
+def program_of(case: Case) -> Program:
+    """Of any part but the whole video; its arguments are the module and the inputs."""
+    component = COMPONENT.get(case.part, case.part)
+    return _program(Recipe(case.part, lambda: FUNCTIONS[case.part], apart=APART.get(component, never)), case)
 
 
 def _program(recipe: Recipe, case: Case) -> Program:

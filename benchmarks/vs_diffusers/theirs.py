@@ -18,10 +18,7 @@ from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     """A function that computes the part and waits for the result, which is in our layout."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.backends.cudnn.allow_tf32 = False  # nor do we multiply float32 in less
-    torch.backends.cudnn.benchmark = True  # as XLA does, it looks for the fastest convolutions
-    device, dtype = ("cuda" if case.device == "gpu" else "cpu"), getattr(torch, case.dtype)
+    prepare()
     classes: dict[str, Any] = {
         "text_encoder": T5EncoderModel,
         "transformer": CogVideoXTransformer3DModel,
@@ -29,59 +26,84 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     }
 
     def load(component: str) -> Any:
-        module = classes[component].from_pretrained(folder / "hf" / component, torch_dtype=dtype).to(device).eval()
+        path, dtype = folder / "hf" / component, getattr(torch, case.dtype)
+        module = classes[component].from_pretrained(path, torch_dtype=dtype).to(_device(case)).eval()
         return torch.compile(module) if case.torch_compile and component == "transformer" else module
 
-    def put(x: np.ndarray) -> Any:
-        return torch.tensor(x).to(device, dtype if x.dtype == np.float32 else torch.long)
-
-    def channels_second(x: np.ndarray) -> Any:
-        return put(x).permute(0, 4, 1, 2, 3).contiguous()
-
-    def take(x: Any) -> np.ndarray:
-        return x.cpu().float().numpy()
-
-    given = inputs(case)
-    latents: Any = put(given["latents"]).permute(0, 1, 4, 2, 3).contiguous() if "latents" in given else None
     if case.part == "video":
-        scheduler = make_scheduler("ddim", 1.0)
-        pipe: Any = CogVideoXPipeline(None, *(load(c) for c in ("text_encoder", "vae", "transformer")), scheduler)
-        pipe.set_progress_bar_config(disable=True)
+        return _video(case, load)
+    call = part(case, load(COMPONENT.get(case.part, case.part)))
+    return lambda: fetch(call())
 
-        def video() -> np.ndarray:
-            context, negative = (pipe.text_encoder(put(ids))[0] for ids in (given["ids"], np.ones_like(given["ids"])))
-            return pipe(
-                prompt_embeds=context,
-                negative_prompt_embeds=negative,
-                latents=latents,
-                num_inference_steps=STEPS,
-                guidance_scale=6.0,
-                height=case.height,
-                width=case.width,
-                num_frames=case.frames,
-                output_type="np",
-            ).frames
 
-        return _without_gradients(video)
-    module = load(COMPONENT.get(case.part, case.part))
+def prepare() -> None:
+    """Settings of PyTorch: all cores, float32 that is float32, and the fastest convolutions."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.backends.cudnn.allow_tf32 = False  # nor do we multiply float32 in less
+    torch.backends.cudnn.benchmark = True  # as XLA does, it looks for the fastest convolutions
+
+
+def _device(case: Case) -> str:
+    return "cuda" if case.device == "gpu" else "cpu"
+
+
+def _put(x: np.ndarray, case: Case) -> Any:
+    return torch.tensor(x).to(_device(case), getattr(torch, case.dtype) if x.dtype == np.float32 else torch.long)
+
+
+def fetch(x: Any) -> np.ndarray:
+    """The result in float32, once it is there."""
+    return x.cpu().float().numpy()
+
+
+def _video(case: Case, load: Callable[[str], Any]) -> Callable[[], np.ndarray]:
+    given = inputs(case)
+    scheduler = make_scheduler("ddim", 1.0)
+    pipe: Any = CogVideoXPipeline(None, *(load(c) for c in ("text_encoder", "vae", "transformer")), scheduler)
+    pipe.set_progress_bar_config(disable=True)
+
+    def video() -> np.ndarray:
+        pair = (given["ids"], np.ones_like(given["ids"]))
+        context, negative = (pipe.text_encoder(_put(ids, case))[0] for ids in pair)
+        return pipe(
+            prompt_embeds=context,
+            negative_prompt_embeds=negative,
+            latents=_put(given["latents"], case).permute(0, 1, 4, 2, 3).contiguous(),
+            num_inference_steps=STEPS,
+            guidance_scale=6.0,
+            height=case.height,
+            width=case.width,
+            num_frames=case.frames,
+            output_type="np",
+        ).frames
+
+    return _without_gradients(video)
+
+
+def part(case: Case, module: Any, **text: int) -> Callable[[], Any]:
+    """A function that computes any part but the whole video: a tensor in our layout, which may still be under way.
+
+    text: as for `inputs`.
+    """
+    given = {name: _put(x, case) for name, x in inputs(case, **text).items()}
     if case.part == "text_encoder":
-        ids = put(given["ids"])
-        return _without_gradients(lambda: take(module(ids)[0]))
+        return _without_gradients(lambda: module(given["ids"])[0])
     if case.part == "encode":
-        video = channels_second(given["video"])
-        return _without_gradients(lambda: take(module.encode(video).latent_dist.mean.permute(0, 2, 3, 4, 1)))
+        video = given["video"].permute(0, 4, 1, 2, 3).contiguous()
+        return _without_gradients(lambda: module.encode(video).latent_dist.mean.permute(0, 2, 3, 4, 1))
     if case.part == "decode":
-        z = channels_second(given["latents"])
-        return _without_gradients(lambda: take(module.decode(z).sample.permute(0, 2, 3, 4, 1)))
+        z = given["latents"].permute(0, 4, 1, 2, 3).contiguous()
+        return _without_gradients(lambda: module.decode(z).sample.permute(0, 2, 3, 4, 1))
     shape = type("Config", (), {"transformer": module, "vae_scale_factor_spatial": 8})()
     rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
-        shape, case.height, case.width, case.denoised_frames, torch.device(device)
+        shape, case.height, case.width, case.denoised_frames, torch.device(_device(case))
     )
-    both, context, t = latents.repeat(2, 1, 1, 1, 1), put(given["context"]), torch.tensor([999, 999], device=device)
+    both = given["latents"].permute(0, 1, 4, 2, 3).contiguous().repeat(2, 1, 1, 1, 1)
+    t = torch.tensor([999, 999], device=_device(case))
 
-    def step() -> np.ndarray:
-        out = module(both, context, t, image_rotary_emb=rotary, return_dict=False)[0]
-        return take(out.permute(0, 1, 3, 4, 2))
+    def step() -> Any:
+        out = module(both, given["context"], t, image_rotary_emb=rotary, return_dict=False)[0]
+        return out.permute(0, 1, 3, 4, 2)
 
     return _without_gradients(step)
 
@@ -96,7 +118,7 @@ def _without_gradients(f: Any) -> Any:
 
 def product(n: int, case: Case) -> Callable[[], object]:
     """One product of two n x n matrices of the case's dtype."""
-    x = torch.randn(n, n).to("cuda" if case.device == "gpu" else "cpu", getattr(torch, case.dtype))
+    x = torch.randn(n, n).to(_device(case), getattr(torch, case.dtype))
 
     def multiply() -> None:
         torch.matmul(x, x)

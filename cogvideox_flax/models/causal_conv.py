@@ -113,6 +113,7 @@ def _conv3d(
     def native(x: Array, residual: Array | None, kernel: Array, bias: Array) -> Array:
         return _finish(_native(x, kernel, **how), residual, bias, dtype)
 
+    by_kernel = stride == 1 and conv_kernel.why_not(x, residual, dtype) is None
     return jax.lax.platform_dependent(
         x,
         residual,
@@ -120,7 +121,7 @@ def _conv3d(
         bias,
         cpu=partial(_on_cpu, **how, dtype=dtype),
         cuda=partial(_by_frame, _taps_at_once, **how, dtype=dtype),
-        tpu=partial(_on_tpu, padding=padding, dtype=dtype) if stride == 1 else native,
+        tpu=partial(_on_tpu, padding=padding, dtype=dtype) if by_kernel else native,
         default=native,
     )
 
@@ -216,7 +217,8 @@ def _taps_in_turn(kernel: Array, *, stride: int, padding: Padding) -> Callable[[
 def _taps_at_once(kernel: Array, *, stride: int, padding: Padding) -> Callable[[list[Array]], Array]:
     """One 2-D convolution, the taps side by side as channels, for NVIDIA GPUs. There, 3-D convolutions are put with the
     channels in front of the pixels, and those with a wider result than their operands are done in float32: neither
-    has fast tensor cores. The sum is float32 within it, and is rounded to the operands' dtype once, as PyTorch's is.
+    has fast tensor cores (nor are 3-D ones always right: see `_by_tap_backward`). The sum is float32 within it, and is
+    rounded to the operands' dtype once, as PyTorch's is.
     """
     size, inputs, outputs = kernel.shape[1], kernel.shape[0] * kernel.shape[3], kernel.shape[4]
     flat = kernel.transpose(1, 2, 0, 3, 4).reshape(size, size, inputs, outputs)
@@ -256,7 +258,12 @@ def _conv3d_backward(
     x, residual, kernel, bias = saved
     how: dict[str, Any] = {"stride": static[0], "padding": padding}
     dx, dkernel = jax.lax.platform_dependent(
-        x, kernel, dy, cpu=partial(_by_frame_backward, **how), default=partial(_native_backward, **how)
+        x,
+        kernel,
+        dy,
+        cpu=partial(_by_frame_backward, **how),
+        cuda=partial(_by_tap_backward, **how),
+        default=partial(_native_backward, **how),
     )
     dbias = dy.astype(jnp.float32).sum((0, 1, 2, 3)).astype(bias.dtype)
     return dx, None if residual is None else dy.astype(residual.dtype), dkernel, dbias
@@ -265,6 +272,22 @@ def _conv3d_backward(
 def _native_backward(x: Array, kernel: Array, dy: Array, *, stride: int, padding: Padding) -> tuple[Array, Array]:
     _, backward = jax.vjp(partial(_native, stride=stride, padding=padding, dtype=None), x, kernel)
     return backward(dy.astype(x.dtype))
+
+
+def _by_tap_backward(x: Array, kernel: Array, dy: Array, *, stride: int, padding: Padding) -> tuple[Array, Array]:
+    """2-D convolutions of all frames, one tap in time after the other, for NVIDIA GPUs: cuDNN's 3-D ones are wrong in
+    bfloat16 on large pictures before 9.15 (pytorch/pytorch#163539), so none is given to it."""
+    batch, frames = dy.shape[:2]
+    dy = dy.astype(x.dtype).reshape(batch * frames, *dy.shape[2:])
+    convolve = partial(_conv2d, stride=stride, padding=padding, dtype=None)
+    dx, dkernel = jnp.zeros(x.shape, jnp.float32), []
+    for i, tap in enumerate(kernel):
+        seen = x[:, i : i + frames]
+        _, backward = jax.vjp(convolve, seen.reshape(batch * frames, *x.shape[2:]), tap)
+        dframes, dtap = backward(dy)
+        dx = dx.at[:, i : i + frames].add(dframes.reshape(seen.shape).astype(jnp.float32))
+        dkernel.append(dtap)
+    return dx.astype(x.dtype), jnp.stack(dkernel)
 
 
 def _by_frame_backward(x: Array, kernel: Array, dy: Array, *, stride: int, padding: Padding) -> tuple[Array, Array]:

@@ -1,0 +1,134 @@
+"""What is attended and convolved: sizes, and where the values come from. It needs neither JAX nor PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_proof.errors import pick
+from benchmarks.gpu_proof.values import Values
+
+HEAD_SCALES = (1.0, 2.0, 4.0, 1.0)
+"""Of the queries, head by head in turn: from attention that averages everything to attention that picks a few keys."""
+
+TAPS = 3
+"""Of the autoencoder's convolutions, in time, height and width."""
+
+ENOUGH_S = 12.0
+"""Seconds of timed runs after which two are enough."""
+
+OWN = "native 3-D convolution"
+"""Name of the form that this library does not give to an NVIDIA GPU."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over `tokens` queries and keys.
+
+    kv_len: real keys of each batch element; those past it hold large values that must not be seen.
+    window: as for `attend`. part: the keys in two halves, merged by their weights.
+    backend: of `attend`. interpret: on a machine without a GPU.
+    queries, heads_checked: how many are compared with the reference.
+    """
+
+    name: str
+    batch: int
+    tokens: int
+    heads: int
+    dim: int = 64
+    dtype: str = "bfloat16"
+    backend: str = "auto"
+    kv_len: tuple[int, ...] | None = None
+    window: tuple[int, int] | None = None
+    part: bool = False
+    interpret: bool = False
+    queries: int = 512
+    heads_checked: int = 4
+    repeat: int = 5
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of q, k and v."""
+        return self.batch, self.tokens, self.heads, self.dim
+
+    def values(self) -> dict[str, Values]:
+        """Of q, before `HEAD_SCALES`, k and v: the same for all cases of a shape."""
+        return {name: Values(f"{name} {self.shape}") for name in "qkv"}
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key that it may attend."""
+        keys = self.kv_len or (self.tokens,) * self.batch
+        if self.window is None:
+            return self.tokens * sum(keys)
+        position = np.arange(self.tokens)
+        ends = (np.minimum(position + self.window[1], n - 1) for n in keys)
+        starts = np.maximum(position - self.window[0], 0)
+        return int(sum(np.maximum(end - starts + 1, 0).sum() for end in ends))
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.pairs * self.heads * self.dim
+
+
+def attention_of(options: dict[str, Any]) -> Attention:
+    """From JSON, where tuples are lists."""
+    fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in options.items()}
+    return Attention(**fields)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution as the decoder has it: valid over `frames + taps - 1` frames, zero-padded in space.
+
+    form: "conv3d", this library's; or `OWN`, one 3-D convolution of cuDNN, to see whether it is right there.
+    positions: outputs that are compared, all channels of each.
+    """
+
+    name: str
+    frames: int
+    height: int
+    width: int
+    channels: int
+    out_channels: int
+    taps: int = TAPS
+    dtype: str = "bfloat16"
+    form: str = "conv3d"
+    positions: int = 512
+    repeat: int = 5
+
+    @property
+    def flops(self) -> int:
+        pixels = self.frames * self.height * self.width
+        return 2 * self.taps * TAPS**2 * pixels * self.channels * self.out_channels
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return 1, self.frames + self.taps - 1, self.height, self.width, self.channels
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return 1, self.frames, self.height, self.width, self.out_channels
+
+    @property
+    def kernel_shape(self) -> tuple[int, ...]:
+        """In the released layout, [out, in, time, height, width]."""
+        return self.out_channels, self.channels, self.taps, TAPS, TAPS
+
+    def values(self) -> tuple[Values, Values, Values]:
+        """Of the input (B T H W C), the kernel (in the released layout) and the bias."""
+        scale = (self.channels * self.taps * TAPS**2) ** -0.5
+        return Values(f"x {self.input_shape}"), Values(f"kernel {self.kernel_shape}", scale), Values("bias", 0.2)
+
+    def points(self) -> np.ndarray:
+        """(frame, row, column) of the outputs that are compared: int [positions, 3], corners and edges among them."""
+        sides = (self.frames, self.height, self.width)
+        found = [pick(n, min(n, self.positions), seed) for seed, n in enumerate(sides)]
+        random = np.random.default_rng(0)
+        columns = [random.choice(indices, self.positions) for indices in found]
+        columns = [
+            np.concatenate([[0, n - 1], column])[: self.positions] for n, column in zip(sides, columns, strict=True)
+        ]
+        return np.stack(columns, 1)

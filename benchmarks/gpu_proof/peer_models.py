@@ -1,0 +1,174 @@
+"""Rows of the reference's models, diffusers and transformers, with the weights of this library's rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_proof.cases import ENOUGH_S
+from benchmarks.gpu_proof.errors import NotTried
+from benchmarks.gpu_proof.peers import device, fresh, peak_gib, wait
+from benchmarks.gpu_proof.values import in_torch, of_weight
+from benchmarks.released_layout import build
+from benchmarks.vs_diffusers import theirs
+from benchmarks.vs_diffusers.cases import COMPONENT, Case
+
+TIED = "encoder.embed_tokens.weight"
+"""A second name of `shared.weight`, which a file does not hold."""
+
+_kept: dict[tuple[Any, ...], Any] = {}
+"""The model of the last row, for the next one."""
+
+
+def tensors(
+    report: Callable[..., None], *, folder: str, components: list[tuple[str, str]], small: bool = False, **_: Any
+) -> dict[str, Any]:
+    """Write down the names and shapes of the reference's tensors, for our side. No GPU and no memory is used."""
+    for component, release in components:
+        with torch.device("meta"):
+            module: Any = build(component, release, small=small)
+        shapes = {name: list(x.shape) for name, x in module.state_dict().items() if name != TIED}
+        path = Path(folder) / f"tensors-{component}-{release}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(shapes))
+        part.replace(path)
+    return {"status": "ok"}
+
+
+def module_of(case: Case, small: bool) -> Any:
+    """The reference's module with our weights on the device, kept for the next row; others are let go."""
+    component = COMPONENT.get(case.part, case.part)
+    key = component, case.release, case.layers, case.dtype, small
+    if key not in _kept:
+        _kept.clear()
+        fresh()
+        changes = {} if case.layers is None or component == "vae" else {"num_layers": case.layers}
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, case.dtype))  # so that it is never held in float32
+        try:
+            with torch.device(device()):
+                module: Any = build(component, case.release, small=small, **changes)
+        finally:
+            torch.set_default_dtype(before)
+        with torch.no_grad():
+            for name, value in module.state_dict().items():
+                if name != TIED:
+                    in_torch(of_weight(name, tuple(value.shape)), value)
+        _kept[key] = module.eval().requires_grad_(False)
+    return _kept[key]
+
+
+def run(
+    report: Callable[..., None],
+    *,
+    folder: str | None = None,
+    name: str = "",
+    repeat: int = 3,
+    compiled: bool = False,
+    compile_backend: str = "inductor",
+    needs_gib: float = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """One row.
+
+    Args:
+        name: of its output, for the comparison with the other side.
+        compiled: with `torch.compile`.
+        needs_gib: beside the weights, about; with less, fewer layers are taken.
+    """
+    fields = {"layers": None, "dtype": "bfloat16", "torch_compile": False} | options
+    small = fields.pop("small", False)
+    case = Case(device="gpu" if torch.cuda.is_available() else "cpu", **fields)
+    theirs.prepare()
+    fresh()
+    case = _fitting(case, small, needs_gib, report)
+    start = time.perf_counter()
+    module = module_of(case, small)
+    wait()
+    report(weights_s=time.perf_counter() - start, layers=case.layers)
+    if compiled:
+        report(note=compile_blocks(module, compile_backend))
+    call = theirs.part(case, module, **text_of(case, small))
+    times: list[float] = []
+    first, out = _seconds(call)
+    report(first_s=first)
+    while len(times) < repeat and (len(times) < 2 or sum(times) < ENOUGH_S):
+        seconds, out = _seconds(call)
+        times.append(seconds)
+        report(seconds=statistics.median(times), times=times)
+    finite = bool(torch.isfinite(out).all())
+    row = {"peak_gib": peak_gib(), "finite": finite, "status": "ok" if finite else "wrong"}
+    if folder is not None:
+        np.save(Path(folder) / f"{name}.npy", theirs.fetch(out))
+        row["output"] = f"{name}.npy"
+    return row
+
+
+def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    wait()
+    start = time.perf_counter()
+    out = call()
+    wait()
+    return time.perf_counter() - start, out
+
+
+def text_of(case: Case, small: bool) -> dict[str, int]:
+    """As `models.text_of`."""
+    from benchmarks.released_layout import SMALL_T5, SMALL_TRANSFORMER
+
+    if not small:
+        return {}
+    return {"text_length": SMALL_TRANSFORMER["max_text_seq_length"], "text_width": SMALL_T5["d_model"]}
+
+
+def compile_blocks(module: Any, backend: str = "inductor") -> str:
+    """`torch.compile` for each block, which are alike and so compiled once: the whole of 42 layers takes minutes."""
+    if getattr(module, "_repeated_blocks", None) and hasattr(module, "compile_repeated_blocks"):
+        module.compile_repeated_blocks(backend=backend)
+        return "compile_repeated_blocks"
+    for block in module.transformer_blocks:
+        block.compile(backend=backend)
+    return "torch.compile of each block (diffusers names no repeated blocks of this class)"
+
+
+def _fitting(case: Case, small: bool, beside_gib: float, report: Callable[..., None]) -> Case:
+    """The case with as many layers as fit, where the GPU is too small for all.
+
+    Raises:
+        NotTried: not even two layers fit, or there are no layers to leave out.
+    """
+    if not torch.cuda.is_available():
+        return case
+    component = COMPONENT.get(case.part, case.part)
+    with torch.device("meta"):
+        module: Any = build(component, case.release, small=small)
+    size = getattr(torch, case.dtype).itemsize
+    whole = size * sum(x.numel() for x in module.parameters())
+    _free_if_other(case, small)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - beside_gib * 2**30
+    if whole <= free:
+        return case
+    blocks = getattr(module, "transformer_blocks", None)
+    say = f"{whole / 2**30 + beside_gib:.0f} GiB are needed, about, {free / 2**30 + beside_gib:.0f} are free"
+    if blocks is None:
+        raise NotTried(f"does not fit: {say}")
+    layers = len(blocks) - int((whole - free) / (size * sum(x.numel() for x in blocks[0].parameters()))) - 1
+    if layers < 2:
+        raise NotTried(f"does not fit: {say}")
+    report(note=f"{layers} layers only: {say}")
+    return Case(**{**case.__dict__, "layers": layers})
+
+
+def _free_if_other(case: Case, small: bool) -> None:
+    """Let a model go that is not this row's."""
+    component = COMPONENT.get(case.part, case.part)
+    if not any(key[:2] == (component, case.release) and key[3:] == (case.dtype, small) for key in _kept):
+        _kept.clear()
+        fresh()

@@ -1,0 +1,131 @@
+"""The parent's end of a worker: rows go in, results come out, and one that says nothing is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+STARTED_IN = 180.0
+"""Seconds in which a worker must have imported its libraries; the first time they come from a cold disk."""
+
+
+class Died(Exception):
+    """The process ended, or was ended, in the middle of a row. status: the row's."""
+
+    def __init__(self, status: str, why: str):
+        super().__init__(why)
+        self.status = status
+
+
+class Worker:
+    """A process for the rows of one group.
+
+    side: a key of `worker.IMPORTS`.
+    """
+
+    def __init__(self, side: str, env: dict[str, str]):
+        self.side, self.ready = side, False
+        self._errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  # appended to, wherever it is read
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "benchmarks.gpu_proof.worker", side],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+            env=env,
+            start_new_session=True,  # with what it starts, compilers say, it can be ended as one
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _next(self, deadline: float, doing: str) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))
+        except queue.Empty:
+            where = self._where()
+            self.kill()
+            raise Died("timed out", f"{doing}: no end in its time; {where}") from None
+        if line is None:
+            code = self._process.wait(15)
+            name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            self.kill()
+            raise Died("crashed", f"{doing}: {name}; {self._tail(3)}")
+        return json.loads(line)
+
+    def start(self, timeout: float = STARTED_IN) -> None:
+        """Wait until it has imported its libraries.
+
+        Raises:
+            Died: it did not.
+        """
+        if not self.ready:
+            self._next(time.monotonic() + timeout, "importing")
+            self.ready = True
+
+    def ask(
+        self, function: str, options: dict[str, Any], timeout: float, partly: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
+        """The result of one row. partly: called with what is known before.
+
+        Raises:
+            Died: the process crashed, or was killed as it took longer than `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        self.start(timeout)
+        assert self._process.stdin
+        try:
+            print(json.dumps({"function": function, "options": options}), file=self._process.stdin, flush=True)
+        except OSError:
+            self._next(deadline, "starting")
+        while True:
+            found = self._next(deadline, "running")
+            event = found.pop("event")
+            if event == "result":
+                return found
+            partly(found)
+
+    def _where(self) -> str:
+        """Where it hangs: the innermost lines of its Python stack."""
+        with suppress(OSError):
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
+        lines = [line.strip() for line in self._text().splitlines() if line.startswith("  File ")]
+        return "in " + " < ".join(lines[:3]) if lines else "it does not say where"
+
+    def _text(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-20_000:]
+
+    def _tail(self, lines: int) -> str:
+        return " / ".join(self._text().strip().splitlines()[-lines:])[-600:] or "it said nothing"
+
+    def errors(self) -> str:
+        """The end of what it wrote as errors, for the record."""
+        return self._text()[-3000:]
+
+    def kill(self) -> None:
+        """End it, and what it started."""
+        with suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # one that a driver holds must not hold this process too
+            self._process.wait(15)

@@ -1,0 +1,227 @@
+"""Rows in processes of their own, within a budget: one that crashes, hangs or runs out of memory costs itself only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_proof import machine
+from benchmarks.gpu_proof.process import ROOT, Died, Worker
+from benchmarks.gpu_proof.record import Record, beside, line
+from benchmarks.gpu_proof.rows import Row
+
+GRACE_S = 20.0
+"""Seconds after the budget in which a row that was started may still end."""
+
+START_S = {"ours": 5.0, "torch": 6.0, "diffusers": 8.0}
+"""Seconds until a new process runs its first row, about."""
+
+PREFETCH_CORES = 8
+"""From so many cores on, the next group's process imports its libraries while a row runs."""
+
+POLL_S = 0.5
+
+
+def environment(folder: Path, dry_run: bool) -> dict[str, str]:
+    """Of the workers."""
+    env = dict(
+        os.environ,
+        CUDA_DEVICE_ORDER="PCI_BUS_ID",  # as nvidia-smi counts
+        CUDA_VISIBLE_DEVICES=machine.first_gpu(),
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        JAX_ENABLE_COMPILATION_CACHE="false",  # seconds of compiling are of compiling
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
+        TRITON_CACHE_DIR=str(folder / "triton"),
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+        PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    )
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env:
+        env.setdefault("XLA_CLIENT_MEM_FRACTION", "0.95")
+    if dry_run:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    env["JAX_PLATFORMS"] = "cpu" if dry_run else "cuda,cpu"
+    return env
+
+
+class Memory:
+    """The most that the GPU's memory was used by everybody, as `nvidia-smi` says, while a row ran."""
+
+    def __init__(self, ask: Callable[[], float | None]):
+        self._ask, self._most, self._stop = ask, 0.0, threading.Event()
+        self._base = ask()
+        if self._base is not None:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._most = max(self._most, self._ask() or 0)
+
+    def reset(self) -> None:
+        self._most = 0.0
+
+    def most_gib(self) -> float | None:
+        """Beside what was used when this began; None where nobody tells."""
+        now = self._ask() if self._base is not None else None
+        if self._base is None or now is None:
+            self._base = None
+            self.stop()  # it may be slow to say nothing
+            return None
+        self._most = max(self._most, now)
+        return max(self._most - self._base, 0) / 1024
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What rows are given.
+
+    folder: for what one leaves another. budget: seconds. env: of their processes. free_gib: of the GPU; None if not
+    known. missing: packages that are not there. known: key -> what an earlier run found of a row, which is taken over.
+    """
+
+    folder: Path
+    budget: float
+    env: dict[str, str]
+    free_gib: float | None = None
+    missing: frozenset[str] = frozenset()
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Runner:
+    """All rows in their order. say: prints a line. used_mib: of the GPU's memory."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        record: Record,
+        setting: Setting,
+        *,
+        say: Callable[[str], None] = print,
+        used_mib: Callable[[], float | None] = machine.used_mib,
+    ):
+        self.rows, self.record, self.setting, self.say = rows, record, setting, say
+        self._start = time.monotonic()
+        self._worker: Worker | None = None
+        self._group = ""
+        self._next: tuple[str, Worker] | None = None
+        self._blind: dict[str, str] = {}
+        self._memory = Memory(used_mib)
+        record.expect((row.key, row.about()) for row in rows)
+        self.known = {row.key for row in rows if not (row.opens or row.always)} & set(setting.known)
+        for key in self.known:
+            record.rows[key] = setting.known[key] | {"output": None, "kept": True}  # its output is gone
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    def run(self) -> None:
+        """Every row that can be tried; processes end however this ends."""
+        try:
+            for i, row in enumerate(self.rows):
+                if row.key in self.known:
+                    continue
+                if reason := self.why_not(row):
+                    self.record.set(row.key, status="not tried", reason=reason)
+                    continue
+                self._run(row, self.rows[i + 1 :])
+                self.say(line(self.record.rows[row.key]))
+                for comparison in self.record.compare(row.name, self.setting.folder):
+                    self.say(beside(comparison))
+                self.record.keep()
+        finally:
+            self.close()
+
+    def why_not(self, row: Row) -> str | None:
+        """Why a row is not tried; None if it is."""
+        if lacking := [name for name in row.packages if name in self.setting.missing]:
+            return f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed"
+        if row.side_key in self._blind:
+            return self._blind[row.side_key]
+        free = self.setting.free_gib
+        if free is not None and row.needs_gib > free:
+            return f"it needs about {row.needs_gib:.0f} GiB, {free:.0f} are free"
+        expected = row.expected_s + (0 if row.group == self._group else START_S[row.process])
+        budget = self.setting.budget
+        left = budget - self.elapsed
+        if expected > left:
+            return f"it would take about {expected:.0f} s, {max(left, 0):.0f} of {budget:.0f} s are left"
+        return None
+
+    def _run(self, row: Row, later: list[Row]) -> None:
+        worker = self._worker_of(row)
+        self._prefetch(row, later)
+        self._memory.reset()
+        known: dict[str, Any] = {}
+        start = time.monotonic()
+        limit = min(row.limit_s, self.setting.budget + GRACE_S - self.elapsed)
+
+        def partly(found: dict[str, Any]) -> None:
+            known.update(found)
+            self.record.set(row.key, **known, status="running", reason="the run ended in it")
+
+        options = row.options | {"folder": str(self.setting.folder)}
+        try:
+            worker.start(max(limit, 1))
+            found = worker.ask(row.function, options, max(limit, 1), partly)
+        except Died as e:
+            found = {"status": e.status, "reason": str(e)}
+        is_fault = found["status"] not in ("ok", "wrong", "not tried")
+        errors = worker.errors() if is_fault or (row.opens and found["status"] != "ok") else ""
+        if is_fault and not found.pop("alive", False):
+            self._drop()  # whatever it holds is not known
+        note = "; ".join(filter(None, (known.get("note"), found.get("note"))))
+        values = known | found | {"smi_gib": self._memory.most_gib(), "wall_s": round(time.monotonic() - start, 2)}
+        self.record.set(row.key, **values | ({"note": note} if note else {}) | ({"stderr": errors} if errors else {}))
+        if row.opens and found["status"] != "ok":
+            last = errors.strip().splitlines()[-1:]  # a plugin that does not start says why there
+            why = "; ".join([found.get("reason") or f"{row.name}: {found['status']}", *last])
+            self._blind[row.side_key] = why[:600]
+            self.record.set(row.key, reason=why[:600])
+
+    def _worker_of(self, row: Row) -> Worker:
+        """The group's process; one of another group ends first, so that the GPU is free."""
+        if self._worker is not None and self._group == row.group:
+            return self._worker
+        self._drop()
+        if self._next is not None and self._next[0] == row.group:
+            self._worker, self._next = self._next[1], None
+        else:
+            self._worker = Worker(row.process, self.setting.env)
+        self._group = row.group
+        return self._worker
+
+    def _prefetch(self, row: Row, later: list[Row]) -> None:
+        """Let the next group's process import its libraries, which uses no GPU."""
+        wanted = (other for other in later if other.group != row.group and other.key not in self.known)
+        following = next((other for other in wanted if not self.why_not(other)), None)
+        if (os.cpu_count() or 1) < PREFETCH_CORES or following is None:
+            return
+        if self._next is not None and self._next[0] == following.group:
+            return
+        if self._next is not None:
+            self._next[1].kill()
+        self._next = following.group, Worker(following.process, self.setting.env)
+
+    def _drop(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+        self._worker, self._group = None, ""
+
+    def close(self) -> None:
+        """End all processes."""
+        self._memory.stop()
+        with suppress(OSError):
+            self._drop()
+        if self._next is not None:
+            self._next[1].kill()
+            self._next = None
