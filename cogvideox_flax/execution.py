@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from tqdm import tqdm
 
+from cogvideox_flax.compile_cache import CompileCache
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.executables import Executables
 from cogvideox_flax.layers import apart
 from cogvideox_flax.programs import Recipe
 
@@ -101,7 +101,7 @@ class Programs:
 
     def __init__(self, dtype: str, mesh: Mesh | None, model: str):
         self.dtype, self.mesh, self.model = dtype, mesh, model
-        self.kept: Executables | None = None
+        self.kept: CompileCache | None = None
         self._programs: dict[Recipe, Program] = {}
 
     def get(self, recipe: Recipe) -> Program:
@@ -137,7 +137,7 @@ class Program:
         options: Mapping[str, Any],
         mesh: Mesh | None,
         what: str,
-        kept: Executables | None,
+        kept: CompileCache | None,
     ):
         self.name, self._f, self._mesh, self._what, self._kept = recipe.name, recipe.function(), mesh, what, kept
         self._apart, self._on_one_cpu = recipe.apart, mesh is None and jax.default_backend() == "cpu"

@@ -19,7 +19,7 @@ from cogvideox_flax import (
     CogVideoXPipeline,
     checkpoint,
     cli,
-    executables,
+    compile_cache,
     execution,
     fits,
     layers,
@@ -148,7 +148,8 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
         else:
             CogVideoXPipeline.from_pretrained(native, dtype="bfloat16")("red", **SMALL)
     compiled = [r.message.split(" in ")[0] for r in caplog.records if r.message.startswith("compiled the")]
-    assert compiled == ["compiled the text encoder", "compiled the denoising step", "compiled the VAE decoder"]
+    parts = ("text encoder", "denoising step", "VAE decoder", "initial noise")
+    assert compiled == [f"compiled the {part}" for part in parts]
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -250,7 +251,7 @@ def never(*args):
 def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once):
     settings = {"scheduler": "dpm", "one_program": at_once}
     first = pictures(native, tmp_path, **settings)
-    assert len(list(tmp_path.iterdir())) == (1 if at_once else 3)
+    assert len(list(tmp_path.iterdir())) == (2 if at_once else 4)
     monkeypatch.setattr(Program, "_compile", never)
     assert np.array_equal(pictures(native, tmp_path, **settings), first)
     for changed in (
@@ -260,7 +261,7 @@ def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once)
     ):
         with pytest.raises(AssertionError, match="compiled"):
             pictures(native, tmp_path, **settings | changed)
-    monkeypatch.setattr(executables, "_code", lambda: "another version")
+    monkeypatch.setattr(compile_cache, "code_fingerprint", lambda: "another version")
     with pytest.raises(AssertionError, match="compiled"):
         pictures(native, tmp_path, **settings)
 
@@ -281,12 +282,12 @@ def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(tmp_path)
     pipe("red", **SMALL, scheduler=Sampler(pipe.scheduler.config))
-    assert len(list(tmp_path.iterdir())) == 2  # the text encoder and the decoder
+    assert len(list(tmp_path.iterdir())) == 3  # the text encoder, the noise and the decoder
 
 
 def test_kept_programs_stay_below_their_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(executables, "LIMIT", 30_000)
-    kept, x = executables.Executables(tmp_path), jnp.float32(1)
+    monkeypatch.setattr(compile_cache, "LIMIT", 30_000)
+    kept, x = compile_cache.CompileCache(tmp_path), jnp.float32(1)
     for n in range(6):
         kept.get(str(n), (x,), None, jax.jit(lambda x, n=n: jnp.sin(x) + n).lower(x).compile)
     left = list(tmp_path.iterdir())

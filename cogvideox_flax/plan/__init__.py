@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_flax import checkpoint, programs, sharding
-from cogvideox_flax.checks import check_model
+from cogvideox_flax.checks import check_dtype, check_model
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import bytes_needed, compiler_options
@@ -149,8 +149,10 @@ def best_mesh(
         report: called with each mesh that was tried, and its denoising stage or why it cannot be.
 
     Raises:
-        InputError: none fits.
+        InputError: none fits, or the dtype is not served.
     """
+    assert request.manifest.transformer
+    check_dtype(request.manifest.transformer, request.dtype, "tpu")  # once, and not for every mesh
     whole = meshes(len(topology_devices(topology)))
     for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
         found: list[tuple[float, sharding.MeshShape]] = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 
+from cogvideox_flax import libtpu
 from cogvideox_flax.errors import InputError
 
 GIB = 2**30
@@ -47,16 +47,6 @@ def chip_of(topology: str) -> Chip:
     return CHIPS[kind]
 
 
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-    "TPU_ACCELERATOR_TYPE": "v6e-8",
-}
-"""What libtpu wants to hear where it only compiles, and to keep quiet about it."""
-
-
 def topology_devices(topology: str) -> Sequence[jax.Device]:
     """The chips of a topology such as "v6e:2x4", which need not be there.
 
@@ -64,8 +54,9 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         InputError: libtpu is missing, or it does not know the topology.
     """
     chip_of(topology)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    if not libtpu.is_installed():
+        raise InputError("a plan needs libtpu, the compiler for TPUs: pip install 'cogvideox-flax[tpu]'")
+    libtpu.prepare_to_compile()
     from jax.experimental import topologies
 
     # a host has a square of chips, unless there are not so many
@@ -73,7 +64,5 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     host = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
     try:
         return topologies.get_topology_desc(topology, "tpu", **host).devices
-    except ModuleNotFoundError as e:
-        raise InputError(f"a plan needs libtpu, the compiler for TPUs ({e}): pip install 'jax[tpu]'") from e
     except (RuntimeError, ValueError, NotImplementedError) as e:
         raise InputError(f"no topology {topology!r}: {str(e).splitlines()[0]}; try v6e:2x4, v6e:1x1 or v5e:2x4") from e

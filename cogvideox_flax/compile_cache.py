@@ -1,0 +1,264 @@
+"""Compiled programs as files: what is found there is neither traced nor compiled again.
+
+A program is known by what it is made from: this package's code, the shapes of its arguments, and all that the compiler
+goes by. JAX's own compilation cache knows it by its text instead, for which it must be traced and lowered first.
+
+To load a program is to run what its file holds, so files and folder must be the user's own, and writable by nobody
+else. A file begins with a checksum of its name and the rest, since the compiler's loader takes damaged programs as they
+are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.io.private import NotPrivateError, make_private, read_private
+from cogvideox_flax.source_code import code_fingerprint
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".program"
+LIMIT = 4 * 2**30
+"""Bytes of all programs; what was not used for longest goes first."""
+
+_MAGIC = b"cogvideox program 1\n"
+_OLD_SUFFIX = ".executable"  # of versions that wrote pickles, which are not read
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_traceback")
+"""Settings of JAX, by how their names begin, that change no program."""
+_ONE_AT_A_TIME = threading.RLock()
+
+
+class CompileCache:
+    """A folder of compiled programs.
+
+    Args:
+        folder: of one kind of host, since a CPU's programs hold its instructions. It is made if it is not there.
+
+    Raises:
+        NotPrivateError: somebody else could put programs there.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, folder: Path):
+        make_private(folder)
+        self.folder = folder
+
+    def get(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
+        """A program's executable: as it is kept here, or made now and kept from now on.
+
+        Args:
+            what: all that the program is made from beside its arguments, as text.
+            args: arrays or shapes.
+            mesh: where it runs; None for JAX's first device.
+            make: compiles it.
+        """
+        name = program_name(what, args, mesh)
+        if name is None:
+            return make()
+        path = self.folder / (name + SUFFIX)
+        found = _load(path, args, mesh)
+        if found is not None:
+            return found
+        with _without_cache_of_jax():
+            made = make()
+        if program_name(what, args, mesh) == name:  # the code is still that which made it
+            self._keep(path, made)
+        return made
+
+    def _keep(self, path: Path, executable: Any) -> None:
+        """Write it down, if it can be."""
+        try:
+            payload, _, results = serialize_executable.serialize(executable)
+            structure = json.dumps(_describe(results)).encode()
+        except Exception as e:  # not every compiler's can, and not every structure
+            log.info("%s cannot be kept (%s: %s)", path.name, type(e).__name__, e)
+            return
+        body = struct.pack("<Q", len(structure)) + structure + payload
+        try:
+            with atomic_write(path, mode=0o600) as partial, partial.open("wb") as file:
+                file.write(_head(path, body))
+                file.write(body)
+            self._trim()
+        except (InputError, OSError) as e:
+            log.info("%s is not kept: %s", path.name, e)
+
+    def _trim(self) -> None:
+        """Remove what was not used for longest where all of them pass the limit, and what older versions left."""
+        for path in self.folder.glob("*" + _OLD_SUFFIX):
+            path.unlink(missing_ok=True)
+        found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self.folder.glob("*" + SUFFIX))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in found[:-1]:
+            if total <= LIMIT:
+                return
+            path.unlink(missing_ok=True)
+            total -= size
+
+
+def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
+    """The executable, on the devices that it was compiled for; None if none is there that works."""
+    try:
+        raw = read_private(path)
+    except FileNotFoundError:
+        return None
+    except (NotPrivateError, OSError) as e:
+        log.warning("not loading a compiled program, compiling it: %s", e)
+        return None
+    start = len(_head(path, b""))
+    body = memoryview(raw)[start:]
+    if raw[:start] != _head(path, body):
+        log.warning("the compiled program %s is damaged; compiling it again", path)
+        path.unlink(missing_ok=True)
+        return None
+    try:
+        (length,) = struct.unpack_from("<Q", body)
+        results = jax.tree.structure(_example(json.loads(bytes(body[8 : 8 + length]))))
+        structure = jax.tree.structure((args, {}))
+        payload = bytes(body[8 + length :])
+        found = serialize_executable.deserialize_and_load(payload, structure, results, execution_devices=_devices(mesh))
+    except Exception as e:  # of a kind that its name does not tell: whatever it is, compiling helps
+        log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
+        return None
+    with suppress(OSError):  # a folder that may only be read
+        os.utime(path)
+    return found
+
+
+def _head(path: Path, body: bytes | memoryview) -> bytes:
+    """What a program's file begins with."""
+    digest = hashlib.sha256(path.name.encode())
+    digest.update(body)
+    return _MAGIC + digest.digest()
+
+
+def _describe(structure: Any) -> Any:
+    """The structure of a program's results, as JSON: tuples, lists, dictionaries, None, and arrays as "array".
+
+    Raises:
+        TypeError: it holds something else.
+    """
+
+    def describe(tree: Any) -> Any:
+        if tree is None or tree == _ARRAY:
+            return tree
+        if type(tree) in (tuple, list):
+            return {type(tree).__name__: [describe(part) for part in tree]}
+        if type(tree) is dict and all(type(key) is str for key in tree):
+            return {"dict": {key: describe(part) for key, part in tree.items()}}
+        raise TypeError(f"results of {type(tree)}")
+
+    return describe(jax.tree.unflatten(structure, [_ARRAY] * structure.num_leaves))
+
+
+def _example(description: Any) -> Any:
+    """A pytree of the structure that `_describe` wrote down."""
+    if description is None or description == _ARRAY:
+        return description
+    ((kind, parts),) = description.items()
+    if kind == "dict":
+        return {key: _example(part) for key, part in parts.items()}
+    return {"tuple": tuple, "list": list}[kind](map(_example, parts))
+
+
+_ARRAY = "array"
+
+
+@contextmanager
+def _without_cache_of_jax() -> Iterator[None]:
+    """Without JAX's cache on a CPU: what comes from there lacks parts of its code when it is written down again."""
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    config: Any = jax.config
+    with _ONE_AT_A_TIME:
+        before = config.jax_enable_compilation_cache
+        config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # whether there is one is asked only once
+        try:
+            yield
+        finally:
+            config.update("jax_enable_compilation_cache", before)
+            compilation_cache.reset_cache()
+
+
+def program_name(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | None:
+    """A name that no other program has; arguments as for `CompileCache.get`.
+
+    Returns:
+        None for what is known by no more than an address, for what runs on several hosts or elsewhere than JAX's first
+        device, and where this package's files are not those that were imported.
+    """
+    code = code_fingerprint()
+    leaves, tree = jax.tree.flatten(args)
+    kinds = [(leaf.shape, str(leaf.dtype), mesh and str(getattr(leaf, "sharding", None))) for leaf in leaves]
+    text = repr((what, str(tree), kinds, _where(mesh), code, _surroundings()))
+    config: Any = jax.config
+    unknown = code is None or " at 0x" in text
+    if unknown or jax.process_count() > 1 or config.jax_default_device is not None:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _devices(mesh: Mesh | None) -> list[jax.Device]:
+    return [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+
+
+def _where(mesh: Mesh | None) -> str:
+    shape = dict(mesh.shape) if mesh is not None else None
+    return repr((shape, [(device.id, device.device_kind) for device in _devices(mesh)], len(jax.devices())))
+
+
+def _surroundings() -> str:
+    """All else that a compiler goes by. Versions are those of the modules that run, not those now installed."""
+    settings: dict[str, Any] = jax.config.values
+    return repr(
+        (
+            sys.version,
+            [module.__version__ for module in (jax, jaxlib, flax, np)],
+            jax.devices()[0].client.platform_version,
+            [_flags(os.environ.get(name)) for name in _VARIABLES],
+            sorted((k, repr(v)) for k, v in settings.items() if not k.startswith(_NOT_OF_PROGRAMS)),
+        )
+    )
+
+
+def _flags(value: str | None) -> str | None:
+    """What a variable with compiler flags says; its value may be the name of a file that holds them."""
+    if value and not value.lstrip().startswith("-"):
+        with suppress(OSError, ValueError):
+            return Path(value.strip()).read_text()
+    return value
+
+
+@cache
+def host() -> str:
+    """A short name for this kind of machine: its instruction set with all extensions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        features = platform.processor()
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"

@@ -1,0 +1,41 @@
+"""libtpu, the TPU's runtime and compiler, on a machine without a TPU: there it only compiles, and is quiet."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+}
+"""What libtpu looks for on a TPU host. Without it, it complains on stderr when JAX looks for TPUs."""
+
+
+def is_installed() -> bool:
+    """Whether libtpu can be loaded."""
+    return "TPU_LIBRARY_PATH" in os.environ or importlib.util.find_spec("libtpu") is not None
+
+
+def quiet_without_tpu() -> None:
+    """Give libtpu its environment where it is installed and there is no TPU. To be called before JAX looks for devices.
+
+    Whether there is a TPU is JAX's own finding.
+    """
+    if not is_installed():
+        return
+    try:
+        from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
+    except ImportError:  # another version of JAX: its noise is all that is lost
+        return
+    if num_available_tpu_chips_and_device_id()[0] == 0:
+        prepare_to_compile()
+
+
+def prepare_to_compile() -> None:
+    """Give libtpu its environment, except for what is set already."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,58 @@
+"""This package's own source, as it was when it was imported.
+
+A compiled program is kept under a fingerprint of the code that made it. The code that runs is what was imported, and
+the files may be others by the time something is compiled: after an upgrade, or an edit during a download.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+
+
+def _state() -> dict[str, tuple[int, int, int, int]]:
+    """Source file -> size, times and inode."""
+    found = {}
+    for folder, _, names in os.walk(_FOLDER):
+        for name in names:
+            if name.endswith((".py", ".json")):
+                path = os.path.join(folder, name)
+                facts = os.stat(path)
+                found[path] = facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino
+    return found
+
+
+_IMPORTED = _state()
+
+
+def code_fingerprint() -> str | None:
+    """SHA-256 over the source files as they were imported; None if they have changed since."""
+    try:
+        digest = _digest()
+        if _state() == _IMPORTED:
+            return digest
+    except OSError:  # an upgrade in progress
+        pass
+    _say_changed()
+    return None
+
+
+@cache
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_IMPORTED):
+        contents = Path(path).read_bytes()
+        digest.update(f"{os.path.relpath(path, _FOLDER)} {len(contents)}\n".encode() + contents)
+    return digest.hexdigest()
+
+
+@cache
+def _say_changed() -> None:
+    log.warning("the files of cogvideox_flax have changed since this process started: compiled programs are not kept")
