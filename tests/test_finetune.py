@@ -15,6 +15,7 @@ import pytest
 from commands import tree
 from flax import nnx
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from reference import save_layout
 from safetensors.numpy import load_file
 
@@ -23,6 +24,7 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import compiler_options
+from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, add_lora, describe_lora, lora_parameters, with_parameters
 from cogvideox_flax.pipeline import CogVideoXPipeline
 from cogvideox_flax.training import finetune as finetuning
@@ -34,7 +36,6 @@ from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.objectives import sample_latents
 from cogvideox_flax.training.optimizer import OptimizerConfig
 from cogvideox_flax.training.recipe import read_config
-from cogvideox_flax.video import count_frames, read_video, save_video
 from conversion.convert import convert
 
 pytest_plugins = ["commands"]
@@ -365,6 +366,66 @@ def test_changed_clips_weights_or_settings_are_another_run(started, write, clips
         finetune(check(read_config(write(out=out, clips=other))))
 
 
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("scheduler", "snr_shift_scale", 3.0), ("transformer", "temporal_interpolation_scale", 2.0)],
+)
+def test_a_run_does_not_go_on_with_another_model(write, model, tmp_path, part, field, value):
+    """Stopped after two steps, one number of the model's config.json changed, and taken up again."""
+    own = shutil.copytree(model, tmp_path / "model")
+    assert finetune(check(read_config(write(model=own))), stop_after=lambda done: done == 2, progress=False) is None
+    raw = json.loads((own / "config.json").read_text())
+    raw[part][field] = value
+    (own / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=f"holds a run of something else:\n  {part}: there"):
+        finetune(check(read_config(write(model=own))), progress=False)
+
+
+def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
+    """Each costs what it holds at most, and says so."""
+    config, out = read_config(write()), tmp_path / "run"
+    caplog.set_level("INFO")
+    assert finetune(check(config), stop_after=lambda done: done == 3, progress=False) is None
+    whole = finetune(check(read_config(write(out=tmp_path / "whole"))), progress=False)
+    for path in (out / finetuning.RECORD_FILE, out / "training" / "settings.json"):
+        text = path.read_text()
+        for damaged in (text[: len(text) // 2], text.replace('": 0.3', '": 0.4').replace('": 0.9', '": 0.8')):
+            path.write_text(damaged)
+            with pytest.raises(InputError, match=rf"{path.name} is damaged .*delete that file to go on"):
+                finetune(check(config), progress=False)
+        path.unlink()
+    for path in (*sorted((out / "prepared").rglob("*.safetensors")), *sorted((out / "prepared").rglob("store.json"))):
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 2
+        path.write_bytes(data)
+    caplog.clear()
+    result = finetune(check(config), progress=False)
+    assert caplog.text.count("its examples are prepared again") == 2  # latents and texts
+    assert caplog.text.count("store.json is damaged") == 2 and "going on from step 3" in caplog.text
+    assert result.read_bytes() == whole.read_bytes()
+
+
+def test_hostile_clips_are_refused_in_a_line_each(write, run, tmp_path):
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    (folder / "a.mp4").write_text(f"ffconcat version 1.0\nfile '{tmp_path}/b.mp4'\n")
+    for name, side, fps in (("large", 20000, "8"), ("rate", 8, "abc")):
+        (folder / name).mkdir()
+        texts = PngInfo()
+        texts.add_text("fps", fps)
+        Image.new("1", (side, side)).save(folder / name / "0.png", pnginfo=texts)
+    for name in ("a", "large", "rate"):
+        (folder / f"{name}.txt").write_text("something")
+    code, out, err = run("train", "--config", write(clips=folder), "--check")
+    assert (code, out) == (2, "")
+    first, *faults = err.splitlines()
+    assert first.startswith("error: ")
+    assert "(3 faults)" in first
+    assert len(faults) == 3
+    for fault, part in zip(faults, ("contents are none of", "a frame of 20000x20000", "states 'abc'"), strict=True):
+        assert part in fault
+
+
 def test_image_to_video_models_are_refused(write, tmp_path, home):
     layout = save_layout(tmp_path / "i2v", "cogvideox1.5-5b-i2v")
     with pytest.raises(InputError, match="image-to-video"):
@@ -409,6 +470,11 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"num_frames": 17}, "(?s)a.mp4: too short.*b.gif: too short.*c: too short"),
         ({"sample.prompts": ("a",), "sample.num_inference_steps": 0}, "num_inference_steps"),
         ({"clips": "/nowhere"}, "there is no folder of clips"),
+        ({"clips": "~nosuchuser/clips"}, "clips: ~nosuchuser/clips: there is no home directory of that user"),
+        ({"seed": -1}, "seed: got -1, expected 0 to 4294967295"),
+        ({"sample.prompts": ("a",), "sample.seed": -1}, "seed is -1"),
+        ({"lora.alpha": 10**400}, "lora.alpha"),
+        ({"optimizer.learning_rate": float("inf")}, "learning_rate: got inf"),
     ],
 )
 def test_settings_that_cannot_be_served(write, changes, message):

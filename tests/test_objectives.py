@@ -11,6 +11,8 @@ import torch
 
 from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.training.loop import LoopConfig, train
+from cogvideox_flax.training.metrics import Mean, read_metrics
 from cogvideox_flax.training.objectives import Focus, drop_captions, reconstruction, v_prediction
 
 
@@ -114,3 +116,33 @@ def test_reconstruction_terms():
     psnr = np.mean([10 * np.log10(4 / np.square(e).mean()) for e in error])
     assert float(logged["psnr"]) == pytest.approx(psnr, rel=1e-4)
     assert float(logged["posterior_std"]) == pytest.approx(np.exp(-1.5), rel=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_means_over_parts_of_a_batch_do_not_count_batches_without_any(tmp_path, accumulate):
+    """`loss_noisy` and `loss_clean` of a step are means over its clips, however they are cut into micro-batches."""
+
+    def loss(params, frozen, batch, key):
+        x, noisy = batch["x"] - params["transformer"], batch["noisy"]
+        means = {
+            "noisy": Mean(jnp.where(noisy, x, 0).sum(), noisy.sum()),
+            "none": Mean(jnp.zeros(()), jnp.zeros(())),
+        }
+        return jnp.square(x).mean(), means
+
+    def batches(step):
+        return {"x": np.float32([8, 1, 2, 4]), "noisy": np.array([True, False, False, False])}
+
+    config = LoopConfig(steps=1, accumulate=accumulate, log_every=1)
+    train({"transformer": jnp.zeros(())}, None, loss, batches, config, tmp_path)
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["noisy"] == 8 and "none" not in line
+    assert line["loss"] == pytest.approx((64 + 1 + 4 + 16) / 4)
+
+
+def test_a_small_batch_may_have_no_noisy_clip():
+    _, logged = v_prediction(
+        lambda x, t: jnp.zeros_like(x), jnp.ones((1, 1, 2, 2, 16)), jax.random.key(0), SchedulerConfig()
+    )
+    assert sorted(float(logged[name].count) for name in ("loss_noisy", "loss_clean")) == [0, 1]
+    assert sum(np.isnan(float(logged[name])) for name in ("loss_noisy", "loss_clean")) == 1

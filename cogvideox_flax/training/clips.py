@@ -23,7 +23,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.video import count_frames, read_video
+from cogvideox_flax.io.video import count_frames, open_video
 
 log = logging.getLogger(__name__)
 
@@ -80,29 +80,35 @@ def fingerprint(clips: Sequence[Clip]) -> str:
 def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) -> UInt8[np.ndarray, "F H W 3"]:
     """The middle `num_frames` of a video at `fps`, resized to cover height x width and cropped around the centre.
 
-    The nearest frame in time is taken. A PNG sequence that does not say its rate is taken as it is.
+    The nearest frame in time is taken. A PNG sequence that does not say its rate is taken as it is. Only these frames
+    are kept, in their new size: memory stays near one frame of the video beside the result.
 
     Raises:
         InputError: the video cannot be read or is too short.
     """
-    frames, own_fps = read_video(path)
-    ratio = _ratio(own_fps, fps)
-    there = _resampled_count(len(frames), ratio)
+    video = open_video(path)
+    info = video.info
+    ratio = _ratio(info.fps, fps)
+    there = _resampled_count(info.num_frames, ratio)
     if there < num_frames:
         raise InputError(f"{path} has {there} frames at {fps:g} per second; {num_frames} are needed")
     start = (there - num_frames) // 2
-    chosen = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
-    own_height, own_width = frames.shape[1:3]
-    scale = max(height / own_height, width / own_width)
-    across, down = width / scale, height / scale
-    left, top = (own_width - across) / 2, (own_height - down) / 2
-    box = (left, top, left + across, top + down)
-    return np.stack(
-        [
-            np.asarray(Image.fromarray(frames[i]).resize((width, height), Image.Resampling.LANCZOS, box=box))
-            for i in chosen
-        ]
-    )
+    nearest = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
+    chosen = np.minimum(nearest, info.num_frames - 1)  # of a rate that floats only approximate
+    scale = max(height / info.height, width / info.width)
+    (top, bottom), (left, right) = _middle(info.height, height / scale), _middle(info.width, width / scale)
+    box = (left, top, right, bottom)
+    clip = np.empty((num_frames, height, width, 3), np.uint8)
+    for i, frame in video.frames(np.unique(chosen).tolist()):
+        resized = Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS, box=box)
+        clip[chosen == i] = np.asarray(resized)
+    return clip
+
+
+def _middle(length: int, kept: float) -> tuple[float, float]:
+    """Where the middle `kept` pixels of a side begin and end; floats alone may reach beyond it by the last bit."""
+    start = (length - kept) / 2
+    return max(start, 0), min(start + kept, length)
 
 
 def _ratio(own_fps: float, fps: float) -> float:

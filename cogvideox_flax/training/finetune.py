@@ -13,11 +13,8 @@ What is in the run's folder, in the order in which it appears:
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +33,8 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import compiler_options
+from cogvideox_flax.io.contents import read_record, write_record
+from cogvideox_flax.io.video import from_uint8, save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.pipeline import CogVideoXPipeline
@@ -50,7 +49,6 @@ from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.recipe import FinetuneConfig, settings
 from cogvideox_flax.training.store import Store, prepare
-from cogvideox_flax.video import from_uint8, save_contact_sheet
 
 log = logging.getLogger(__name__)
 
@@ -194,10 +192,10 @@ def finetune(plan: Plan, *, stop_after: Callable[[int], bool] | None = None, pro
     """
     config, mesh, out = plan.config, plan.mesh, plan.config.out
     native = hub.resolve(config.model, config.revision, progress=progress)
-    with stages.workplace(out):
+    with stages.run_dir_lock(out):
         pipe = CogVideoXPipeline(native, config.loop.dtype, mesh)
         contents = clip_folder.fingerprint(plan.clips)
-        _check_record(plan, pipe.manifest, contents)
+        _check_record(plan, pipe, contents)
         texts = _prepare_texts(plan, pipe, contents, progress)
         empty, *prompts = _prompt_features(plan, pipe, progress)
         pipe.release("text_encoder")
@@ -271,30 +269,32 @@ def _loss(params: Any, frozen: Any, batch: Any, key: Key[Array, ""], *, plan: Pl
     return v_prediction(denoiser, latents, noise_key, plan.manifest.scheduler)
 
 
-def _check_record(plan: Plan, manifest: Manifest, contents: str) -> None:
+def _check_record(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> None:
     """Remember what the run is made of, and refuse to go on from a run of something else."""
     size = plan.size
     parts = {
         "clips": contents,
         "size": [size.num_frames, size.height, size.width],
-        "weights": stages.identity(manifest),
+        "fps": plan.fps,
+        **{name.replace("_", " "): mark for name, mark in pipe.fingerprints().items()},
     }
     ours = json.loads(json.dumps(settings(plan.config) | parts))
     path = plan.config.out / RECORD_FILE
     try:
-        theirs = json.loads(path.read_text())
-        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        theirs = read_record(path)
     except FileNotFoundError:
-        with stagefiles.complete(path) as partial_file:
-            partial_file.write_text(json.dumps(ours, indent=2) + "\n")
+        write_record(path, ours)
         return
-    except (OSError, ValueError, TypeError) as e:
-        raise InputError(f"{path} cannot be read ({e}); choose another folder") from e
+    except (OSError, ValueError) as e:
+        raise InputError(
+            f"{path} is damaged ({e}). If this is the run that was begun there, delete that file to go on"
+        ) from e
+    differing = [name for name in ours if ours[name] != theirs.get(name)]
     if differing:
         raise InputError(
             f"{plan.config.out} holds a run of something else:\n"
-            + "\n".join(f"  {name}: there {theirs.get(name)}, now {ours.get(name)}" for name in differing)
-            + "\nChoose another folder, or the same settings and clips to go on."
+            + "\n".join(f"  {name}: there {theirs.get(name)}, now {ours[name]}" for name in differing)
+            + "\nChoose another folder, or the same settings, clips and model to go on."
         )
 
 
@@ -319,15 +319,15 @@ def _prepare_texts(plan: Plan, pipe: CogVideoXPipeline, contents: str, progress:
     def make(indices: range) -> dict[str, np.ndarray]:
         return {"text": _encode_texts(pipe, [plan.clips[i].caption for i in indices], progress)}
 
-    return _prepare(plan, pipe, "text_encoder", contents, make)
+    return _prepare(plan, pipe, ("text_encoder", "tokenizer"), contents, make)
 
 
 def _prompt_features(plan: Plan, pipe: CogVideoXPipeline, progress: bool) -> Float32[np.ndarray, "N L E"]:
     """Features of the empty prompt and of the sample prompts, which may be others when a run goes on."""
     path = plan.config.out / "prepared" / "prompts.safetensors"
     prompts = ["", *plan.config.sample.prompts]
-    key = json.dumps([prompts, pipe.dtype, stages.identity(pipe.manifest)["text_encoder"]])
-    if not stagefiles.is_made_from(path, key):
+    key = json.dumps([prompts, pipe.dtype, [pipe.fingerprints()[name] for name in ("tokenizer", "text_encoder")]])
+    if not stagefiles.is_fresh(path, key):
         stagefiles.save(path, {"features": _encode_texts(pipe, prompts, progress)}, {"settings": key})
     return stagefiles.load(path, ("features",), "cogvideox train")[0]["features"]
 
@@ -354,7 +354,7 @@ def _prepare_latents(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> Stor
             raise InputError(f"the VAE gives NaN or infinity in {pipe.dtype} for some of {names}; train in float32")
         return latents
 
-    return _prepare(plan, pipe, "vae", contents, make)
+    return _prepare(plan, pipe, ("vae",), contents, make)
 
 
 def _load(clip: Clip, size: Size, fps: int) -> Float32[np.ndarray, "F H W 3"]:
@@ -363,20 +363,26 @@ def _load(clip: Clip, size: Size, fps: int) -> Float32[np.ndarray, "F H W 3"]:
 
 
 def _prepare(
-    plan: Plan, pipe: CogVideoXPipeline, component: str, contents: str, make: Callable[[range], dict[str, np.ndarray]]
+    plan: Plan,
+    pipe: CogVideoXPipeline,
+    parts: tuple[str, ...],
+    contents: str,
+    make: Callable[[range], dict[str, np.ndarray]],
 ) -> Store:
-    size = plan.size
+    """Examples that these parts of the checkpoint make, kept in a folder named after the first."""
+    size, marks = plan.size, pipe.fingerprints()
     meta = {
         "clips": contents,
         "size": [size.num_frames, size.height, size.width],
-        "model": stages.identity(pipe.manifest)[component],
+        "fps": plan.fps,
+        "model": [marks[name] for name in parts],
         "dtype": pipe.dtype,
     }
 
     def report(done: int, count: int) -> None:
-        log.info("%s: %d of %d clips prepared", component, done, count)
+        log.info("%s: %d of %d clips prepared", parts[0], done, count)
 
-    folder = plan.config.out / "prepared" / component
+    folder = plan.config.out / "prepared" / parts[0]
     return prepare(folder, len(plan.clips), make, shard_size=SHARD, meta=meta, progress=report)
 
 
@@ -420,35 +426,11 @@ def _draw(
 def _save_checkpoint(plan: Plan, manifest: Manifest, native: Path, transformer: Transformer) -> Path:
     """A native checkpoint with the trained transformer and the other components of the model that it came from."""
     target = plan.config.out / CHECKPOINT_DIR
-    work = target.with_name(f".{target.name}.partial")
-    weights = manifest.weights
-    stored = weights["transformer"]["dtype"]
     source = {
         "path": str(plan.config.out.absolute()),
         "steps": plan.config.loop.steps,
-        "base": weights["transformer"].get("source", {}),
+        "base": manifest.weights["transformer"].get("source", {}),
     }
-    spiece = native / checkpoint.SPIECE_FILE
-    checkpoint.save(work, manifest, {"transformer": transformer}, stored, source, spiece)
-    trained = checkpoint.read_manifest(work).weights["transformer"]
-    try:
-        for component in weights.keys() - {"transformer"}:
-            file = work / component / checkpoint.WEIGHTS_FILE
-            file.parent.mkdir()
-            _link(native / component / checkpoint.WEIGHTS_FILE, file)
-        whole = dataclasses.replace(manifest, weights=weights | {"transformer": trained})
-        (work / checkpoint.CONFIG_FILE).write_text(json.dumps(whole.to_json(), indent=2) + "\n")
-        if target.exists():
-            shutil.rmtree(target)
-        work.rename(target)
-    except OSError as e:
-        raise InputError(f"writing {target} failed ({e}); free some space, the same command goes on from here") from e
+    stored, spiece = manifest.weights["transformer"]["dtype"], checkpoint.file_of(native, "tokenizer")
+    checkpoint.save(target, manifest, {"transformer": transformer}, stored, source, spiece, kept=native)
     return target
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no such thing."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -12,7 +12,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,7 +30,9 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.execution import compiler_options
-from cogvideox_flax.training.metrics import MetricsLog
+from cogvideox_flax.io.contents import read_record, write_record
+from cogvideox_flax.training.metrics import Mean, MetricsLog
+from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from cogvideox_flax.training.snapshots import Snapshots
 
@@ -42,8 +44,8 @@ Params = Any
 Batch = Any
 """A pytree of host arrays with the batch first."""
 
-Loss = Callable[[Params, Any, Batch, Key[Array, ""]], tuple[Float32[Array, ""], dict[str, Float32[Array, ""]]]]
-"""loss(trained, frozen, batch, key) -> (loss, metrics), both means over the batch."""
+Loss = Callable[[Params, Any, Batch, Key[Array, ""]], tuple[Float32[Array, ""], Metrics]]
+"""loss(trained, frozen, batch, key) -> (loss, metrics), both means over the batch, or `Mean`s over parts of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ class LoopConfig:
         faults = [
             f"  {name}: got {getattr(self, name)!r}, expected {expected}"
             for name, holds, expected in (
-                ("steps", self.steps >= 1, "1 or more"),
+                ("steps", 1 <= self.steps < 2**31, "1 or more"),
+                ("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}"),
                 ("accumulate", self.accumulate >= 1, "1 or more"),
                 ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
                 ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
@@ -114,6 +117,7 @@ def train(
     on_step: Callable[[int, State], None] | None = None,
     stop_after: Callable[[int], bool] | None = None,
     stop_at: int | None = None,
+    made_of: Mapping[str, Any] | None = None,
 ) -> State:
     """Train from `params`, or go on from the last state in `folder`.
 
@@ -126,6 +130,7 @@ def train(
         on_step: called after each step with the number of steps done, for samples and the like.
         stop_at: end after this many of `config.steps`, for a schedule that is cut short and cooled down by another.
         stop_after: asked after each step; True ends the run there, in order. SIGTERM and Ctrl-C do the same.
+        made_of: all else that decides the result, as JSON values; kept and compared with the settings.
 
     Returns:
         The state after the last step done.
@@ -135,13 +140,13 @@ def train(
         DivergedError: the loss is NaN or infinite; the last state on disk is from before it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _check_settings(folder, config)
+    _check_settings(folder, config, made_of or {})
     with jax.set_mesh(mesh) if mesh is not None else nullcontext(), Snapshots(folder / "states", config.keep) as states:
         state = _place(params, config, mesh)
         del params  # where the caller kept no name for it, the memory of what was loaded is free again
-        done = states.latest_step()
-        if done is not None:
-            state = states.restore(done, state)
+        found = states.restore_latest(state)
+        if found is not None:
+            done, state = found
             log.info("going on from step %d of %d in %s", done, config.steps, folder)
         start = int(state.step)
         metrics = MetricsLog(folder / "metrics.jsonl", keep_to=start)
@@ -167,7 +172,7 @@ def train(
                 last = stop or done == end
                 save = last or time.monotonic() - last_save > 60 * config.save_minutes
                 if save or done % config.log_every == 0:
-                    values = {name: float(value) for name, value in logged.items()}  # waits for the step
+                    values = _numbers(logged)  # waits for the step
                     _check_finite(values, done, folder)
                     values["learning_rate"] = float(rate(done - 1))
                     if done > logged_at:
@@ -195,28 +200,27 @@ def to_the_end(
     folder: Path,
     mesh: Mesh | None,
     stop_at: int | None = None,
+    made_of: Mapping[str, Any] | None = None,
 ) -> State:
     """`train`, which returns early when it is told to stop: no later stage may start from what there is then.
 
     Raises:
         KeyboardInterrupt: stopped.
     """
-    state = train(params, frozen, loss, batches, config, folder, mesh=mesh, stop_at=stop_at)
+    state = train(params, frozen, loss, batches, config, folder, mesh=mesh, stop_at=stop_at, made_of=made_of)
     if int(state.step) < min(config.steps, stop_at or config.steps):
         raise KeyboardInterrupt
     return state
 
 
-def _step(
-    state: State, frozen: Any, batch: Batch, *, loss: Loss, config: LoopConfig
-) -> tuple[State, dict[str, Float32[Array, ""]]]:
+def _step(state: State, frozen: Any, batch: Batch, *, loss: Loss, config: LoopConfig) -> tuple[State, Metrics]:
     optimizer = make_optimizer(config.optimizer, config.steps)
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
 
-    def gradient(micro: tuple[Batch, Array]) -> tuple[Params, dict[str, Array]]:
+    def gradient(micro: tuple[Batch, Array]) -> tuple[Params, Metrics]:
         batch, i = micro
 
-        def mean_loss(params: Params) -> tuple[Array, dict[str, Array]]:
+        def mean_loss(params: Params) -> tuple[Array, Metrics]:
             return loss(_cast(params, config.dtype), _cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
 
         (value, logged), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
@@ -229,7 +233,7 @@ def _step(
         shapes = jax.eval_shape(gradient, jax.tree.map(lambda x: x[0], micros))
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         total, _ = jax.lax.scan(lambda sum, micro: (jax.tree.map(jnp.add, sum, gradient(micro)), None), zero, micros)
-        grads, logged = jax.tree.map(lambda x: x / config.accumulate, total)
+        grads, logged = jax.tree.map(lambda x: x / config.accumulate, total)  # of a `Mean`, both parts
 
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -295,6 +299,12 @@ def _on_mesh(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
     return jax.tree.map(put, batch)
 
 
+def _numbers(logged: Metrics) -> dict[str, float]:
+    """Metrics as numbers; the mean of nothing is left out."""
+    there = {name: x for name, x in logged.items() if not isinstance(x, Mean) or float(x.count)}
+    return {name: float(x) for name, x in there.items()}
+
+
 def _check_finite(values: dict[str, float], step: int, folder: Path) -> None:
     bad = [name for name, value in values.items() if not np.isfinite(value)]
     if bad:
@@ -304,14 +314,19 @@ def _check_finite(values: dict[str, float], step: int, folder: Path) -> None:
         )
 
 
-def _check_settings(folder: Path, config: LoopConfig) -> None:
+def _check_settings(folder: Path, config: LoopConfig, made_of: Mapping[str, Any]) -> None:
     """Remember the settings of the run in its folder, and refuse others: the two halves would not be one run."""
     path = folder / "settings.json"
-    ours = json.loads(json.dumps(dataclasses.asdict(config)))
-    if not path.exists():
-        path.write_text(json.dumps(ours, indent=2) + "\n")
+    ours = json.loads(json.dumps(dataclasses.asdict(config) | dict(made_of)))
+    try:
+        theirs = read_record(path)
+    except FileNotFoundError:
+        write_record(path, ours)
         return
-    theirs = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(
+            f"{path} is damaged ({e}). If this is the run that was begun there, delete that file to go on"
+        ) from e
     free = ("log_every", "save_minutes", "keep")
     differing = [k for k in ours if k not in free and ours[k] != theirs.get(k)]
     if differing:

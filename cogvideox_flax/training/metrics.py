@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+from jaxtyping import Array, Float32
+
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.atomic import atomic_write, write_text
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """A mean that is not taken yet, so that those of several batches can be: the sum of numbers, and how many."""
+
+    total: Float32[Array, ""]
+    count: Float32[Array, ""]
+
+    def __float__(self) -> float:
+        """NaN for the mean of nothing."""
+        return float(self.total) / float(self.count) if float(self.count) else float("nan")
 
 
 class MetricsLog:
@@ -20,12 +38,17 @@ class MetricsLog:
     def __init__(self, path: Path, keep_to: int):
         self._path = path
         kept = [line for line in read_metrics(path) if line["step"] <= keep_to] if path.exists() else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, values: Mapping[str, float]) -> None:
         """Append one line; it is on disk when this returns."""
-        with self._path.open("a") as file:
-            file.write(json.dumps({name: _rounded(value) for name, value in values.items()}) + "\n")
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps({name: _rounded(value) for name, value in values.items()}) + "\n")
+        except OSError as e:
+            raise InputError(
+                f"writing {self._path} failed: {e.strerror}; free some space, the same command goes on from there"
+            ) from e
 
 
 def _rounded(value: float) -> float:
@@ -33,13 +56,15 @@ def _rounded(value: float) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; one that a kill cut short is left out."""
+    """The lines of a metrics file; one that a kill cut short, or that is damaged, is left out."""
     lines = []
-    for line in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(line, dict) and all(type(value) in (int, float) for value in line.values()) and "step" in line:
+            lines.append(line)
     return lines
 
 
@@ -74,7 +99,8 @@ def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None
         if min(values) > 0 and max(values) > 20 * min(values):
             axis.set_yscale("log")
         axis.grid(alpha=0.3)
-    figure.savefig(out, dpi=120)
+    with atomic_write(out) as partial:
+        figure.savefig(partial, dpi=120)
     pyplot.close(figure)
 
 

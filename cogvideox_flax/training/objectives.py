@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 
 from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.training.metrics import Mean
 
-Metrics = dict[str, Float32[Array, ""]]
+Metrics = dict[str, Float32[Array, ""] | Mean]
 Denoiser = Callable[[Float[Array, "B T H W C"], Int32[Array, " B"]], Float32[Array, "B T H W C"]]
 
 
@@ -63,7 +64,8 @@ def v_prediction(
         weights: of the squared errors of each latent pixel, relative to each other; None weighs all the same.
 
     Returns:
-        The loss, and its mean over the noisier and the cleaner half of the timesteps.
+        The loss, and its mean over the noisier and the cleaner half of the timesteps, of which a small batch may have
+        none.
     """
     batch = latents.shape[0]
     noise_key, time_key, order_key = jax.random.split(key, 3)
@@ -81,8 +83,8 @@ def v_prediction(
     per_clip = (squares if weights is None else squares * (weights / weights.mean())).mean((1, 2, 3))
     noisy = t >= config.num_train_timesteps // 2
 
-    def mean_where(mask: Array) -> Array:
-        return jnp.where(mask, per_clip, 0).sum() / jnp.maximum(mask.sum(), 1)
+    def mean_where(mask: Bool[Array, " B"]) -> Mean:
+        return Mean(jnp.where(mask, per_clip, 0).sum(), mask.sum().astype(jnp.float32))
 
     return per_clip.mean(), {"loss_noisy": mean_where(noisy), "loss_clean": mean_where(~noisy)}
 
@@ -144,5 +146,5 @@ def reconstruction(
     mse, l1 = jnp.square(error).mean(), jnp.abs(error).mean()
     kl = 0.5 * (jnp.square(mean) + jnp.exp(logvar) - 1 - logvar).mean()
     psnr = 10 * jnp.log10(4 / jnp.square(error).mean((1, 2, 3, 4))).mean()
-    metrics = {"mse": mse, "l1": l1, "kl": kl, "psnr": psnr, "posterior_std": std.mean()}
+    metrics: Metrics = {"mse": mse, "l1": l1, "kl": kl, "psnr": psnr, "posterior_std": std.mean()}
     return mse + l1_weight * l1 + kl_weight * kl, metrics

@@ -6,6 +6,7 @@ which lets it take AdamW's learning rates.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -49,12 +50,13 @@ class OptimizerConfig:
             f"  {name}: got {getattr(self, name)}, expected {expected}"
             for name, holds, expected in (
                 ("kind", self.kind in KINDS, " or ".join(KINDS)),
-                ("learning_rate", self.learning_rate > 0, "above 0"),
+                ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
                 ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
                 ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
                 ("b1", 0 <= self.b1 < 1, "0 to below 1"),
                 ("b2", 0 <= self.b2 < 1, "0 to below 1"),
-                ("weight_decay", self.weight_decay >= 0, "0 or more"),
+                ("eps", 0 <= self.eps < math.inf, "a finite number, 0 or more"),
+                ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
                 ("clip_norm", self.clip_norm > 0, "above 0"),
             )
             if not holds

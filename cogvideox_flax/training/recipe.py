@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.lora import ATTENTION, TARGETS
 from cogvideox_flax.training.loop import LoopConfig
 from cogvideox_flax.training.optimizer import OptimizerConfig
@@ -208,7 +209,11 @@ def _value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         faults.append(f"  {name}: got {value!r}, expected {expected}")
         return None
-    return Path(str(value)).expanduser() if kind is Path else kind(value)
+    try:
+        return expand_user(str(value)) if kind is Path else kind(value)
+    except (InputError, OverflowError) as e:  # a user that there is not; an integer beyond all floats
+        faults.append(f"  {name}: {e}")
+        return None
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.checkpoint import Manifest, load_vae, save
+from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.group_norm import SpatialNormSiLU
 from cogvideox_flax.training import world
@@ -36,7 +37,6 @@ from cogvideox_flax.training.embedded.settings import (
 )
 from cogvideox_flax.training.loop import to_the_end
 from cogvideox_flax.training.objectives import reconstruction
-from cogvideox_flax.video import from_uint8
 
 
 def vae_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -135,6 +136,12 @@ def train_transformer(run: Run) -> State:
             run.folder / phase.name,
             run.mesh,
             stop_at=phase.steps,
+            made_of={
+                "scheduler": SCHEDULER.to_dict(),
+                "focus": dataclasses.asdict(phase.focus),
+                "corners": phase.corners,
+                "small_squares": phase.small_squares,
+            },
         )
         params, seen = state.result if phase.cooled else state.params, seen + phase.steps
     return state
