@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import cogvideox_flax.source_code  # noqa: F401  (first: it looks at the files as they are now)
+
 if TYPE_CHECKING:
     from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError

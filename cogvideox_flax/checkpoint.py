@@ -1,6 +1,6 @@
 """The native checkpoint: a directory that loads straight into place.
 
-config.json                         format version, component configs, where the weights came from, hashes
+config.json                         format version, component configs, where the weights came from, hashes of all files
 tokenizer/spiece.model
 text_encoder/model.safetensors      keys are NNX paths; one stacked array for all layers of a block type
 transformer/model.safetensors
@@ -10,11 +10,10 @@ vae/model.safetensors
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
+import logging
+import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -40,11 +39,17 @@ from cogvideox_flax.config import (
     find_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.atomic import atomic_directory
+from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
+from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models import quantized
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.tensorfile import TensorFile, TensorWriter, aligned_empty
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
@@ -72,6 +77,7 @@ class Manifest:
     tokenizer: TokenizerConfig | None = None
     guidance_scale: float | None = None  # what suits this model best, where its authors say so here
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source, quantized
+    spiece_sha256: str | None = None  # of the tokenizer's file; checkpoints of older versions do not say
 
     @property
     def release(self) -> Release | None:
@@ -116,22 +122,43 @@ class Manifest:
             "release": self.release.name if self.release else None,
             **{name: config.to_dict() for name, config in configs.items() if config is not None},
             **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
+            **({"spiece_sha256": self.spiece_sha256} if self.spiece_sha256 is not None else {}),
             "weights": self.weights,
         }
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
+        """What `to_json` wrote.
+
+        Raises:
+            CheckpointError, KeyError, TypeError, AttributeError, ValueError: it is damaged.
+        """
         configs = {name: kind.from_dict(raw[name]) for name, kind in CONFIG_TYPES.items() if name in raw}
-        weights = {name: {**record, "sha256": str(record["sha256"])} for name, record in raw["weights"].items()}
-        guidance = float(raw["guidance_scale"]) if "guidance_scale" in raw else None
-        return cls(**configs, guidance_scale=guidance, weights=weights)  # type: ignore[arg-type]
+        if not isinstance(records := raw["weights"], dict):
+            raise TypeError("weights is not an object")
+        weights = {n: {**records[n], "sha256": _text(records[n]["sha256"])} for n in COMPONENTS if n in records}
+        guidance, spiece = raw.get("guidance_scale"), raw.get("spiece_sha256")
+        if guidance is not None and not is_finite_number(guidance):
+            raise ValueError(f"guidance_scale is {shown(guidance)}; expected a finite number")
+        return cls(
+            **configs,  # type: ignore[arg-type]
+            guidance_scale=None if guidance is None else float(guidance),
+            weights=weights,
+            spiece_sha256=None if spiece is None else _text(spiece),
+        )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
 
 
 def is_native(where: Path) -> bool:
     """Whether the directory holds a native checkpoint (its config.json has our format version)."""
     try:
-        raw = json.loads((where / CONFIG_FILE).read_text())
-    except (OSError, ValueError, RecursionError):
+        raw = load_json(where / CONFIG_FILE)
+    except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and "format_version" in raw
 
@@ -144,13 +171,13 @@ def read_manifest(native_dir: str | Path) -> Manifest:
     """
     path = Path(native_dir) / CONFIG_FILE
     try:
-        raw = json.loads(path.read_text())
+        raw = load_json(path)
     except OSError as e:
         raise CheckpointError(
             f"{native_dir} is not a native checkpoint: no readable {CONFIG_FILE} ({e.strerror}). "
             "Convert a Hugging Face checkpoint with `python -m conversion SRC DST`."
         ) from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
@@ -158,9 +185,13 @@ def read_manifest(native_dir: str | Path) -> Manifest:
             f"{path} has format_version {version}, this version reads {FORMAT_VERSION}. "
             + ("Convert the checkpoint again." if version else "Convert it with `python -m conversion SRC DST`.")
         )
+    if not is_as_written(raw):
+        log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
     try:
         return Manifest.from_json(raw)
-    except (KeyError, TypeError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
+        if isinstance(e, CheckpointError):
+            raise CheckpointError(f"{path}: {e}") from e
         raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
 
 
@@ -201,26 +232,59 @@ def check_weights(native_dir: str | Path, component: str) -> None:
         _match(file, manifest.abstract(component))
 
 
+def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, remembered: bool = True) -> None:
+    """Compare files with the hashes in config.json. A file is read only if it may have changed since it last was.
+
+    Args:
+        manifest: of this directory.
+        names: components, or "tokenizer"; default: all that the manifest has hashes of.
+        remembered: False reads every file in any case.
+
+    Raises:
+        CheckpointError: a file is missing, or is not the one that was written.
+    """
+    expected = {name: record["sha256"] for name, record in manifest.weights.items()}
+    expected |= {} if manifest.spiece_sha256 is None else {"tokenizer": manifest.spiece_sha256}
+    expected = {name: digest for name, digest in expected.items() if name in names or not names}
+    files = {name: file_of(native_dir, name) for name in expected}
+    found_hashes = content_hashes(list(files.values()), remembered=remembered)
+    for name, found in zip(files, found_hashes, strict=True):
+        if found != expected[name] and content_hash(files[name], remembered=False) != expected[name]:
+            raise CheckpointError(
+                f"{files[name]} is not the file that {CONFIG_FILE} describes (its SHA-256 differs): it was damaged or "
+                "changed. Copy or convert the checkpoint again."
+            )
+
+
 def verify(native_dir: str | Path) -> None:
-    """Read every weight file and compare its SHA-256 with config.json.
+    """Read every file that config.json has a hash of, and compare.
 
     Raises:
         CheckpointError: a file differs from what was converted.
     """
-    manifest = read_manifest(native_dir)
-    for component in manifest.weights:
-        path = Path(native_dir) / component / WEIGHTS_FILE
-        if sha256(path) != manifest.weights[component]["sha256"]:
-            raise CheckpointError(f"{path} is not the file that was converted (SHA-256 differs); convert it again")
+    check_contents(native_dir, read_manifest(native_dir), remembered=False)
 
 
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as e:
-        raise CheckpointError(f"cannot read {path}: {e.strerror}") from e
+def file_of(native_dir: str | Path, name: str) -> Path:
+    """The file of a component's weights, or of the "tokenizer"."""
+    return Path(native_dir) / (SPIECE_FILE if name == "tokenizer" else f"{name}/{WEIGHTS_FILE}")
+
+
+def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
+    """Names for all that decides what a checkpoint computes: equal for equal configs and contents.
+
+    Args:
+        manifest: of this directory, whose contents were checked.
+
+    Returns:
+        Component, "tokenizer" or "scheduler" -> fingerprint.
+    """
+    contents: dict[str, Any] = {name: [record["sha256"]] for name, record in manifest.weights.items()}
+    if (spiece := file_of(native_dir, "tokenizer")).exists():
+        contents["tokenizer"] = [content_hash(spiece)]
+    contents["scheduler"] = []
+    configs = {name: config.to_dict() for name in CONFIG_TYPES if (config := getattr(manifest, name)) is not None}
+    return {name: fingerprint(configs[name], *found) for name, found in contents.items() if name in configs}
 
 
 def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorFile:
@@ -230,7 +294,7 @@ def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorF
             f"{native_dir} has no {component} (it holds {has}). "
             f"Convert one with `python -m conversion SRC {native_dir} --component {component}`."
         )
-    return TensorFile(Path(native_dir) / component / WEIGHTS_FILE)
+    return TensorFile(file_of(native_dir, component))
 
 
 def _match(file: TensorFile, module: nnx.Module) -> None:
@@ -254,6 +318,7 @@ def _load(component: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh 
     with _open(native_dir, component, manifest) as file:
         module = manifest.abstract(component)
         _match(file, module)
+        check_contents(native_dir, manifest, component)
         if component == "transformer" and manifest.transformer is not None:
             manifest.transformer.check_dtype(np.dtype(dtype or manifest.weights[component]["dtype"]).name)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(module)
@@ -343,6 +408,7 @@ def save(
     dtype: str | dict[str, str],
     source: dict[str, Any],
     spiece: str | Path | None = None,
+    kept: str | Path | None = None,
 ) -> None:
     """Write modules as a native checkpoint, whole or not at all.
 
@@ -353,41 +419,54 @@ def save(
         dtype: of the stored weights, for all or per component: float32, bfloat16 or float16.
         source: where the weights came from, stored with each component.
         spiece: the tokenizer's spiece.model, copied in.
+        kept: the native checkpoint that `manifest` is of; its components that are not in `modules` are linked in, or
+            copied where the file system has no links.
 
     Raises:
-        InputError: the directory holds something else, or cannot be written.
+        InputError: the directory holds something else, cannot be written, or the disk is too small.
     """
     target = Path(native_dir)
     if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
         raise InputError(f"{target} exists and is not a native checkpoint; choose another place")
-    try:
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.absolute().parent))
-    except OSError as e:
-        raise InputError(f"cannot write {target}: {e.strerror}") from e
-    try:
+    with atomic_directory(target) as work:
         records: dict[str, dict[str, Any]] = {}
         for component, module in modules.items():
             kind = dtype if isinstance(dtype, str) else dtype[component]
-            path = work / component / WEIGHTS_FILE
+            path = file_of(work, component)
             path.parent.mkdir()
             _write(path, component, module, np.dtype(jnp.dtype(kind)))
-            records[component] = {"dtype": kind, "sha256": sha256(path), "source": source}
+            records[component] = {"dtype": kind, "sha256": content_hash(path), "source": source}
             if found := {quantized.kind_of(leaf.dtype) for leaf in jax.tree.leaves(module)} - {None}:
                 records[component]["quantized"] = found.pop()
             del module  # before the next one, which may be loaded only now
+        if kept is not None:
+            for component in manifest.weights.keys() - modules.keys():
+                file_of(work, component).parent.mkdir()
+                _link(file_of(kept, component), file_of(work, component))
+                records[component] = manifest.weights[component]
+        digest = None
         if spiece is not None:
-            (work / SPIECE_FILE).parent.mkdir()
-            shutil.copyfile(spiece, work / SPIECE_FILE)
-        manifest = dataclasses.replace(manifest, weights=records)
-        (work / CONFIG_FILE).write_text(json.dumps(manifest.to_json(), indent=2) + "\n")
-        work.chmod(0o755)
-        if target.exists():
-            shutil.rmtree(target)
-        work.rename(target)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+            file_of(work, "tokenizer").parent.mkdir()
+            shutil.copyfile(spiece, file_of(work, "tokenizer"))
+            digest = content_hash(file_of(work, "tokenizer"))
+        write_manifest(work, dataclasses.replace(manifest, weights=records, spiece_sha256=digest))
+
+
+def write_manifest(native_dir: Path, manifest: Manifest) -> None:
+    """Write config.json.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    write_record(native_dir / CONFIG_FILE, manifest.to_json())
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no such thing."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
 from cogvideox_flax import checkpoint, sharding
-from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, VAEConfig
+from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.autoencoder import Tiling
 from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.sizes import Size, check_text_to_video
@@ -50,29 +52,47 @@ def check_sampling(guidance_scale: float, use_dynamic_cfg: bool | str, seed: int
         InputError: all faults in one message.
     """
     faults = []
-    if isinstance(guidance_scale, bool | str) or not np.isfinite(guidance_scale):
-        faults.append(f"guidance_scale is {guidance_scale!r}; expected a number (about 6 is usual, 1 is no guidance)")
+    if not is_finite_number(guidance_scale):
+        faults.append(
+            f"guidance_scale is {shown(guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
+        )
     if use_dynamic_cfg not in (False, True, "index"):
-        faults.append(f"use_dynamic_cfg is {use_dynamic_cfg!r}; expected False, True or 'index'")
+        faults.append(f"use_dynamic_cfg is {shown(use_dynamic_cfg)}; expected False, True or 'index'")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        faults.append(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
+        faults.append(f"seed is {shown(seed)}; expected a whole number from 0 to {2**32 - 1}")
     if faults:
         raise InputError("\n".join(faults))
+
+
+def check_dtype(config: TransformerConfig, dtype: str, platform: str | None) -> None:
+    """Refuse a dtype that a transformer or the devices cannot compute a run in.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu"; None is JAX's default one, which is asked for only where it matters.
+
+    Raises:
+        InputError: unknown, float16 for a release that does not survive it, or float16 on TPUs.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    config.check_dtype(dtype)
+    if dtype == "float16" and (platform or jax.default_backend()) == "tpu":
+        raise InputError(
+            "float16 is not served on TPUs, whose kernels compute in bfloat16 or float32; use one of these"
+        )
 
 
 def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
     """Refuse a model that its configs alone rule out, before any of its weights are converted or loaded.
 
     Raises:
-        InputError: not a complete text-to-video model, a dtype that it does not survive, or a mesh that its weights do
-            not divide over.
+        InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
+            mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     if missing := [name for name in CONFIG_TYPES if getattr(manifest, name) is None]:
         raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
     assert manifest.text_encoder and manifest.transformer and manifest.vae
-    manifest.transformer.check_dtype(dtype)
+    check_dtype(manifest.transformer, dtype, None if mesh is None else mesh.devices.flat[0].platform)
     check_text_to_video(manifest.transformer, manifest.vae, where)
     if manifest.text_encoder.width != manifest.transformer.text_width:
         raise InputError(

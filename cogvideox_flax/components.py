@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.config import COMPONENTS
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
 from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Components:
-    """A native checkpoint whose weight files were checked, without what reads them.
+    """A native checkpoint whose files were checked, without what reads them.
 
     Attributes:
         manifest: what the checkpoint says of itself.
@@ -37,6 +38,7 @@ class Components:
         self.manifest = checkpoint.read_manifest(native_dir)
         for component in COMPONENTS:
             checkpoint.check_weights(native_dir, component)
+        checkpoint.check_contents(native_dir, self.manifest)
         self.loras: list[LoRARecord] = []
         self._loaded: dict[str, Any] = {}
 
@@ -56,6 +58,8 @@ class Components:
         """A component by its name, loaded if it is not there yet."""
         if name not in self._loaded:
             start = time.perf_counter()
+            if checkpoint.read_manifest(self.native_dir) != self.manifest:
+                raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
             module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
             for record in self.loras if name == "transformer" else ():
                 module = self._merge(record, module)
@@ -83,7 +87,13 @@ class Components:
         self.loras.append(record)
 
     def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
+        if not content_hash(Path(record["file"])).startswith(record["sha256"]):
+            raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
         return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
+
+    def fingerprints(self) -> dict[str, str]:
+        """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
+        return checkpoint.fingerprints(self.native_dir, self.manifest)
 
     def use(self, component: str, module: Any) -> None:
         """Run with this module in place of the checkpoint's, until `release` lets go of it.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 
 def _require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
@@ -27,32 +28,43 @@ def _require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
         )
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+MOST = {"layers": 1000, "layers_per_block": 100, "temporal_compression": 64}
+"""Field -> its largest value, where that decides how much is looped over."""
+
+MOST_OTHERWISE = 2**24
 
 
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "int": _is_count,
-    "int | None": lambda value: value is None or _is_count(value),
-    "float": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "bool": lambda value: isinstance(value, bool),
-    "str": lambda value: isinstance(value, str),
-    "tuple[int, ...]": lambda value: isinstance(value, tuple) and bool(value) and all(map(_is_count, value)),
+_VALID: dict[str, Callable[[Any, int], bool]] = {
+    "int": is_count,
+    "int | None": lambda value, most: value is None or is_count(value, most),
+    "float": lambda value, most: is_finite_number(value) and value > 0,
+    "bool": lambda value, most: isinstance(value, bool),
+    "str": lambda value, most: isinstance(value, str),
+    "tuple[int, ...]": lambda value, most: (
+        isinstance(value, tuple) and 0 < len(value) <= 16 and all(is_count(n, most) for n in value)
+    ),
 }
-"""Field annotation -> whether a value that came out of a JSON file is one."""
+"""Field annotation -> whether a value that came out of a JSON file is one, and not beyond the largest."""
+
+_EXPECTED = {
+    "int": "a whole number from 1 to {most}",
+    "int | None": "a whole number from 1 to {most}, or null",
+    "float": "a finite number above 0",
+    "bool": "true or false",
+    "str": "a text",
+    "tuple[int, ...]": "up to 16 whole numbers from 1 to {most}",
+}
 
 
 class _Config:
     """Shared by the component configs: checked values, dict in, dict out."""
 
     def __post_init__(self) -> None:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        values = {f.name: (str(f.type), getattr(self, f.name)) for f in fields}
-        faults = [
-            f"  {name}: got {value!r}, expected {kind}{' above 0' if 'int' in kind else ''}"
-            for name, (kind, value) in values.items()
-            if not _VALID[kind](value)
-        ]
+        faults = []
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            kind, value, most = str(field.type), getattr(self, field.name), MOST.get(field.name, MOST_OTHERWISE)
+            if not _VALID[kind](value, most):
+                faults.append(f"  {field.name}: got {shown(value)}, expected {_EXPECTED[kind].format(most=most)}")
         if faults:
             raise CheckpointError(f"{type(self).__name__} read from a config file is invalid:\n" + "\n".join(faults))
 
@@ -278,6 +290,13 @@ class SchedulerConfig(_Config):
     snr_shift_scale: float = 3.0
     rescale_betas_zero_snr: bool = True
     set_alpha_to_one: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.beta_start <= self.beta_end < 1:
+            raise CheckpointError(
+                f"the noise schedule goes from beta {self.beta_start} to {self.beta_end}; expected it to rise, below 1"
+            )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -11,18 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
 from cogvideox_flax.checkpoint import (
     FORMAT_VERSION,
     SPIECE_FILE,
-    WEIGHTS_FILE,
     Manifest,
+    check_contents,
+    file_of,
     is_native,
     read_manifest,
 )
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import content_hashes, fingerprint
+from cogvideox_flax.io.home import cache_dir, expand_user
+from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.tensorfile import TensorFile
 from cogvideox_flax.tokenizer import Tokenizer
 from conversion.convert import convert, read_configs
@@ -33,13 +33,6 @@ log = logging.getLogger(__name__)
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "weights" / "embedded"
 """The small checkpoint that comes with the source tree, and with an installed package."""
-
-
-def cache_dir() -> Path:
-    """Where converted checkpoints are kept: $COGVIDEOX_HOME, or cogvideox-flax in $XDG_CACHE_HOME or ~/.cache."""
-    if home := os.environ.get("COGVIDEOX_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogvideox-flax"
 
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
@@ -62,8 +55,10 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
         return path
     source = _configs(str(where), revision, progress) if path is None else Download(path, {})
     target = cache_dir() / f"{_key(source)}-v{FORMAT_VERSION}"
+    if _is_whole(target):  # looked at before it is locked: the cache may be on a disk that may only be read
+        return target
     with _locked(target):
-        if not _is_whole(target):
+        if not _is_whole(target):  # nor made by another process while this one waited
             if path is None:
                 source = download(str(where), source.origin["revision"], progress=progress)
             _check_tokenizer(source.folder)
@@ -113,7 +108,7 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
                 "converted directory, one in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
             )
     else:
-        path = Path(where).expanduser()
+        path = expand_user(where)
         if not os.path.exists(path):  # unlike Path.exists, also for a name that is too long to exist
             return None
     if revision is not None:
@@ -135,39 +130,40 @@ def _not_a_model(where: object, hint: str = "") -> InputError:
 
 
 def _key(source: Download) -> str:
-    """Names the converted form: of a hub id by the commit, of a directory by the files that conversion reads."""
+    """Names the converted form: of a hub id by the commit, of a directory by the contents of what conversion reads."""
     if source.origin:
         return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
     folder = source.folder.resolve()
-    files = sorted({p for pattern in files_read() for p in folder.glob(pattern)})
-    state = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return f"{folder.name}-{hashlib.sha256(json.dumps([str(folder), state]).encode()).hexdigest()[:16]}"
+    files = sorted({p for pattern in files_read() for p in folder.glob(pattern) if p.is_file()})
+    names = [str(p.relative_to(folder)) for p in files]
+    return f"{folder.name}-{fingerprint(names, content_hashes(files))[:16]}"
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     """Let one process at a time make `target`."""
-    lock = FileLock(f"{target}.lock")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
     except OSError as e:
-        raise InputError(
-            f"cannot write to the cache {target.parent}: {e.strerror}; set COGVIDEOX_HOME to another directory"
-        ) from e
-    try:
+        raise InputError(_unwritable(target, e.strerror)) from e
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(_unwritable(target, "Permission denied or read-only"))
+    with file_lock(target.with_name(f"{target.name}.lock"), busy=None):
         yield
-    finally:
-        lock.release()
+
+
+def _unwritable(target: Path, reason: str | None) -> str:
+    return f"cannot write to the cache {target.parent}: {reason}; set COGVIDEOX_HOME to another directory"
 
 
 def _is_whole(native_dir: Path) -> bool:
-    """Whether a converted checkpoint is in the cache, with weight files as long as their headers say."""
+    """Whether a converted checkpoint is in the cache, and its files hold what was converted."""
     if not is_native(native_dir):
         return False
     try:
         for component in COMPONENTS:
-            TensorFile(native_dir / component / WEIGHTS_FILE).close()
+            TensorFile(file_of(native_dir, component)).close()
+        check_contents(native_dir, read_manifest(native_dir))
     except CheckpointError as e:
         log.warning("the converted checkpoint is damaged and will be made again: %s", e)
         return False

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -20,14 +19,17 @@ from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, hub, programs, sharding
 from cogvideox_flax.checks import check_arrays, check_loop, check_model, check_prompts, check_sampling, check_tiling
+from cogvideox_flax.compile_cache import CompileCache
 from cogvideox_flax.components import Components
 from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.executables import Executables
 from cogvideox_flax.execution import Program, Programs, Watch, fetch, say, stoppable
 from cogvideox_flax.fits import check_fits, checked_stages
+from cogvideox_flax.io.contents import fingerprint
+from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.models.autoencoder import Tiling
 from cogvideox_flax.plan import STAGES, Request
+from cogvideox_flax.programs import DenoiseState
 from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.sizes import Size, resolve_size
@@ -71,14 +73,22 @@ class CogVideoXPipeline(Components):
             vocab_size=configs["text_encoder"].vocab_size,
         )
         self.watch = Watch()
-        self._programs = Programs(dtype, mesh, repr(sorted(configs.items())))
+        self._programs = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 
     def keep_programs(self, folder: Path) -> None:
         """Look for compiled programs in a folder of one's own, and keep new ones there: a second process compiles none.
 
         For programs made from here on. A sampler of one's own is compiled each time.
+
+        Raises:
+            InputError: others could put programs into the folder, or it cannot be made.
         """
-        self._programs.kept = Executables(folder)
+        try:
+            self._programs.kept = CompileCache(folder)
+        except NotPrivateError as e:
+            raise InputError(f"compiled programs cannot be kept in {folder}: {e}; name a folder of your own") from e
+        except OSError as e:
+            raise InputError(f"compiled programs cannot be kept in {folder}: {e.strerror}; name another folder") from e
 
     @classmethod
     def from_pretrained(
@@ -95,14 +105,15 @@ class CogVideoXPipeline(Components):
         Args:
             where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
                 cache, with progress; None for the embedded checkpoint.
-            dtype: "bfloat16", "float32" or "float16" (2b only); the dtype of weights and activations.
+            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs); the dtype of weights and activations.
             mesh: from `sharding.make_mesh`; None for one device.
             revision: for a hub id: branch, tag or commit.
             progress: progress bars of downloads and conversions on stderr.
 
         Raises:
-            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive, or a mesh
-                that it does not divide over. What the configs rule out is refused before anything is converted.
+            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
+                devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
+                before anything is converted.
         """
         check_model(hub.peek(where, revision, progress=progress), where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
@@ -205,7 +216,7 @@ class CogVideoXPipeline(Components):
                 raise InputError('one program ends in frames; leave one_program off for output_type "latent"')
             ids = self.tokenizer([*(negatives if guidance_scale > 1 else []), *prompts])
             schedule = num_inference_steps, guidance_scale, use_dynamic_cfg
-            start = self._start(sampler, size, len(prompts), schedule, seed, latents, noise)
+            start = self._start(sampler, size, len(prompts), schedule, seed, latents, noise, progress)
             frames = self._all_at_once(sampler, size, ids, start, output_type, tiling, progress)
             settings["steps_done"] = len(start[0])
             return Video(fetch(frames), self.fps, self.metadata(prompts, negatives, seed, settings))
@@ -332,7 +343,7 @@ class CogVideoXPipeline(Components):
         def encode(texts: Sequence[str]) -> Float[Array, "B L E"]:
             ids = self.tokenizer(list(texts))  # before the encoder is loaded: a cut prompt is reported at once
             embeddings = self._run(program, self.text_encoder, self._programs.put(ids), announce=progress)
-            if not jnp.isfinite(embeddings).all():
+            if not np.isfinite(fetch(embeddings)).all():
                 raise InputError(
                     f"the text encoder gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the "
                     "same, download the checkpoint again and convert it again."
@@ -359,8 +370,14 @@ class CogVideoXPipeline(Components):
         callback: Callback | None = None,
         progress: bool = True,
         compiled_loop: bool = False,
+        state: DenoiseState | None = None,
+        on_state: Callable[[DenoiseState], None] | None = None,
     ) -> tuple[Float32[Array, "B T h w C"], int]:
         """The denoising loop. Arguments as in `__call__`; `negative` None runs without guidance.
+
+        Args:
+            state: of an earlier loop with the same arguments, to go on from.
+            on_state: called after each step with what a later call may go on from.
 
         Returns:
             The latents (scaled; the extra frames of 1.5 releases included) and how many steps were done.
@@ -370,14 +387,16 @@ class CogVideoXPipeline(Components):
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
         sampler = self.get_scheduler(scheduler)
+        check_sampling(self._guidance(guidance_scale), use_dynamic_cfg, seed)
         check_arrays(self.latent_shape(size, len(context)), size, num_inference_steps, sampler, latents, noise)
         check_loop(compiled_loop, callback)
+        if compiled_loop and (state is not None or on_state is not None):
+            raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
         self.watch.check(num_inference_steps, compiled_loop)
         # float32 whatever the encoder's dtype, as stage files hold it: one program for both ways
-        both = jnp.asarray(context) if negative is None else jnp.concatenate([negative, context])
-        both = both.astype(jnp.float32)
+        both = np.concatenate([fetch(x) for x in (negative, context) if x is not None]).astype(np.float32)
         schedule = num_inference_steps, self._guidance(guidance_scale), use_dynamic_cfg
-        plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise)
+        plan, *tables, carry = self._start(sampler, size, len(context), schedule, seed, latents, noise, progress)
         fixed = (self.transformer, *self._programs.put((both, plan, *tables)))
         if compiled_loop:
             return self._denoise_at_once(sampler, fixed, carry, plan, progress), len(plan)
@@ -388,13 +407,17 @@ class CogVideoXPipeline(Components):
             program.prepare(*first, announce=progress)
             fixed = first[: len(fixed)]  # so that no step takes the transformer apart again
         done = 0
+        if state is not None:
+            done, carry = state.step, (jnp.asarray(state.latents), state.sampler)
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
-        bar = tqdm(total=len(plan), desc="denoising", unit="step", disable=not progress)
+        bar = tqdm(total=len(plan), initial=done, desc="denoising", unit="step", disable=not progress)
         with bar, self.watch.steps() as step, stoppable() as check:
-            for x in self._steps(program, fixed, carry, plan, step):
-                check()
+            for x, sampler_state in self._steps(program, fixed, carry, plan, done, step):
                 bar.update()
                 done += 1
+                if on_state is not None:
+                    on_state(DenoiseState(done, x, sampler_state))
+                check()
                 if callback is not None and callback(done - 1, int(plan.timesteps[done - 1]), x):
                     say(f"stopped by the callback after step {done} of {len(plan)}", progress)
                     break
@@ -410,6 +433,7 @@ class CogVideoXPipeline(Components):
         seed: int,
         latents: Any | None,
         noise: Any | None,
+        progress: bool,
     ) -> tuple[Plan, Array, Array, programs.Carry]:
         """What the loop starts from: the sampler's tables, guidance per step, the source of noise, and the carry.
 
@@ -418,26 +442,27 @@ class CogVideoXPipeline(Components):
         steps, guidance_scale, use_dynamic_cfg = schedule
         plan = sampler.plan(steps)
         guidance = guidance_scales(plan.timesteps, steps, guidance_scale, use_dynamic_cfg)
-        latent_key, noise_key = jax.random.split(jax.random.key(seed))
-        x = (
-            programs.normal(latent_key, self.latent_shape(size, batch))
-            if latents is None
-            else jnp.array(latents, jnp.float32)  # a copy: its memory may be given away
-        )
+        program = self._programs.get(programs.initial_noise(self.latent_shape(size, batch)))
+        x, noise_key = self._run(program, self._programs.put(np.uint32(seed)), announce=progress)
+        if latents is not None:
+            x = jnp.array(latents, jnp.float32)  # a copy: its memory may be given away
         draw = noise_key if noise is None else jnp.asarray(noise, jnp.float32)
         return plan, jnp.asarray(guidance), draw, (x, sampler.init_state(x))
 
     def _steps(
-        self, program: Program, fixed: tuple, carry: tuple, plan: Plan, around: Callable[[int], Any]
-    ) -> Iterator[Float32[Array, "B T h w C"]]:
-        """Yields the latents after each step, when they are really there. around: a context for each step's number."""
-        for i in range(len(plan)):
+        self, program: Program, fixed: tuple, carry: tuple, plan: Plan, start: int, around: Callable[[int], Any]
+    ) -> Iterator[programs.Carry]:
+        """Yields the latents and the sampler's state after each step, when they are really there.
+
+        start: the first step. around: a context for each step's number.
+        """
+        for i in range(start, len(plan)):
             with around(i):
                 carry, finite = self._run(program, *fixed, *self._programs.put((jnp.int32(i), carry)), announce=False)
                 fine = bool(finite)
             if not fine:
                 raise self._non_finite(i, plan)
-            yield carry[0]
+            yield carry
 
     def _non_finite(self, step: int, plan: Plan) -> NonFiniteError:
         hint = "float32 holds what a sound checkpoint computes: download it again and convert it again."

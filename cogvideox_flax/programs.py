@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.schedulers import Plan, Scheduler
-from cogvideox_flax.video import to_uint8
 
 OFS = 2.0
 """The motion scalar that the released pipeline gives to releases that take one."""
@@ -27,6 +27,20 @@ FEW_TOKENS = 4096
 
 Carry = tuple[Float32[Array, "B T h w C"], Any]
 """Latents and the sampler's state, from step to step."""
+
+
+@dataclass(frozen=True)
+class DenoiseState:
+    """Where the denoising loop is, between two steps.
+
+    step: how many are done.
+    latents: after them.
+    sampler: its own state, from `Scheduler.step`.
+    """
+
+    step: int
+    latents: Float32[Any, "B T h w C"]
+    sampler: Any
 
 
 def always(*args: Any) -> bool:
@@ -161,6 +175,20 @@ def _make_run(
         return frames, steps_finite, finite
 
     return run
+
+
+def _make_noise(shape: tuple[int, ...]) -> Callable[..., tuple[Float32[Array, "B T h w C"], Array]]:
+    def noise(seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
+        """The initial latents of a seed, and the key of the sampler's noise."""
+        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        return normal(latent_key, shape), noise_key
+
+    return noise
+
+
+def initial_noise(shape: tuple[int, ...]) -> Recipe:
+    """Arguments as for the function that `_make_noise` makes. shape: [B, T, h, w, C] of the latents."""
+    return Recipe("initial noise", _make_noise, (shape,))
 
 
 def encoding() -> Recipe:

@@ -10,6 +10,7 @@ import jax
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.models import quantized
 
 
@@ -26,7 +27,7 @@ def quantize_checkpoint(
 
     Raises:
         InputError: an unknown component or kind, src is dst, a component that src lacks or that is quantized already,
-            or dst holds something else.
+            dst holds something else, or the disk is too small.
     """
     src, dst = Path(src), Path(dst)
     manifest = checkpoint.read_manifest(src)
@@ -42,7 +43,9 @@ def quantize_checkpoint(
             raise InputError(f"{src} has no {component}; it holds {', '.join(manifest.weights)}")
         if manifest.quantized(component):
             raise InputError(f"the {component} of {src} is {manifest.quantized(component)} already")
-    spiece = src / checkpoint.SPIECE_FILE
+    kinds = {name: kind if name in components else manifest.quantized(name) for name in manifest.weights}
+    check_free_space(dst, sum(_stored_bytes(manifest, name, kinds[name]) for name in kinds))
+    spiece = checkpoint.file_of(src, "tokenizer")
     checkpoint.save(
         dst,
         manifest,
@@ -51,6 +54,12 @@ def quantize_checkpoint(
         {"path": str(src.absolute())},
         spiece=spiece if spiece.exists() else None,
     )
+
+
+def _stored_bytes(manifest: checkpoint.Manifest, component: str, kind: str | None) -> int:
+    module = checkpoint.abstract(component, getattr(manifest, component), kind)
+    stored = checkpoint.cast(module, manifest.weights[component]["dtype"])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
 
 class _Modules(Mapping[str, Any]):

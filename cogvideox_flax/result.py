@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.video import item_paths, save_video
+from cogvideox_flax.io.paths import item_paths
+from cogvideox_flax.io.video import save_video
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ from cogvideox_flax.errors import InputError
 
 log = logging.getLogger(__name__)
 
+MOST_FRAMES, MOST_PIXELS = 2**14, 2**14
+"""Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -69,6 +72,13 @@ def resolve_size(
         if value < step or value % step:
             below = max(value // step * step, step)
             faults.append(f"{name} is {value}; it must be a multiple of {step}. Nearest: {below} and {below + step}")
+    for name, value, most in (
+        ("num_frames", num_frames, MOST_FRAMES),
+        ("height", height, MOST_PIXELS),
+        ("width", width, MOST_PIXELS),
+    ):
+        if value > most:
+            faults.append(f"{name} is {value}; the most is {most}")
     if transformer.learned_positions and not faults:
         only = (transformer.sample_height * scale, transformer.sample_width * scale)
         if (height, width) != only:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.tensorfile import TensorFile, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -48,42 +43,17 @@ def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: 
     """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
     kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})
     texts = {name: _as_text(value) for name, value in metadata.items()}
-    with complete(path) as partial:
-        save_file(
-            {name: value.astype(np.float32) for name, value in tensors.items()}, partial, {"dtype_info": kinds, **texts}
-        )
+    whole = {name: value.astype(np.float32) for name, value in tensors.items()}
+    write_tensors(path, whole, {"dtype_info": kinds, **texts})
 
 
-def partial_name(name: str) -> str:
-    """What a file is called while it is being written."""
-    return f"{name}.tmp"
-
-
-@contextmanager
-def complete(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; it becomes `path` if nothing goes wrong, and vanishes otherwise.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    partial = path.with_name(partial_name(path.name))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as e:
-        raise InputError(f"writing {path} failed ({e}); free some space or choose another place") from e
-    finally:
-        with suppress(OSError):
-            partial.unlink()
-
-
-def is_made_from(path: Path, key: str) -> bool:
+def is_fresh(path: Path, key: str) -> bool:
     """Whether a stage file is there, whole, and made from these settings."""
     if not path.exists():
         return False
     try:
         with TensorFile(path) as file:
+            file.check(required=True)
             same = file.metadata.get("settings") == key
     except CheckpointError as e:
         log.warning("making %s again: %s", path.name, e)
@@ -93,9 +63,9 @@ def is_made_from(path: Path, key: str) -> bool:
 
 
 def load(
-    path: Path, names: tuple[str, ...], maker: str
+    path: Path, names: tuple[str, ...] | None, maker: str
 ) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
-    """Tensors and metadata of a stage file; `maker` is the command that makes it.
+    """Tensors and metadata of a stage file; `maker` is the command that makes it, `names` None are all tensors.
 
     Raises:
         InputError: the file is missing, damaged, or holds NaN or infinity.
@@ -104,6 +74,8 @@ def load(
         raise InputError(f"{path} is missing; run `{maker}` first")
     try:
         with TensorFile(path) as file:
+            file.check()
+            names = tuple(file.tensors) if names is None else names
             if missing := [name for name in names if name not in file.tensors]:
                 raise InputError(f"{path} holds no {' and no '.join(missing)}; run `{maker}` again")
             tensors = {name: file.read(name).astype(np.float32) for name in names}

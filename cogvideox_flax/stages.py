@@ -4,6 +4,7 @@ The files, their layouts and their metadata are those of the torchax reference s
 between the two: `generation_config.json`, `stage1_embeddings.safetensors` (`prompt_embeds`, `negative_prompt_embeds`,
 float32 [B, L, E]), `stage2_latents.safetensors` (`latents` [B, C, T, H, W], scaled, extra frames dropped) and
 `output_video.mp4`. Each is written atomically and says what it was made from, so that only matching work is taken over.
+`stage2_state.safetensors` is where a denoising loop that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from filelock import FileLock, Timeout
 from jax.sharding import Mesh
 from jaxtyping import Float32
 
@@ -28,23 +28,32 @@ from cogvideox_flax import sharding, stagefiles
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.config import TransformerConfig, VAEConfig
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.execution import fetch
+from cogvideox_flax.io.atomic import atomic_write, remove_orphans
+from cogvideox_flax.io.contents import is_as_written, write_record
+from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import is_count, is_finite_number
 from cogvideox_flax.lora import LoRARecord, describe_lora
 from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.programs import DenoiseState
 from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.sizes import resolve_size
-from cogvideox_flax.video import check_writable, existing_parent
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "generation_config.json"
 EMBEDDINGS_FILE = "stage1_embeddings.safetensors"
 LATENTS_FILE = "stage2_latents.safetensors"
+STATE_FILE = "stage2_state.safetensors"
 VIDEO_FILE = "output_video.mp4"
 LOCK_FILE = ".lock"
-MARGIN = 64 * 2**20  # bytes to leave free on the disk
+
+MOST_FPS = 1000
 
 # what of the settings each stage's result depends on, beside the weights of its component and the stage before
 _ENCODE_FIELDS = ("prompt", "negative_prompt", "dtype")
@@ -53,25 +62,34 @@ _DENOISE_FIELDS = (
     "dtype",
     "lora",
 )
-_TYPES: dict[str, tuple[type, ...]] = {
-    "prompt": (list,),
-    "negative_prompt": (list,),
-    "model_id": (str,),
-    "revision": (str, type(None)),
-    "weights": (dict,),
-    "dtype": (str,),
-    "frames": (int,),
-    "height": (int,),
-    "width": (int,),
-    "fps": (int,),
-    "num_inference_steps": (int,),
-    "guidance_scale": (int, float),
-    "use_dynamic_cfg": (bool, str),
-    "scheduler": (str,),
-    "seed": (int,),
-    "lora": (list,),
+
+
+def _is_whole_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_lora(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("file"), str) and is_finite_number(record.get("scale"))
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "prompt": lambda value: isinstance(value, list),
+    "negative_prompt": lambda value: isinstance(value, list),
+    "model_id": lambda value: isinstance(value, str),
+    "revision": lambda value: isinstance(value, str | None),
+    "dtype": lambda value: isinstance(value, str),
+    "frames": _is_whole_number,
+    "height": _is_whole_number,
+    "width": _is_whole_number,
+    "fps": lambda value: is_count(value, MOST_FPS),
+    "num_inference_steps": _is_whole_number,
+    "guidance_scale": is_finite_number,
+    "use_dynamic_cfg": lambda value: isinstance(value, bool | str),
+    "scheduler": lambda value: isinstance(value, str),
+    "seed": _is_whole_number,
+    "lora": lambda value: isinstance(value, list) and all(map(_is_lora, value)),
 }
-"""The fields of `Settings` as they come out of a JSON file."""
+"""The fields of `Settings` -> whether a value out of a JSON file is one. What it may be is checked with the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +100,7 @@ class Settings:
     negative_prompt: list[str]
     model_id: str
     revision: str | None
-    weights: dict[str, str]  # component -> what identifies its contents
+    fingerprints: dict[str, str]  # part of the checkpoint -> fingerprint of its config and contents
     dtype: str
     frames: int
     height: int
@@ -141,7 +159,7 @@ class Settings:
             negative_prompt=negative_prompt,
             model_id=model_id,
             revision=revision,
-            weights=identity(manifest),
+            fingerprints={},  # known once the checkpoint is open
             dtype=dtype,
             frames=size.num_frames,
             height=size.height,
@@ -163,11 +181,12 @@ class Settings:
         """Write `generation_config.json`; one prompt is written as the reference does."""
         prompts = {name: stagefiles.one_or_all(getattr(self, name)) for name in ("prompt", "negative_prompt")}
         raw = dataclasses.asdict(self) | prompts
-        with stagefiles.complete(folder / CONFIG_FILE) as partial:
-            partial.write_text(json.dumps(raw, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_record(folder / CONFIG_FILE, raw)
 
-    def key(self, names: tuple[str, ...], **more: Any) -> str:
-        return json.dumps({name: getattr(self, name) for name in names} | more, ensure_ascii=False)
+    def key(self, names: tuple[str, ...], parts: tuple[str, ...], **more: Any) -> str:
+        """All that decides a stage's result: these settings, these parts of the checkpoint, and more."""
+        model = {name: self.fingerprints[name] for name in parts}
+        return json.dumps({name: getattr(self, name) for name in names} | {"model": model} | more, ensure_ascii=False)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -178,39 +197,24 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = load_json(path)
     except OSError as e:
         raise InputError(f"{path} cannot be read ({e.strerror}); run `cogvideox encode` first") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise InputError(f"{path} is not JSON ({e}); run `cogvideox encode` again") from e
     if not isinstance(raw, dict):
         raise InputError(f"{path} must hold a JSON object; run `cogvideox encode` again")
-    settings = {name: raw[name] for name in _TYPES if name in raw}
+    if not is_as_written(raw):
+        log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
+    settings = {name: raw[name] for name in _VALID if name in raw}
     for name in ("prompt", "negative_prompt"):
         settings[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
     settings.setdefault("model_id", None)
-    wrong = [name for name, value in settings.items() if not isinstance(value, _TYPES[name])]
-    if "fps" not in wrong and settings.get("fps", 1) < 1:
-        wrong.append("fps")
-    if "lora" not in wrong and not all(map(_is_lora, settings.get("lora", []))):
-        wrong.append("lora")
+    wrong = [name for name, value in settings.items() if not _VALID[name](value)]
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
     check_prompts(settings["prompt"], settings["negative_prompt"])
     return settings
-
-
-def _is_lora(record: Any) -> bool:
-    return (
-        isinstance(record, dict)
-        and isinstance(record.get("file"), str)
-        and isinstance(record.get("scale"), int | float)
-    )
-
-
-def identity(manifest: Manifest) -> dict[str, str]:
-    """Tells components with different weights apart."""
-    return {name: record["sha256"][:16] for name, record in sorted(manifest.weights.items())}
 
 
 def check_folder(folder: Path, nbytes: int = 0) -> None:
@@ -220,12 +224,7 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
         InputError: it cannot be made or written, or the disk is too full.
     """
     check_writable(folder / CONFIG_FILE)
-    free = shutil.disk_usage(existing_parent(folder / CONFIG_FILE)).free
-    if free < nbytes + MARGIN:
-        raise InputError(
-            f"{folder} has {free / 2**20:.0f} MiB free; this run needs about {(nbytes + MARGIN) / 2**20:.0f} MiB. "
-            "Free some space or choose another directory."
-        )
+    check_free_space(folder, nbytes)
 
 
 def space_needed(settings: Settings, manifest: Manifest) -> int:
@@ -236,7 +235,7 @@ def space_needed(settings: Settings, manifest: Manifest) -> int:
 
 
 @contextmanager
-def workplace(folder: Path, *, temporary: bool = False) -> Iterator[None]:
+def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
     """Make the stage directory and keep other runs out of it while this one works there.
 
     temporary: our files are removed when all went well, and when nothing was finished.
@@ -244,45 +243,42 @@ def workplace(folder: Path, *, temporary: bool = False) -> Iterator[None]:
     Raises:
         InputError: another run works there, or the directory cannot be written.
     """
-    lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as e:
-        raise InputError(f"another run is at work in {folder}; wait for it or choose another --dir or --out") from e
     except OSError as e:
         raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
-    finished = [folder / EMBEDDINGS_FILE, folder / LATENTS_FILE]
+    finished = [folder / name for name in (EMBEDDINGS_FILE, STATE_FILE, LATENTS_FILE)]
+    busy = f"another run is at work in {folder}; wait for it or choose another --dir or --out"
     try:
-        yield
-    except BaseException:
-        if kept := [path.name for path in finished if path.exists()]:
-            log.warning("%s in %s: kept, the same command goes on from there", " and ".join(kept), folder)
-        elif temporary:
-            _remove(folder, lock)
-        raise
-    else:
-        if temporary:
-            _remove(folder, lock)
+        with file_lock(folder / LOCK_FILE, busy=busy):
+            try:
+                yield
+            except BaseException:
+                if kept := [path.name for path in finished if path.exists()]:
+                    log.warning("%s in %s: kept, the same command goes on from there", " and ".join(kept), folder)
+                elif temporary:
+                    _remove_files(folder)
+                raise
+            if temporary:
+                _remove_files(folder)
     finally:
-        lock.release()
+        if temporary:
+            with suppress(OSError):  # not ours alone
+                folder.rmdir()
 
 
-def _remove(folder: Path, lock: FileLock) -> None:
-    names = (CONFIG_FILE, EMBEDDINGS_FILE, LATENTS_FILE)
-    for name in (*names, *map(stagefiles.partial_name, names), LOCK_FILE):
+def _remove_files(folder: Path) -> None:
+    remove_orphans(folder)
+    for name in (CONFIG_FILE, EMBEDDINGS_FILE, STATE_FILE, LATENTS_FILE):
         (folder / name).unlink(missing_ok=True)
-    lock.release()
-    with suppress(OSError):  # not ours alone
-        folder.rmdir()
 
 
 def encode(pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progress: bool = True) -> None:
     """Stage 1: prompts to embeddings. Skipped where the file is there and made from the same settings."""
     settings.write(folder)
     path = folder / EMBEDDINGS_FILE
-    key = settings.key(_ENCODE_FIELDS, weights=settings.weights["text_encoder"])
-    if stagefiles.is_made_from(path, key):
+    key = settings.key(_ENCODE_FIELDS, ("tokenizer", "text_encoder"))
+    if stagefiles.is_fresh(path, key):
         return
     context, negative = pipe.encode_prompts(settings.prompt, settings.negative_prompt, progress=progress)
     assert negative is not None
@@ -321,7 +317,8 @@ def read_embeddings(
 def denoise(
     pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progress: bool = True, compiled_loop: bool = False
 ) -> None:
-    """Stage 2: embeddings to latents. Skipped where the file is there and made from the same.
+    """Stage 2: embeddings to latents. Skipped where the file is there and made from the same; a loop that was stopped
+    goes on from its last state.
 
     Raises:
         InputError: stage 1's file is missing, damaged or not this run's.
@@ -331,26 +328,86 @@ def denoise(
     embeddings = read_embeddings(folder, settings.prompt, settings.negative_prompt, pipe.transformer_config)
     path = folder / LATENTS_FILE
     made_of = hashlib.sha256(b"".join(embeddings[name].tobytes() for name in sorted(embeddings))).hexdigest()
-    key = settings.key(_DENOISE_FIELDS, weights=settings.weights["transformer"], embeddings=made_of)
-    if stagefiles.is_made_from(path, key):
+    key = settings.key(_DENOISE_FIELDS, ("transformer", "scheduler"), embeddings=made_of)
+    if stagefiles.is_fresh(path, key):
         return
     size = pipe.size(settings.frames, settings.height, settings.width)
-    latents, _ = pipe.denoise(
-        embeddings["prompt_embeds"],
-        embeddings["negative_prompt_embeds"] if settings.guidance_scale > 1 else None,
-        size,
-        num_inference_steps=settings.num_inference_steps,
-        guidance_scale=settings.guidance_scale,
-        use_dynamic_cfg=settings.use_dynamic_cfg,
-        scheduler=settings.scheduler,
-        seed=settings.seed,
-        progress=progress,
-        compiled_loop=compiled_loop,
-    )
+    with _StateKeeper(folder / STATE_FILE, key) as keeper:
+        resumable: dict[str, Any] = {} if compiled_loop else {"state": keeper.found(), "on_state": keeper.keep}
+        latents, _ = pipe.denoise(
+            embeddings["prompt_embeds"],
+            embeddings["negative_prompt_embeds"] if settings.guidance_scale > 1 else None,
+            size,
+            num_inference_steps=settings.num_inference_steps,
+            guidance_scale=settings.guidance_scale,
+            use_dynamic_cfg=settings.use_dynamic_cfg,
+            scheduler=settings.scheduler,
+            seed=settings.seed,
+            progress=progress,
+            compiled_loop=compiled_loop,
+            **resumable,
+        )
     kept = fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3)
     stagefiles.save(
         path, {"latents": np.ascontiguousarray(kept)}, {"settings": key, **_of_latents(dataclasses.asdict(settings))}
     )
+
+
+class _StateKeeper:
+    """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
+
+    A context: what ends it by an exception leaves the last state on disk, unless the file cannot be written.
+    """
+
+    LEAST = 1.0
+    """Seconds between two writes at least."""
+
+    SHARE = 0.05
+    """Of the loop's time that writing may take."""
+
+    def __init__(self, path: Path, key: str):
+        self._path, self._key = path, key
+        self._last: DenoiseState | None = None
+        self._written, self._wait = time.monotonic(), self.LEAST
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._path.unlink(missing_ok=True)
+        elif self._last is not None and not issubclass(kind, NonFiniteError):
+            with suppress(InputError):  # the disk may be full, which has an error of its own
+                self._write(self._last)
+
+    def found(self) -> DenoiseState | None:
+        """The state that a run with the same settings left."""
+        if not stagefiles.is_fresh(self._path, self._key):
+            return None
+        tensors, metadata = stagefiles.load(self._path, None, "cogvideox denoise")
+        state = DenoiseState(int(metadata["step"]), tensors["latents"], tensors.get("sampler"))
+        log.info("going on after step %d", state.step)
+        return state
+
+    def keep(self, state: DenoiseState) -> None:
+        """After each step."""
+        self._last = state
+        start = time.monotonic()
+        if start - self._written < self._wait:
+            return
+        try:
+            self._write(state)
+        except InputError as e:
+            log.warning("a run that is stopped now begins the denoising anew: %s", e)
+        self._written = time.monotonic()
+        self._wait = max(self.LEAST, (self._written - start) / self.SHARE)
+
+    def _write(self, state: DenoiseState) -> None:
+        tensors = {"latents": fetch(state.latents)}
+        if state.sampler is not None:
+            tensors["sampler"] = fetch(state.sampler)
+        stagefiles.save(self._path, tensors, {"settings": self._key, "step": state.step})
+        self._last = None
 
 
 def read_latents(folder: Path, settings: dict[str, Any], config: VAEConfig) -> Float32[np.ndarray, "B T h w C"]:
@@ -396,7 +453,7 @@ def save_latents(pipe: CogVideoXPipeline, folder: Path, path: Path) -> Path:
     settings = read_settings(folder)
     latents = read_latents(folder, settings, pipe.vae_config)
     metadata = json.dumps(_describe(pipe, settings), ensure_ascii=False)
-    with stagefiles.complete(path) as partial, partial.open("wb") as file:
+    with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, latents=latents, metadata=metadata)
     return path
 

@@ -2,11 +2,13 @@
 
 The safetensors library writes whole dictionaries. Conversion must fill one layer of a stacked parameter at a time and
 keep peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw little-endian data) is
-handled here with plain reads and writes at offsets. Small files go through the library.
+handled here with plain reads and writes at offsets. Small files (`write_tensors`) go through the library, and carry a
+checksum, which the format has not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -14,12 +16,14 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.io.atomic import atomic_write
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -38,6 +42,7 @@ DTYPES: dict[str, np.dtype] = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the format's own limit
 _ALIGN = 64  # XLA takes host memory without a copy at this alignment
+_CHECKSUM = "checksum"  # in the metadata: SHA-256 over all else
 
 
 def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
@@ -77,6 +82,7 @@ class TensorFile:
         except OSError as e:
             raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
         try:
+            self._facts = _facts(os.fstat(self._fd))
             self.tensors, self.metadata = self._read_header()
         except CheckpointError:
             self.close()
@@ -100,18 +106,20 @@ class TensorFile:
                 raise corrupt("it looks like pickled PyTorch weights, which are never read; use the safetensors files")
             raise corrupt(f"its header claims {length} bytes in a file of {size}")
         try:
-            header = json.loads(os.pread(self._fd, length, 8))
-            metadata = dict(header.pop("__metadata__", {}))
+            header = json.loads(os.pread(self._fd, length, 8), object_pairs_hook=_without_repetition)
+            metadata = header.pop("__metadata__", {})
+            if not all(type(value) is str for value in metadata.values()):
+                raise ValueError("its metadata are not texts")
             infos = []
             for name, entry in header.items():
-                lo, hi = map(int, entry["data_offsets"])
-                infos.append((lo, hi, name, tuple(map(int, entry["shape"])), DTYPES[entry["dtype"]]))
+                lo, hi = map(_count, entry["data_offsets"])
+                infos.append((lo, hi, name, tuple(map(_count, entry["shape"])), DTYPES[entry["dtype"]]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise corrupt(f"its header does not parse ({type(e).__name__}: {e})") from e
         start, end = 8 + length, 0
         tensors = {}
         for lo, hi, name, shape, dtype in sorted(infos, key=lambda info: info[:2]):
-            if min(shape, default=0) < 0 or lo != end or hi - lo != _nbytes(shape, dtype):
+            if lo != end or hi - lo != _nbytes(shape, dtype):
                 raise corrupt(f"{name} has shape {shape} {dtype} but bytes {lo} to {hi}")
             tensors[name] = TensorInfo(shape, dtype, start + lo)
             end = hi
@@ -121,6 +129,27 @@ class TensorFile:
                 "Download or copy it again."
             )
         return tensors, metadata
+
+    def is_unchanged(self) -> bool:
+        """Whether the file of this name is still the one that was opened, as it was then."""
+        try:
+            return _facts(os.stat(self.path)) == self._facts
+        except OSError:
+            return False
+
+    def check(self, *, required: bool = False) -> None:
+        """Compare what the file holds with its checksum.
+
+        Args:
+            required: a file without a checksum is damaged too: `write_tensors` wrote one.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        if required or _CHECKSUM in self.metadata:
+            tensors = {name: self.read(name) for name in self.tensors}
+            if _checksum(tensors, self.metadata) != self.metadata.get(_CHECKSUM):
+                raise CheckpointError(f"{self.path} is damaged: its checksum does not match its contents.")
 
     def read(self, name: str, slot: int | None = None) -> np.ndarray:
         """One tensor, or with `slot` one row of its leading axis, as a fresh 64-byte aligned array."""
@@ -165,6 +194,44 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """Write a whole file, with a checksum for `TensorFile.check`.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    whole = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    with atomic_write(path) as partial:
+        save_file(whole, partial, {**metadata, _CHECKSUM: _checksum(whole, metadata)})
+
+
+def _checksum(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256()
+    texts = sorted((name, value) for name, value in metadata.items() if name != _CHECKSUM)
+    kinds = [(name, str(value.dtype), value.shape) for name, value in sorted(tensors.items())]
+    digest.update(json.dumps([texts, kinds]).encode())
+    for _, value in sorted(tensors.items()):
+        digest.update(value.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _facts(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        raise ValueError("it names a tensor twice")
+    return result
 
 
 class TensorWriter:

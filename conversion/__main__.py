@@ -6,10 +6,10 @@ import argparse
 import logging
 import os
 import sys
-from pathlib import Path
 
 from cogvideox_flax.config import COMPONENTS, RELEASES
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.home import expand_user
 from conversion.convert import FLOATS, convert
 from conversion.download import Download, download
 from conversion.progress import progress_bar
@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--revision", help="hub revision: branch, tag or commit")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    src, dst = Path(args.src).expanduser(), Path(args.dst).expanduser()
     try:
+        src, dst = expand_user(args.src), expand_user(args.dst)
         if os.path.exists(src):
             if args.revision:
                 raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")

@@ -6,22 +6,18 @@ conversion leaves nothing that loads; components that were complete are taken ov
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
-import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from cogvideox_flax.checkpoint import (
     CONFIG_FILE,
@@ -31,7 +27,7 @@ from cogvideox_flax.checkpoint import (
     Manifest,
     is_native,
     read_manifest,
-    sha256,
+    write_manifest,
 )
 from cogvideox_flax.config import (
     COMPONENTS,
@@ -45,18 +41,28 @@ from cogvideox_flax.config import (
     get_release,
 )
 from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.io.atomic import write_json
+from cogvideox_flax.io.contents import content_hash, content_hashes
+from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.text import load_json
 from cogvideox_flax.tensorfile import DTYPES, TensorFile, TensorWriter
 from conversion.mapping import Plan, plan
-from conversion.source import Source, components_of, is_hf_layout, read_json
+from conversion.source import Source, check_against_hub, components_of, is_hf_layout, read_json
 
 log = logging.getLogger(__name__)
 
 WORK_DIR = ".conversion"
+LOCK_FILE = ".lock"
 RECORD_FILE = "record.json"
+TOKENIZER_DIR = Path(SPIECE_FILE).parent.name
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 Progress = Callable[[str, int, int], None]
 """(component, bytes done, bytes in all)"""
+
+Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
+"""Parameter -> shape and dtype."""
 
 
 def convert(
@@ -101,66 +107,145 @@ def convert(
     if not wanted:
         raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
 
-    with _only_one(dst):
-        _convert(src, dst, wanted, dtype, release, origin, progress)
-
-
-@contextmanager
-def _only_one(dst: Path) -> Iterator[None]:
-    """Hold dst against other conversions into it."""
-    name = hashlib.sha256(str(dst.resolve()).encode()).hexdigest()[:16]
-    try:
-        with FileLock(Path(tempfile.gettempdir()) / f"cogvideox-conversion-{name}.lock", timeout=0):
-            yield
-    except Timeout as e:
-        raise InputError(f"another conversion is writing to {dst}; wait for it, or choose another destination") from e
-
-
-def _convert(
-    src: Path,
-    dst: Path,
-    wanted: list[str],
-    dtype: str | None,
-    release: str | None,
-    origin: dict[str, str] | None,
-    progress: Progress,
-) -> None:
     configs = read_configs(src, wanted, get_release(release) if release else None)
     if configs.transformer is not None:
         configs.transformer.check_dtype(dtype)
-    work = dst / WORK_DIR
+    job = _Job(src, dst, dtype, configs, origin or {}, progress)
     # every component is matched, and its room on the disk is there, before the first is written
-    plans: dict[str, Plan] = {}
-    need = 0
-    for component in wanted:
-        with Source(src / component) as source:
+    plans = {component: job.plan(component) for component in wanted}
+    check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
+    make_writable(dst, job.work)
+    busy = f"another conversion is writing to {dst}; wait for it, or choose another destination"
+    with file_lock(job.work / LOCK_FILE, busy=busy):
+        try:
+            job.run(plans)
+        except OSError as e:
+            raise InputError(
+                f"writing {dst} failed: {e.strerror}; free some space and run the same command again"
+            ) from e
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A conversion whose arguments were checked; see `convert`."""
+
+    src: Path
+    dst: Path
+    dtype: str | None
+    configs: Manifest
+    origin: dict[str, str]
+    progress: Progress
+
+    @property
+    def work(self) -> Path:
+        return self.dst / WORK_DIR
+
+    def plan(self, component: str) -> Plan:
+        with Source(self.src / component) as source:
             shapes = {name: source.info(name).shape for name in source.where}
-            plans[component] = plan(component, getattr(configs, component), shapes)
-            if not (work / component).is_dir():
-                targets = _targets(source, plans[component], FLOATS[dtype] if dtype else None)
-                need += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
-    _check_space(dst, need)
-    if (work / CONFIG_FILE).exists():  # an earlier attempt was killed while moving its results into place
-        _finish(dst)
-    make_writable(dst, work)
-    for component in set(COMPONENTS) - set(wanted):
-        shutil.rmtree(work / component, ignore_errors=True)
-    before = read_manifest(dst) if is_native(dst) else Manifest()
-    records = {}
-    for component in wanted:
-        records[component] = _convert_one(src, work, component, plans[component], configs, dtype, origin, progress)
-    if "text_encoder" in wanted:
-        _copy_tokenizer(src, work)
-    manifest = replace(
-        before,
-        **{c: getattr(configs, c) for c in wanted},
-        # other components' directories may come from another release, with another noise schedule
-        scheduler=configs.scheduler if "transformer" in wanted or not before.scheduler else before.scheduler,
-        tokenizer=configs.tokenizer if configs.transformer or not before.tokenizer else before.tokenizer,
-        weights=before.weights | records,
-    )
-    _write_json(work / CONFIG_FILE, manifest.to_json())
-    _finish(dst)
+            return plan(component, getattr(self.configs, component), shapes)
+
+    def space(self, component: str, todo: Plan) -> int:
+        """Bytes of a component that is not written yet."""
+        if (self.work / component).is_dir():
+            return 0
+        with Source(self.src / component) as source:
+            targets = self.targets(source, todo)
+        return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
+
+    def targets(self, source: Source, todo: Plan) -> Targets:
+        return _targets(source, todo, FLOATS[self.dtype] if self.dtype else None)
+
+    def run(self, plans: dict[str, Plan]) -> None:
+        """Write all components below `work`, then move them into place."""
+        if (self.work / CONFIG_FILE).exists():  # of an earlier attempt
+            _finish(self.dst)
+            self.work.mkdir()
+        for name in {*COMPONENTS, TOKENIZER_DIR} - plans.keys():
+            shutil.rmtree(self.work / name, ignore_errors=True)
+        before = read_manifest(self.dst) if is_native(self.dst) else Manifest()
+        records = {component: self.convert(component, todo) for component, todo in plans.items()}
+        spiece = before.spiece_sha256
+        if "text_encoder" in plans:
+            spiece = _copy_tokenizer(self.src, self.work) or spiece
+        manifest = replace(
+            before,
+            **{component: getattr(self.configs, component) for component in plans},
+            # other components' directories may come from another release, with another noise schedule
+            scheduler=self.configs.scheduler if "transformer" in plans or not before.scheduler else before.scheduler,
+            tokenizer=self.configs.tokenizer if "transformer" in plans or not before.tokenizer else before.tokenizer,
+            weights=before.weights | records,
+            spiece_sha256=spiece,
+        )
+        write_manifest(self.work, manifest)
+        _finish(self.dst)
+
+    def convert(self, component: str, todo: Plan) -> dict[str, Any]:
+        """Write one component below `work`, or take over what an earlier attempt completed. Returns its record."""
+        done = self.work / component
+        with Source(self.src / component) as source:
+            files = [file.path for file in source.files]
+            for path in files:
+                check_against_hub(path)
+            found = self.completed(component, files)
+            if found is not None:
+                return found
+            partial = self.work / f"{component}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            targets = self.targets(source, todo)
+            path = partial / WEIGHTS_FILE
+            pool = ThreadPoolExecutor(1)  # hashing the source runs beside the conversion
+            try:
+                hashing = pool.submit(content_hashes, files)
+                sums = _write(source, todo, targets, path, component, self.progress)
+                _verify(path, sums)
+                hashes = hashing.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+            source.check_unchanged()
+        record = {
+            "dtype": self.dtype or _main_dtype(targets),
+            "sha256": content_hash(path),
+            "source": self.source(files, hashes),
+        }
+        write_json(partial / RECORD_FILE, {"key": self.key(component, files, hashes), "weights": record})
+        shutil.rmtree(done, ignore_errors=True)
+        partial.rename(done)
+        return record
+
+    def completed(self, component: str, files: list[Path]) -> dict[str, Any] | None:
+        """The record of a component that an earlier attempt made from the same, and that is still as it was written."""
+        done = self.work / component
+        if not (done / RECORD_FILE).is_file():
+            return None
+        hashes = content_hashes(files)
+        try:
+            record = load_json(done / RECORD_FILE)
+            same = record["key"] == self.key(component, files, hashes)
+            if not same or record["weights"]["sha256"] != content_hash(done / WEIGHTS_FILE):
+                return None
+            found: dict[str, Any] = record["weights"] | {"source": self.source(files, hashes)}
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            log.warning("converting %s again: what an earlier attempt left is damaged (%s)", component, e)
+            return None
+        log.info("%s was converted by an earlier attempt; taking it over", component)
+        return found
+
+    def key(self, component: str, files: list[Path], hashes: list[str]) -> dict[str, Any]:
+        """All that decides what a component's file holds, as it comes out of a JSON file."""
+        key = {
+            "format_version": FORMAT_VERSION,
+            "config": getattr(self.configs, component).to_dict(),
+            "dtype": self.dtype,
+            "files": {path.name: digest for path, digest in zip(files, hashes, strict=True)},
+        }
+        return json.loads(json.dumps(key))
+
+    def source(self, files: list[Path], hashes: list[str]) -> dict[str, Any]:
+        """Where a component came from."""
+        named = {path.name: digest for path, digest in zip(files, hashes, strict=True)}
+        return {"path": str(self.src.resolve()), **self.origin, "sha256": named}
 
 
 def read_configs(src: Path, wanted: Iterable[str], release: Release | None = None) -> Manifest:
@@ -211,7 +296,7 @@ def _parse(path: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
         return make(raw)
     except InputError as e:
         raise ConversionError(f"{path}: {e}") from e
-    except (TypeError, AttributeError, ValueError) as e:
+    except (TypeError, AttributeError, ValueError, OverflowError) as e:
         raise ConversionError(f"{path} holds a value of the wrong type: {e}") from e
 
 
@@ -223,7 +308,9 @@ def make_writable(dst: Path, work: Path) -> None:
     """
     if dst.exists() and not dst.is_dir():
         raise InputError(f"{dst} is a file; the destination must be a directory")
-    if dst.is_dir() and not is_native(dst) and any(p.name != WORK_DIR for p in dst.iterdir()):
+    # an earlier attempt may have been killed while moving its results into place
+    ours = is_native(dst) or (work / CONFIG_FILE).exists()
+    if dst.is_dir() and not ours and any(p.name != WORK_DIR for p in dst.iterdir()):
         raise InputError(f"{dst} is not empty and not a native checkpoint; choose another destination or empty it")
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -232,60 +319,6 @@ def make_writable(dst: Path, work: Path) -> None:
         probe.unlink()
     except OSError as e:
         raise InputError(f"cannot write to {dst}: {e.strerror}; choose another destination") from e
-
-
-def _convert_one(
-    src: Path,
-    work: Path,
-    component: str,
-    todo: Plan,
-    configs: Manifest,
-    dtype: str | None,
-    origin: dict[str, str] | None,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Write one component below `work`, or take over what an earlier attempt completed. Returns its record."""
-    done = work / component
-    with Source(src / component) as source:
-        key = {
-            "format_version": FORMAT_VERSION,
-            "config": getattr(configs, component).to_dict(),
-            "dtype": dtype,
-            "files": {f.path.name: [f.path.stat().st_size, f.path.stat().st_mtime_ns] for f in source.files},
-        }
-        if (done / RECORD_FILE).is_file():
-            record = json.loads((done / RECORD_FILE).read_text())
-            if record["key"] == json.loads(json.dumps(key)):
-                log.info("%s was converted by an earlier attempt; taking it over", component)
-                return record["weights"]
-            shutil.rmtree(done)
-        partial = work / f"{component}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        targets = _targets(source, todo, FLOATS[dtype] if dtype else None)
-        path = partial / WEIGHTS_FILE
-        pool = ThreadPoolExecutor(1)  # hashing the source runs beside the conversion
-        try:
-            hashes = {f.path.name: pool.submit(sha256, f.path) for f in source.files}
-            sums = _write(source, todo, targets, path, component, progress)
-            _verify(path, sums)
-            record = {
-                "dtype": dtype or _main_dtype(targets),
-                "sha256": sha256(path),
-                "source": {
-                    "path": str(src.resolve()),
-                    **(origin or {}),
-                    "sha256": {name: found.result() for name, found in hashes.items()},
-                },
-            }
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    _write_json(partial / RECORD_FILE, {"key": key, "weights": record})
-    partial.rename(done)
-    return record
-
-
-Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def _targets(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
@@ -307,16 +340,6 @@ def _main_dtype(targets: Targets) -> str:
     for shape, dtype in targets.values():
         sizes[dtype.name] = sizes.get(dtype.name, 0) + int(np.prod(shape))
     return max(sizes, key=lambda name: sizes[name])
-
-
-def _check_space(dst: Path, need: int) -> None:
-    disk = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(disk).free
-    if need > free:
-        raise InputError(
-            f"{dst} needs {need / 2**30:.2f} GiB on disk, which has {free / 2**30:.2f} GiB free; "
-            "free some space or choose another place"
-        )
 
 
 def _write(
@@ -368,22 +391,16 @@ def _verify(path: Path, sums: dict[tuple[str, int | None], int]) -> None:
                 raise ConversionError(f"{path}: {target} does not read back as written; is the disk failing?")
 
 
-def _copy_tokenizer(src: Path, work: Path) -> None:
+def _copy_tokenizer(src: Path, work: Path) -> str | None:
+    """Returns the copy's SHA-256."""
     spiece = src / SPIECE_FILE
     if not spiece.is_file():
         log.warning("%s is missing: the checkpoint will encode ids but not prompts", spiece)
-        return
+        return None
+    check_against_hub(spiece)
     (work / SPIECE_FILE).parent.mkdir(exist_ok=True)
     shutil.copyfile(spiece, work / SPIECE_FILE)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    return content_hash(work / SPIECE_FILE)
 
 
 def _finish(dst: Path) -> None:
@@ -393,7 +410,7 @@ def _finish(dst: Path) -> None:
     """
     work = dst / WORK_DIR
     (dst / CONFIG_FILE).unlink(missing_ok=True)
-    for name in (*COMPONENTS, Path(SPIECE_FILE).parent.name):
+    for name in (*COMPONENTS, TOKENIZER_DIR):
         if (work / name).is_dir():
             shutil.rmtree(dst / name, ignore_errors=True)
             (work / name).rename(dst / name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.text import load_json
 from cogvideox_flax.tensorfile import TensorFile, TensorInfo
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -33,17 +36,40 @@ def _is_index(path: Path) -> bool:
     return path.name.endswith(".safetensors.index.json")
 
 
+def check_against_hub(path: Path) -> None:
+    """Compare a file in the hub's cache with its name there: the SHA-256 of a large file, git's hash of a small one.
+
+    Raises:
+        ConversionError: it is not what the hub has. Files elsewhere are not looked at.
+    """
+    blob = path.resolve()
+    if blob.parent.name != "blobs":
+        return
+    if re.fullmatch("[0-9a-f]{64}", blob.name):
+        found = content_hash(blob)
+    elif re.fullmatch("[0-9a-f]{40}", blob.name):
+        contents = blob.read_bytes()
+        found = hashlib.sha1(f"blob {len(contents)}\0".encode() + contents, usedforsecurity=False).hexdigest()
+    else:
+        return
+    if found != blob.name:
+        raise ConversionError(
+            f"{path} is damaged: its hash is not the hub's. Remove {blob} and run the same command again"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from disk.
 
     Raises:
-        ConversionError: missing, unreadable, or not a JSON object.
+        ConversionError: missing, unreadable, damaged, or not a JSON object.
     """
+    check_against_hub(path)
     try:
-        raw = json.loads(path.read_text())
+        raw = load_json(path)
     except OSError as e:
         raise ConversionError(f"cannot read {path}: {e.strerror}") from e
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise ConversionError(f"{path} is not valid JSON: {e}") from e
     if not isinstance(raw, dict):
         raise ConversionError(f"{path} must hold a JSON object, not {type(raw).__name__}")
@@ -122,6 +148,15 @@ class Source:
 
     def read(self, name: str) -> np.ndarray:
         return self.where[name].read(name)
+
+    def check_unchanged(self) -> None:
+        """Refuse what was read of files that somebody wrote to, or replaced, meanwhile.
+
+        Raises:
+            ConversionError: that was done.
+        """
+        if changed := [file.path.name for file in self.files if not file.is_unchanged()]:
+            raise ConversionError(f"{', '.join(changed)} changed while being read; run the same command again")
 
     def close(self) -> None:
         for file in self.files:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 
+import jax
 import pytest
 from reference import SHARED
 
@@ -128,7 +129,46 @@ def test_a_mesh_that_would_cut_a_head_is_refused(tp):
         check_model(manifest, "2b", "bfloat16", make_mesh(1, 1, tp))
 
 
+def test_float16_is_refused_on_tpus(monkeypatch):
+    release = RELEASES["cogvideox-2b"]
+    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    check_model(manifest, "2b", "float16", None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    check_model(manifest, "2b", "bfloat16", None)
+    check_model(manifest, "2b", "float16", make_mesh(1, 2, 1))  # of CPUs
+    with pytest.raises(InputError, match="float16 is not served on TPUs"):
+        check_model(manifest, "2b", "float16", None)
+
+
+def test_no_backend_is_started_to_check_another_dtype(monkeypatch):
+    release = RELEASES["cogvideox-2b"]
+    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("a backend was started"))
+    check_model(manifest, "2b", "bfloat16", None)
+
+
 def test_learned_positions_take_one_size_only():
     assert size("cogvideox-5b-i2v").height == 480
     with pytest.raises(InputError, match="learned its positions at 480x720 only"):
         size("cogvideox-5b-i2v", height=720, width=480)
+
+
+@pytest.mark.parametrize(
+    ("component", "changes", "message"),
+    [
+        ("transformer", {"layers": 3_000_000}, "layers: got 3000000, expected a whole number from 1 to 1000"),
+        ("transformer", {"heads": 10**4000}, "heads: got 1000.*\\.\\.\\., expected a whole number from 1 to"),
+        ("transformer", {"norm_eps": 10**400}, "norm_eps: got 1000.*expected a finite number above 0"),
+        ("transformer", {"norm_eps": float("nan")}, "norm_eps: got nan, expected a finite number above 0"),
+        ("vae", {"scaling_factor": float("inf")}, "scaling_factor: got inf"),
+        ("vae", {"block_channels": list(range(1, 40))}, "block_channels: got .*expected up to 16 whole numbers"),
+        ("scheduler", {"beta_start": -1.0}, "beta_start: got -1.0"),
+        ("scheduler", {"beta_end": 1.5}, "from beta 0.00085 to 1.5; expected it to rise, below 1"),
+    ],
+    ids=str,
+)
+def test_values_that_no_model_has_are_refused(component, changes, message):
+    """Before anything loops over them or computes with them."""
+    config = getattr(RELEASES["cogvideox-2b"], component)
+    with pytest.raises(CheckpointError, match=message):
+        type(config).from_dict(config.to_dict() | changes)

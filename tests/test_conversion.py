@@ -234,7 +234,7 @@ def test_a_kill_while_moving_into_place_is_finished_by_the_next_attempt(transfor
     with pytest.raises(KeyboardInterrupt):
         convert(src, dst)
     monkeypatch.setattr(os, "replace", real)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"is not a native checkpoint: no readable config\.json"):
         load_transformer(dst)
     convert(src, dst)
     verify(dst)
@@ -454,7 +454,8 @@ def test_destination_with_other_files(transformer, tmp_path):
 def test_not_enough_disk(transformer, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "GiB free" in faults(save(transformer, tmp_path / "src"), tmp_path / "dst")
+    message = faults(save(transformer, tmp_path / "src"), tmp_path / "dst")
+    assert "and its disk has 0 MiB free; free some space" in message
 
 
 def test_command_line(transformer, tmp_path, capsys):

@@ -21,6 +21,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (
     ATTENTION,
     FILE_NAME,
@@ -33,7 +34,6 @@ from cogvideox_flax.lora import (
     with_parameters,
 )
 from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.video import read_metadata
 
 pytest_plugins = ["commands"]
 
@@ -337,6 +337,7 @@ NAN = {name(half="A"): np.full((3, 64), np.nan, np.float32), name(half="B"): np.
         (pair(), {"transformer.r": 3}, ["damaged lora_adapter_metadata (KeyError: 'lora_alpha')"]),
         (pair(), {"transformer.lora_alpha": "8"}, ["must hold numbers"]),
         (pair(), {"transformer.lora_alpha": float("nan")}, ["has alpha nan"]),
+        (pair(), {"transformer.lora_alpha": 10**400}, ["must hold numbers"]),
         (pair(), [1], ["damaged lora_adapter_metadata"]),
         (pair(), {"transformer.lora_alpha": 8, "transformer.alpha_pattern": {".*to_q": 1}}, ["regular expressions"]),
     ],

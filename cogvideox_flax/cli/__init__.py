@@ -8,9 +8,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
 
+from cogvideox_flax import libtpu
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.errors import InputError
+
+_FILE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS)
+"""What is wrong with a disk or a place on it, and so not with this program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,10 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     for name in ("cogvideox_flax", "conversion"):
         logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
+    libtpu.quiet_without_tpu()
     try:
         args.run(args)
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        if e.errno not in _FILE_ERRORS:
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"error: {where}{e.strerror}; free some space or choose another place", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from what was finished", file=sys.stderr)

@@ -10,6 +10,8 @@ from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.cli.opening import DYNAMIC_CFG
 from cogvideox_flax.config import RELEASES
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.version import __version__
 
 STAGES = ("encode", "denoise", "decode")
@@ -66,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     decoding = argparse.ArgumentParser(add_help=False)
     decoding.add_argument("--tiling", action="store_true", help="decode in tiles: less memory, slightly different")
-    decoding.add_argument("--fps", type=_positive, help="default: the release's")
+    decoding.add_argument("--fps", type=_fps, help="1 to 1000; default: the release's")
 
     looking = argparse.ArgumentParser(add_help=False)
     looking.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers and prints")
@@ -159,7 +161,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    return Path(text).expanduser()
+    try:
+        return expand_user(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def _lora(text: str) -> dict[str, Any]:
@@ -177,6 +182,12 @@ def _steps(text: str) -> tuple[int, int]:
     if not first.isdecimal() or not (last or first).isdecimal():
         raise argparse.ArgumentTypeError(f"expected a step or two, such as 3 or 3-5; got {text!r}")
     return int(first), int(last or first)
+
+
+def _fps(text: str) -> int:
+    if (fps := _positive(text)) > 1000:
+        raise argparse.ArgumentTypeError(f"expected at most 1000 frames per second; got {text}")
+    return fps
 
 
 def _positive(text: str) -> int:

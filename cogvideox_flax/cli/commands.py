@@ -63,7 +63,7 @@ def generate(args: argparse.Namespace) -> None:
         keep=False,
         **quiet,
     )
-    with stages.workplace(folder, temporary=args.dir is None):
+    with stages.run_dir_lock(folder, temporary=args.dir is None):
         stages.encode(pipe, settings, folder, **quiet)
         pipe.release("text_encoder")
         stages.denoise(pipe, settings, folder, compiled_loop=args.compiled_loop, **quiet)
@@ -83,7 +83,7 @@ def encode(args: argparse.Namespace) -> None:
     stages.check_folder(args.dir)
     run = check_run(args, args.dir, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
     pipe, settings = open_run(args, run)
-    with stages.workplace(args.dir):
+    with stages.run_dir_lock(args.dir):
         stages.encode(pipe, settings, args.dir, progress=not args.quiet)
     print(args.dir / stages.EMBEDDINGS_FILE)
 
@@ -97,7 +97,7 @@ def denoise(args: argparse.Namespace) -> None:
     assert run.manifest.transformer
     stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, run.manifest.transformer)
     pipe, settings = open_run(args, run)
-    with stages.workplace(args.dir):
+    with stages.run_dir_lock(args.dir):
         stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
     print(args.dir / stages.LATENTS_FILE)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.home import expand_user
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
     from jax.sharding import Mesh
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from cogvideox_flax.execution import Watch
     from cogvideox_flax.pipeline import CogVideoXPipeline
     from cogvideox_flax.stages import Settings
+
+log = logging.getLogger("cogvideox_flax")
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
@@ -47,7 +50,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def check_output(out: Path, count: int, latents_only: bool) -> None:
     """Refuse names that could not be written at the end of the run."""
-    from cogvideox_flax.video import check_output_path, check_writable, item_paths
+    from cogvideox_flax.io.paths import check_writable, item_paths
+    from cogvideox_flax.io.video import check_output_path
 
     if not latents_only:
         for path in item_paths(out, count):
@@ -70,6 +74,7 @@ class Run:
 def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
     """Check a run as far as is possible before anything is converted or loaded."""
     from cogvideox_flax import stages
+    from cogvideox_flax.io.paths import check_writable
 
     manifest = peek(args)
     given = {
@@ -82,7 +87,7 @@ def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
     given = {name: value for name, value in given.items() if value is not None}
     mesh = mesh_of(args, manifest, settings | given)
     model = EMBEDDED if args.model is None else args.model
-    path = os.path.expanduser(model)
+    path = expand_user(model)
     resolved = stages.Settings.for_model(
         manifest,
         mesh,
@@ -93,6 +98,8 @@ def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
         revision=args.revision,
     )
     stages.check_folder(folder, stages.space_needed(resolved, manifest))
+    if getattr(args, "profile", None) is not None:
+        check_writable(args.profile / "trace")
     if hasattr(args, "compiled_loop"):
         make_watch(args).check(resolved.num_inference_steps, args.compiled_loop)
     return Run(resolved, manifest, mesh)
@@ -136,31 +143,43 @@ def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str,
     batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
     dtype = settings.get("dtype", manifest.default_dtype)
     found = choose_mesh(manifest, size, batch, n, chip_of_device(devices[0]), dtype)
-    logging.getLogger("cogvideox_flax").info("mesh %s (dp, sp, tp), as the planner says", describe_mesh(found.mesh))
+    log.info("mesh %s (dp, sp, tp), as the planner says", describe_mesh(found.mesh))
     return make_mesh(*found.mesh)
 
 
 def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Settings]:
-    from cogvideox_flax.stages import identity
-
     pipe = load(args, run.settings.dtype, run.mesh)
     for record in run.settings.lora:
         pipe.load_lora(record["file"], record["scale"])
-    return pipe, dataclasses.replace(run.settings, weights=identity(pipe.manifest))
+    return pipe, dataclasses.replace(run.settings, fingerprints=pipe.fingerprints())
 
 
 def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
     """Open a model that was checked, converting it if that was not done yet."""
     from cogvideox_flax import hub
-    from cogvideox_flax.compiled import host, keep_compiled
     from cogvideox_flax.pipeline import CogVideoXPipeline
 
-    place = keep_compiled(hub.cache_dir() / "compiled")
     pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
     pipe.watch = make_watch(args)
-    if place is not None:  # who keeps JAX's programs elsewhere, or none, wants none of ours here
-        pipe.keep_programs(hub.cache_dir() / "programs" / host())
+    keep_programs(pipe)
     return pipe
+
+
+def keep_programs(pipe: CogVideoXPipeline) -> None:
+    """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
+    import jax
+
+    from cogvideox_flax.compile_cache import host
+    from cogvideox_flax.io.home import private_cache_dir
+    from cogvideox_flax.io.private import NotPrivateError
+
+    config: Any = jax.config  # its attributes are made at run time
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return
+    try:
+        pipe.keep_programs(private_cache_dir("programs") / host())
+    except (NotPrivateError, InputError, OSError) as e:
+        log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
 
 
 def make_watch(args: argparse.Namespace) -> Watch:
@@ -176,7 +195,6 @@ def take_over(args: argparse.Namespace) -> dict[str, Any]:
 
     before = read_settings(args.dir)
     model, revision = before.pop("model_id"), before.pop("revision", None)
-    before.pop("weights", None)
     if args.model is None:
         args.model = None if model == EMBEDDED else model
         args.revision = args.revision or revision

@@ -17,14 +17,16 @@ from typing import Any, NamedTuple, TypedDict
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 
-from cogvideox_flax import checkpoint, stagefiles
+from cogvideox_flax import checkpoint
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora.adapters import TARGETS, adapters, plain_linear, with_adapter
 from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.tensorfile import TensorFile, write_tensors
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
@@ -49,7 +51,7 @@ _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)
 
 
 class LoRARecord(TypedDict):
-    """Which adapter a run used: absolute path, strength, and what identifies the file's contents."""
+    """Which adapter a run used: absolute path, strength, and the begin of the file's SHA-256."""
 
     file: str
     scale: float
@@ -90,8 +92,7 @@ def save_lora(path: str | Path, transformer: Transformer) -> Path:
         "alpha_pattern": {source: value for source, value in alphas.items() if value != alpha},
     }
     text = json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
-    with stagefiles.complete(path) as partial:
-        save_file(tensors, partial, {"format": "pt", METADATA_KEY: text})
+    write_tensors(path, tensors, {"format": "pt", METADATA_KEY: text})
     return path
 
 
@@ -105,8 +106,9 @@ def describe_lora(path: str | Path, scale: float, config: TransformerConfig) -> 
     _check_scale(scale)
     module = checkpoint.parameters(checkpoint.abstract("transformer", config))
     with TensorFile(_file(path)) as file:
+        file.check()
         _read_header(file, {target: module[f"blocks.{part}.{target}.kernel"].shape for target, part in TARGETS.items()})
-    return {"file": str(file.path.absolute()), "scale": float(scale), "sha256": checkpoint.sha256(file.path)[:16]}
+    return {"file": str(file.path.absolute()), "scale": float(scale), "sha256": content_hash(file.path)[:16]}
 
 
 def load_lora(
@@ -156,12 +158,12 @@ class _Pair(NamedTuple):
 
 
 def _check_scale(scale: float) -> None:
-    if isinstance(scale, bool | str) or not math.isfinite(scale):
-        raise InputError(f"the scale of a LoRA must be a finite number (1 is as trained); got {scale!r}")
+    if not is_finite_number(scale):
+        raise InputError(f"the scale of a LoRA must be a finite number (1 is as trained); got {shown(scale)}")
 
 
 def _file(path: str | Path) -> Path:
-    path = Path(path).expanduser()
+    path = expand_user(path)
     return path / FILE_NAME if path.is_dir() else path
 
 
@@ -250,7 +252,7 @@ def _config(file: TensorFile) -> dict[str, Any]:
         numbers = [*patterns.values(), *([config["lora_alpha"]] if config else [])]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
         raise CheckpointError(f"{file.path} has damaged {METADATA_KEY} ({type(e).__name__}: {e})") from e
-    if not all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers):
+    if not all(isinstance(number, float) or is_finite_number(number) for number in numbers):
         raise CheckpointError(f"{file.path} has damaged {METADATA_KEY}: lora_alpha and alpha_pattern must hold numbers")
     if expressions := [name for name in patterns if not re.fullmatch(r"\^?[\w.]+", name)]:
         raise CheckpointError(

@@ -1,0 +1,289 @@
+"""MP4, MOV, MKV, WebM and AVI, read through ffmpeg; MP4 written through it.
+
+ffmpeg is told which demuxer to use and may open nothing but the file: no playlist, network or second file is reached.
+A video is read at a constant rate: where its own rate varies, frames repeat or are left out as a player would show it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import tempfile
+from array import array
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.ffmpeg import Ffmpeg, FfmpegError, FfmpegTimeout
+from cogvideox_flax.io.source import Frame, Frames, VideoInfo
+
+log = logging.getLogger(__name__)
+
+_CRF = 17  # x264's scale, 0 to 51; at 17 or 18 the loss is about invisible
+_EXACT = "accurate_rnd+full_chroma_int+full_chroma_inp"  # ffmpeg's default colour arithmetic darkens by about a level
+_LEAD_SECONDS, _LEAD_FRAMES = 1, 20
+"""How long before the first wanted frame decoding begins: more than H.264 and HEVC reorder (16 frames), so that no
+wanted frame stands before its keyframe in time and refers to the keyframe before it."""
+_MAX_RUNS = 2000  # of neighbouring frames in one command line: 40 bytes each; Linux allows 128 KiB
+_NO_TIMESTAMP = -(2**63)
+_PACKET = re.compile(rb"0, *(-?\d+), *(-?\d+), *\d+, *\d+, 0x[0-9a-f]+(?:, F=0x([0-9A-F]+))?")  # of framecrc's lines
+_DISCARD = 4  # a packet's flag: the edit list leaves it out
+
+
+@dataclass(frozen=True)
+class _Packets:
+    """A video stream before decoding.
+
+    ticks: presentation times of the packets in units of `unit` seconds, sorted.
+    has_timestamps: False where some packets have none (AVI with B-frames); `ticks` are then decoding times.
+    """
+
+    ticks: Int64[np.ndarray, " P"]
+    unit: Fraction
+    has_timestamps: bool
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    """When the frames of a video are shown.
+
+    rate: frames per second.
+    start: seconds of the first frame in the container's time.
+    """
+
+    packets: _Packets
+    rate: Fraction
+    start: Fraction
+    info: VideoInfo
+
+    def seek_target(self, index: int) -> Fraction | None:
+        """Seconds to decode from for a frame; None for the beginning."""
+        ticks, unit = self.packets.ticks, self.packets.unit
+        if not self.packets.has_timestamps:
+            return None  # such frames are timed by counting them from the first
+        shown_until = (index + Fraction(1, 2)) / (self.rate * unit)
+        shown = np.searchsorted(ticks - ticks[0], math.ceil(shown_until)) - 1
+        target = self.start + int(ticks[shown] - ticks[0]) * unit - _LEAD_SECONDS - _LEAD_FRAMES / self.rate
+        return target if target > self.start else None
+
+
+class Container:
+    """A `VideoSource`, see there.
+
+    Args:
+        demuxer: of ffmpeg: "mov", "matroska" or "avi".
+    """
+
+    def __init__(self, path: Path, demuxer: str):
+        self.path = path
+        self._demuxer = demuxer
+
+    @property
+    def info(self) -> VideoInfo:
+        return self._timeline.info
+
+    def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
+        if not indices:
+            return
+        target = self._timeline.seek_target(indices[0])
+        try:
+            if target is not None:
+                try:
+                    message = yield from self._decode(indices, target)
+                except FfmpegTimeout:
+                    raise
+                except FfmpegError as e:
+                    message = str(e)
+                if not message:
+                    return
+                log.info("%s: decoded from its beginning, as from frame %d on: %s", self.path, indices[0], message)
+            if message := (yield from self._decode(indices, None)):
+                log.warning("%s is damaged, its frames may be too: %s", self.path, message)
+        except FfmpegError as e:
+            raise InputError(f"cannot read {self.path}: {e}") from e
+
+    def comment(self) -> str:
+        try:
+            with Ffmpeg([*self._input(), "-f", "ffmetadata", "pipe:1"]) as process:
+                text = process.read(2 * limits.MAX_METADATA_BYTES + 1)  # twice: an escape may stand before each byte
+                if len(text) > 2 * limits.MAX_METADATA_BYTES:
+                    raise InputError(f"{self.path} holds more than {limits.MAX_METADATA_BYTES:,} bytes of metadata")
+                process.finish()
+        except FfmpegError as e:
+            raise InputError(f"cannot read {self.path}: {e}") from e
+        return _parse_tags(text.decode(errors="replace")).get("comment", "")
+
+    def _input(self, seek_target: Fraction | None = None) -> list[str]:
+        seek: list[str] = []
+        if seek_target is not None:  # all frames from a keyframe on come, with their own times
+            seek = ["-seek_timestamp", "1", "-noaccurate_seek", "-ss", f"{float(seek_target):.6f}"]
+        one_file = ["-protocol_whitelist", "file", "-f", self._demuxer]
+        if self._demuxer == "mov":
+            one_file += ["-enable_drefs", "0", "-use_absolute_path", "0"]
+        bounds = ["-max_alloc", str(limits.MAX_BLOCK_BYTES), "-threads", str(limits.DECODER_THREADS)]
+        bounds += ["-max_pixels", str(limits.MAX_PIXELS)]
+        # A stream may change its size on the way; the filters go on, with their count of the frames so far.
+        timing = ["-copyts", "-reinit_filter", "0"]
+        return [*bounds, *timing, *seek, *one_file, "-i", f"file:{self.path.absolute()}"]
+
+    @cached_property
+    def _timeline(self) -> _Timeline:
+        try:
+            packets = self._read_packets()
+            rate, slot, height, width = self._read_first_frame()
+        except FfmpegError as e:
+            raise InputError(f"cannot read {self.path}: {e}") from e
+        seconds = (int(packets.ticks[-1]) - int(packets.ticks[0])) * packets.unit
+        count = math.floor(seconds * rate + Fraction(1, 2)) + 1  # the last frame counts as one, however long it stays
+        limits.check_count(self.path, count)
+        start = int(packets.ticks[0]) * packets.unit if packets.has_timestamps else slot / rate
+        return _Timeline(packets, rate, start, VideoInfo(count, float(rate), height, width))
+
+    def _read_packets(self) -> _Packets:
+        """Reads the whole file and decodes nothing; refuses frames that are too large to be decoded."""
+        unit = Fraction(1)
+        presented, decoded = array("q"), array("q")
+        count = 0
+        with Ffmpeg([*self._input(), "-map", "0:V:0", "-c", "copy", "-f", "framecrc", "pipe:1"]) as process:
+            for line in process.lines():
+                if found := _PACKET.match(line):
+                    if int(found[3] or b"0", 16) & _DISCARD:
+                        continue
+                    count += 1
+                    if count <= limits.MAX_FRAMES:
+                        decoded.append(int(found[1]))
+                        presented.append(int(found[2]))
+                elif line.startswith(b"#tb 0:"):
+                    unit = Fraction(line[6:].decode())
+                elif line.startswith(b"#dimensions 0:"):
+                    width, height = map(int, line[14:].split(b"x"))
+                    if width and height:  # else the container does not say, and the first frame will
+                        limits.check_size(self.path, height, width)
+            message = process.finish()
+        if not count and message:
+            raise FfmpegError(f"ffmpeg: {message}")
+        limits.check_count(self.path, count)
+        has_timestamps = _NO_TIMESTAMP not in presented
+        ticks = [tick for tick in (presented if has_timestamps else decoded) if tick != _NO_TIMESTAMP]
+        limits.check_count(self.path, len(ticks))
+        return _Packets(np.sort(np.asarray(ticks, np.int64)), unit, has_timestamps)
+
+    def _read_first_frame(self) -> tuple[Fraction, int, int, int]:
+        """Frames per second; the first frame's time in such frames; height and width as shown. Decodes one frame."""
+        one = ["-map", "0:V:0", "-frames:v", "1", "-f", "framecrc", "pipe:1"]
+        with Ffmpeg([*self._input(), *one]) as process:
+            text = process.read(4096)
+            process.finish()
+        unit, size = (re.search(rb"#%s 0: (\S+)" % name, text) for name in (b"tb", b"dimensions"))
+        packet = re.search(rb"^" + _PACKET.pattern, text, re.MULTILINE)
+        if not (unit and size and packet):
+            raise InputError(f"{self.path} holds no frame that can be decoded")
+        width, height = map(int, size[1].split(b"x"))
+        limits.check_size(self.path, height, width)
+        rate = 1 / Fraction(unit[1].decode())
+        limits.check_fps(self.path, float(rate))
+        return rate, int(packet[2]), height, width
+
+    def _decode(self, indices: Sequence[int], target: Fraction | None) -> Generator[tuple[int, Frame], None, str]:
+        """Yields each index and frame; returns ffmpeg's first message.
+
+        Raises:
+            FfmpegError: ffmpeg fails, or gives fewer frames than it should.
+        """
+        timeline, info = self._timeline, self.info
+        wanted = set(indices)
+        runs = _runs(indices)
+        if len(runs) > _MAX_RUNS:
+            runs = [(indices[0], indices[-1])]
+        select = _sum([rf"between(pts\,{first}\,{last})" for first, last in runs])
+        given = [i for first, last in runs for i in range(first, last + 1)]
+        filters = (
+            f"setpts=round(PTS-({timeline.start.numerator})/{timeline.start.denominator}/TB)",
+            "tpad=stop=1:stop_mode=clone",  # the fps filter may take the last frame's end for its beginning
+            f"fps={timeline.rate}:round=near" + (":start_time=0" if target is None else ""),
+            f"select={select}",
+            "setpts=N",  # without gaps, which would be filled
+            f"scale={info.width}:{info.height}:flags={_EXACT}",
+        )
+        raw = ["-frames:v", str(len(given)), "-pix_fmt", "rgb24", "-f", "rawvideo", "pipe:1"]
+        with Ffmpeg([*self._input(target), "-map", "0:V:0", "-vf", ",".join(filters), *raw]) as process:
+            for count, i in enumerate(given):
+                frame = np.empty((info.height, info.width, 3), np.uint8)
+                if process.read_into(frame.reshape(-1).data) < frame.nbytes:
+                    message = process.finish()
+                    raise FfmpegError(f"{count} of {len(given)} frames can be decoded; {message or 'it is damaged'}")
+                if i in wanted:
+                    yield i, frame
+            return process.finish()
+
+
+def write_mp4(path: Path, frames: Frames, fps: float, comment: str) -> None:
+    """H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
+
+    Args:
+        comment: of any length; ffmpeg reads it from a file, a command line may be too short for it.
+
+    Raises:
+        OSError: ffmpeg fails.
+    """
+    _, height, width, _ = frames.shape
+    margins = ((0, height % 2), (0, width % 2), (0, 0))
+    size = f"{width + width % 2}x{height + height % 2}"
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", newline="\n", suffix=".ffmetadata") as tags:
+        tags.write(f";FFMETADATA1\ncomment={_escape(comment)}\n")
+        tags.flush()
+        arguments = [
+            *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(fps), "-i", "pipe:0"),
+            *("-f", "ffmetadata", "-i", f"file:{tags.name}", "-map", "0:v", "-map_metadata", "1"),
+            # Players take untagged HD video for BT.709, ffmpeg converts to BT.601 unless told: be explicit in both.
+            *("-vf", f"scale=out_color_matrix=bt709:out_range=tv:flags={_EXACT}", "-pix_fmt", "yuv420p"),
+            *("-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709", "-color_range", "tv"),
+            *("-c:v", "libx264", "-crf", str(_CRF), "-movflags", "+faststart"),
+            *("-f", "mp4", f"file:{path.absolute()}"),
+        ]
+        with Ffmpeg(arguments, feed=True) as process:
+            for frame in frames:
+                process.write(np.ascontiguousarray(np.pad(frame, margins, mode="edge")).reshape(-1).data)
+            process.finish()
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last of each run of neighbouring indices."""
+    breaks = [k for k in range(1, len(indices)) if indices[k] != indices[k - 1] + 1]
+    return [(indices[a], indices[b - 1]) for a, b in zip([0, *breaks], [*breaks, len(indices)], strict=True)]
+
+
+def _sum(terms: list[str]) -> str:
+    """A sum as a balanced tree: ffmpeg's parser takes at most 100 terms in a row."""
+    half = len(terms) // 2
+    return f"({_sum(terms[:half])}+{_sum(terms[half:])})" if half else terms[0]
+
+
+def _escape(text: str) -> str:
+    """A value of ffmpeg's text form of tags."""
+    return re.sub(r"([=;#\\\n])", r"\\\1", text)
+
+
+def _parse_tags(text: str) -> dict[str, str]:
+    """The file's tags from ffmpeg's text form: `name=value` lines, before the sections of streams and chapters."""
+    tags: dict[str, str] = {}
+    parts: list[str] = []
+    for line in text.split("\n"):
+        parts.append(line)
+        if (len(line) - len(line.rstrip("\\"))) % 2:
+            continue  # an escaped line break: the value goes on
+        whole, parts = "\n".join(parts), []
+        if whole.startswith("["):
+            break
+        name, found, value = whole.partition("=")
+        if found:
+            tags[name.lower()] = re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL)
+    return tags

@@ -1,0 +1,75 @@
+"""What reading one file may cost, whoever made it. Each limit is checked before the cost arises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cogvideox_flax.errors import InputError
+
+MAX_PIXELS = 2**25
+"""Pixels of a frame or picture: 8K video (7680x4320) and a little more."""
+MAX_FRAMES = 1_000_000
+"""Frames of a video: 9 hours at 30 per second."""
+MIN_FPS, MAX_FPS = 1e-3, 1e5
+"""Frames per second that a file may state."""
+MAX_DECODED_BYTES = 4 * 2**30
+"""Bytes of a whole decoded video, as `read_video` returns it."""
+MAX_METADATA_BYTES = 16 * 2**20
+"""Bytes of text stored in a video beside its frames."""
+MAX_DECODE_SECONDS = 600.0
+"""Seconds that decoding may take for one request. While ffmpeg writes: seconds for one frame."""
+DECODER_THREADS = 4
+"""Threads of a decoder: each holds frames of its own."""
+MAX_BLOCK_BYTES = 2**29
+"""Bytes that ffmpeg may allocate at once: a frame of `MAX_PIXELS` in its widest pixel format, twice."""
+
+
+def check_size(path: Path, height: int, width: int) -> None:
+    """Refuse a frame or picture by the size that its header states.
+
+    Raises:
+        InputError: no pixels, or more than `MAX_PIXELS`.
+    """
+    if not 0 < height * width <= MAX_PIXELS:
+        raise InputError(
+            f"{path}: a frame of {width}x{height} has {height * width:,} pixels; "
+            f"expected 1 to {MAX_PIXELS:,}. Scale it to a smaller size first"
+        )
+
+
+def check_count(path: Path, num_frames: int) -> None:
+    """Refuse a video by its number of frames.
+
+    Raises:
+        InputError: none, or more than `MAX_FRAMES`.
+    """
+    if not num_frames:
+        raise InputError(f"{path} holds no frames")
+    if num_frames > MAX_FRAMES:
+        raise InputError(
+            f"{path} holds {num_frames:,} frames; at most {MAX_FRAMES:,} are read. Cut it into shorter videos"
+        )
+
+
+def check_fps(path: Path, fps: float) -> None:
+    """Refuse a video by its frames per second.
+
+    Raises:
+        InputError: not a finite number between `MIN_FPS` and `MAX_FPS`.
+    """
+    if not MIN_FPS <= fps <= MAX_FPS:
+        raise InputError(f"{path} states {fps:g} frames per second; expected {MIN_FPS:g} to {MAX_FPS:g}")
+
+
+def check_decoded_bytes(path: Path, num_frames: int, height: int, width: int) -> None:
+    """Refuse to decode a whole video whose uint8 frames would not fit.
+
+    Raises:
+        InputError: more than `MAX_DECODED_BYTES`.
+    """
+    nbytes = num_frames * height * width * 3
+    if nbytes > MAX_DECODED_BYTES:
+        raise InputError(
+            f"{path}: {num_frames:,} frames of {width}x{height} are {nbytes / 2**30:.1f} GiB once decoded; "
+            f"at most {MAX_DECODED_BYTES / 2**30:g} GiB are read at once. Cut it shorter or scale it to a smaller size"
+        )

@@ -1,0 +1,87 @@
+"""Folders and files that nobody but the user can change: what is loaded as code comes from there only."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class NotPrivateError(Exception):
+    """Somebody else could have written this; the message says who and how."""
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that nobody but the user can change, or check one that is there, and all folders above it.
+
+    Raises:
+        NotPrivateError: another user owns it, or could change it or put another in its place.
+        OSError: it cannot be made.
+    """
+    folder = folder.absolute()
+    if not os.path.lexists(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    facts = os.lstat(folder)
+    if not stat.S_ISDIR(facts.st_mode):
+        raise NotPrivateError(f"{folder} is a symbolic link or a file")
+    _check_own(facts, folder)
+    # both ways to it: the folders that hold a symbolic link on the way, and those that it leads through
+    for above in dict.fromkeys((*folder.parents, *folder.resolve().parents)):
+        facts = os.stat(above)
+        if facts.st_uid not in (0, os.geteuid()):
+            raise NotPrivateError(f"{above} belongs to user {facts.st_uid}, who could put another {folder.name} there")
+        if _others_write(facts) and not facts.st_mode & stat.S_ISVTX:
+            raise NotPrivateError(f"other users can write to {above} and could put another {folder.name} there")
+
+
+def read_private(path: Path) -> bytes:
+    """A file's contents, if nobody but the user can change it.
+
+    Raises:
+        NotPrivateError: it is a symbolic link, another user's, or writable by others.
+        FileNotFoundError: it is not there.
+        OSError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        if path.is_symlink():
+            raise NotPrivateError(f"{path} is a symbolic link") from e
+        raise
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise NotPrivateError(f"{path} is not a file")
+        _check_own(facts, path)
+        return file.read()
+
+
+def _check_own(facts: os.stat_result, path: Path) -> None:
+    if facts.st_uid != os.geteuid():
+        raise NotPrivateError(f"{path} belongs to user {facts.st_uid}, not to user {os.geteuid()}")
+    if _others_write(facts):
+        raise NotPrivateError(f"other users can write to {path} (mode {stat.S_IMODE(facts.st_mode):o})")
+
+
+def _others_write(facts: os.stat_result) -> bool:
+    """Whether somebody else may write. A group that holds the user alone is the user."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is the user's own by the convention of Debian, Fedora and others: his name, no other members."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}

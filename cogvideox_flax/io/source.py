@@ -1,0 +1,59 @@
+"""What every kind of video file offers its readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import UInt8
+
+Frame = UInt8[np.ndarray, "H W 3"]
+Frames = UInt8[np.ndarray, "F H W 3"]
+
+
+@dataclass(frozen=True)
+class VideoInfo:
+    """A video without its pixels.
+
+    num_frames: at the constant rate `fps`.
+    fps: frames per second; 0 for a PNG sequence that does not say.
+    height, width: pixels of every frame, as shown (after the rotation that the file asks for).
+    """
+
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+
+class VideoSource(Protocol):
+    """A video file or PNG sequence that is there; opening it has decoded nothing yet."""
+
+    @property
+    def info(self) -> VideoInfo:
+        """Raises:
+        InputError: damaged, or beyond one of the `limits`.
+        """
+
+    def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
+        """Some frames, one in memory at a time.
+
+        Args:
+            indices: increasing, each in [0, info.num_frames).
+
+        Yields:
+            Each index with its frame, in order. Where decoding from the middle fails, all come again from the first:
+            the last frame that comes for an index is the one that counts.
+
+        Raises:
+            InputError: one of them cannot be decoded.
+        """
+
+    def comment(self) -> str:
+        """The text that `save_video` stored; "" if there is none.
+
+        Raises:
+            InputError: the file cannot be read, or holds more than `MAX_METADATA_BYTES` of text.
+        """

@@ -1,0 +1,26 @@
+"""JSON files, of a size that config and record files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 64 * 2**20
+
+
+def load_json(path: Path) -> Any:
+    """The value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or larger than `MOST_BYTES`.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e

@@ -1,0 +1,218 @@
+"""Frames in and out: MP4, GIF, PNG sequences, contact sheets; what made a video is stored inside its file.
+
+A path to write says the format: `.mp4`; `.gif`; `.png` with a number field (`frames/%04d.png`); no suffix, a directory
+of PNGs. A file to read is known by its contents. Files appear under their name only when they are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, UInt8
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.io.containers import Container, write_mp4
+from cogvideox_flax.io.ffmpeg import find_ffmpeg
+from cogvideox_flax.io.formats import EXPECTED, format_of
+from cogvideox_flax.io.gif import Gif, write_gif
+from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
+from cogvideox_flax.io.source import Frames, VideoSource
+
+log = logging.getLogger(__name__)
+
+FORMATS = ".mp4, .gif, .png with a number field (frames/%04d.png), or no suffix for a directory of PNGs"
+_SHEET_GAP = 2
+
+
+def to_uint8(video: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
+    """[-1, 1] to 0..255: clipped, rounded half to even, as the reference's `VideoProcessor` does."""
+    return jnp.round(255 * jnp.clip(video.astype(jnp.float32) / 2 + 0.5, 0, 1)).astype(jnp.uint8)
+
+
+def from_uint8(video: UInt8[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
+    """0..255 to [-1, 1], on the host: what the VAE encodes."""
+    return video.astype(np.float32) / 127.5 - 1
+
+
+def check_output_path(path: str | Path) -> None:
+    """Refuse a path that `save_video` could not write, before any work is done for it.
+
+    Raises:
+        InputError: unknown format, something else is there, the directory cannot be written, or ffmpeg is missing.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if path.name in ("", ".."):
+        raise InputError(f"{path} has no name of its own; give the name of a file or of a directory to write")
+    check_writable(path)
+    if path.is_dir():
+        if suffix and suffix in _WRITERS:
+            raise InputError(f"{path} is a directory; give the name of a file to write")
+        if others := [p.name for p in path.iterdir() if not re.fullmatch(r"\d+\.png", p.name)]:
+            raise InputError(
+                f"{path} holds other files ({', '.join(sorted(others)[:3])}); "
+                "give a file name, or a new or empty directory for the frames"
+            )
+    elif suffix not in _WRITERS:
+        raise InputError(f"cannot tell the format of {path} from its suffix {path.suffix!r}; known are {FORMATS}")
+    elif not suffix and path.exists():
+        raise InputError(f"{path} is a file; a path without a suffix is a directory of frames. Known are {FORMATS}")
+    elif suffix == ".png" and len(NUMBER.findall(path.name)) != 1:
+        raise InputError(f"{path} names one picture; known are {FORMATS}")
+    if suffix == ".mp4":
+        find_ffmpeg()
+
+
+def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str, Any] | None = None) -> None:
+    """Write one video, atomically. Missing directories are made.
+
+    An mp4 is H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
+    A gif has 256 colours a frame, times in hundredths of a second, and joins equal neighbours.
+
+    Args:
+        path: its suffix chooses the format, see `FORMATS`.
+        frames: uint8.
+        fps: frames per second.
+        metadata: JSON values, stored in the file (each file of a PNG sequence); `read_metadata` gives them back.
+            More than `MAX_METADATA_BYTES` as JSON are left out, with a warning: the frames are worth more.
+
+    Raises:
+        InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
+            format cannot hold, or the disk is full.
+    """
+    path, frames = Path(path), _check_frames(frames)
+    check_output_path(path)
+    comment = json.dumps(metadata or {})
+    if len(comment) > limits.MAX_METADATA_BYTES:
+        log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
+        comment = "{}"
+    writer = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
+    writer(path, frames, fps, comment)
+
+
+def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = None) -> None:
+    """All frames in one PNG, row by row; about square unless `columns` is given.
+
+    Raises:
+        InputError: frames of another shape or dtype, not a .png, or the file cannot be written.
+    """
+    path, frames = Path(path), _check_frames(frames)
+    if path.suffix.lower() != ".png":
+        raise InputError(f"a contact sheet is a .png; got {path}")
+    count, height, width, _ = frames.shape
+    columns = columns or math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    cell = (height + _SHEET_GAP, width + _SHEET_GAP)
+    sheet = np.full((rows * cell[0] - _SHEET_GAP, columns * cell[1] - _SHEET_GAP, 3), 255, np.uint8)
+    for i, frame in enumerate(frames):
+        top, left = i // columns * cell[0], i % columns * cell[1]
+        sheet[top : top + height, left : left + width] = frame
+    write_picture(path, sheet, {})
+
+
+def open_video(path: str | Path) -> VideoSource:
+    """A video to read some frames of. Nothing is decoded yet.
+
+    Args:
+        path: an MP4, MOV, MKV, WebM, AVI or GIF, known by its contents; or a PNG sequence as `save_video` names one.
+
+    Raises:
+        InputError: there is no such video, or its contents are none of these.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix.lower() == ".png":
+        return PngSequence(path)
+    if not path.is_file():
+        raise InputError(f"there is no video {path}")
+    match format_of(path):
+        case "gif":
+            return Gif(path)
+        case "mov" | "matroska" | "avi" as demuxer:
+            return Container(path, demuxer)
+        case "png":
+            raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as a picture")
+    raise InputError(
+        f"cannot read {path}: its contents are none of {EXPECTED}, whatever its name says; convert it to MP4"
+    )
+
+
+def read_video(path: str | Path) -> tuple[Frames, float]:
+    """A whole video's frames and frames per second (0 for a PNG sequence that does not say).
+
+    A video with a variable rate is read at a constant one: frames repeat or are left out as a player would show them.
+
+    Args:
+        path: see `open_video`.
+
+    Raises:
+        InputError: there is no such video, it cannot be decoded, or its frames are more than `MAX_DECODED_BYTES`.
+    """
+    source = open_video(path)
+    info = source.info
+    limits.check_decoded_bytes(Path(path), info.num_frames, info.height, info.width)
+    frames = np.empty((info.num_frames, info.height, info.width, 3), np.uint8)
+    for i, frame in source.frames(range(info.num_frames)):
+        frames[i] = frame
+    return frames, info.fps
+
+
+def count_frames(path: str | Path) -> tuple[int, float]:
+    """A video's number of frames and frames per second as `read_video` would give them, without decoding it.
+
+    Args:
+        path: see `open_video`.
+
+    Raises:
+        InputError: there is no such video, or it cannot be read.
+    """
+    info = open_video(path).info
+    return info.num_frames, info.fps
+
+
+def read_metadata(path: str | Path) -> dict[str, Any]:
+    """What `save_video` stored in a file or PNG sequence; {} for a file that is not from there.
+
+    Raises:
+        InputError: there is no such file, or it is not a video or picture.
+    """
+    try:
+        metadata = json.loads(open_video(path).comment())
+    except InputError:
+        raise
+    except (ValueError, RecursionError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _check_frames(frames: Frames) -> Frames:
+    frames = np.asarray(frames)
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+        raise InputError(f"frames must be uint8 [F, H, W, 3]; got {frames.dtype} {list(frames.shape)}")
+    return frames
+
+
+def _atomic(write: Callable[[Path, Frames, float, str], None]) -> Callable[[Path, Frames, float, str], None]:
+    def write_complete(path: Path, frames: Frames, fps: float, comment: str) -> None:
+        with atomic_write(path) as partial:
+            write(partial, frames, fps, comment)
+
+    return write_complete
+
+
+_WRITERS: dict[str, Callable[[Path, Frames, float, str], None]] = {
+    ".mp4": _atomic(write_mp4),
+    ".gif": _atomic(write_gif),
+    ".png": write_sequence,
+    "": write_directory,
+}
