@@ -9,6 +9,7 @@ Names, shapes and configs come from the reference classes, so nothing here repea
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 from collections.abc import Iterator
@@ -133,13 +134,14 @@ def make_scheduler(kind: str, snr_shift_scale: float) -> Any:
 
 
 def make_spiece(path: Path) -> Path:
-    """A small SentencePiece model with T5's special ids, trained here."""
+    """A small SentencePiece model with T5's special ids, trained here; the same bytes wherever it is written."""
     words = ["a", "small", "large", "red", "blue", "circle", "square", "moves", "to", "the", "left", "on", "white"]
     random = np.random.default_rng(0)
     lines = [" ".join(random.choice(words, 8)) for _ in range(200)]
+    written = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_prefix=str(path.with_suffix("")),
+        model_writer=written,
         vocab_size=60,
         hard_vocab_limit=False,
         pad_id=0,
@@ -148,6 +150,7 @@ def make_spiece(path: Path) -> Path:
         bos_id=-1,
         minloglevel=2,
     )
+    path.write_bytes(written.getvalue())
     return path
 
 

@@ -1,0 +1,41 @@
+"""What the commands import, imported once; no device is started by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import conversion.__main__
+from cogvideox_flax import cli, stages
+from cogvideox_flax.training import finetune, snapshots  # noqa: F401
+
+stages._StateKeeper.LEAST, stages._StateKeeper.SHARE = 0.0, 1.0  # a state after every step, whatever it costs
+
+
+def main(argv: list[str], stop_at: int | None = None) -> int:
+    """Run "cogvideox" or "conversion" with these arguments.
+
+    Args:
+        stop_at: a step of denoising or training; killed once its state is on disk.
+
+    Returns:
+        The exit code.
+    """
+    if stop_at is not None:
+        _kill_after(stages._StateKeeper, "_write", lambda state: state.step == stop_at)
+        _kill_after(snapshots.Snapshots, "_hash", lambda step: step == stop_at)
+    name, *rest = argv
+    return conversion.__main__.main(rest) if name == "conversion" else cli.main(rest)
+
+
+def _kill_after(owner: type, method: str, condition: Callable[[Any], bool]) -> None:
+    real = getattr(owner, method)
+
+    def replaced(self: Any, argument: Any) -> None:
+        real(self, argument)
+        if condition(argument):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, method, replaced)

@@ -1,0 +1,370 @@
+"""The trials: each befalls one command, and says whether anything came of it that must not."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.bench import STEPS, Bench
+from benchmarks.faults.child import Ended
+from benchmarks.faults.damage import damage
+from cogvideox_flax import checkpoint, stages
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.training.metrics import read_metrics
+
+EDITED = "was edited or damaged after it was written"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a trial. bad: what came of it that must not; None if nothing. what: for people."""
+
+    what: str
+    bad: str | None = None
+
+
+Trial = Callable[[Bench, Path, random.Random], Outcome]
+
+
+# --- killed processes ---
+
+
+def killed(bench: Bench, folder: Path, argv: list[object], seconds: float, rng: random.Random) -> tuple[Ended, str]:
+    after = rng.uniform(0.05, seconds)
+    ended = bench.run(argv, folder, kill_after=after)
+    return ended, f"after {after:.2f} s of about {seconds:.1f}"
+
+
+def again(bench: Bench, argv: list[object], folder: Path, what: str, lost: str | None = None) -> Outcome:
+    """The same command once more: it must end well, with the right result, and leave nothing behind."""
+    ended = bench.run(argv, folder)
+    if ended.crashed or ended.code:
+        return Outcome(what, f"{ended.crashed or 'refused'} when run again: {ended.err[-800:]}")
+    if not bench.is_right(argv, folder):
+        return Outcome(what, "wrong result when run again")
+    if left := leftovers(folder):
+        return Outcome(what, f"left behind: {left}")
+    return Outcome(what, lost)
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Locks, and parts of files that nobody writes any more."""
+    found = (
+        p for p in folder.rglob("*") if "partial" in p.name or p.name in (".lock", ".conversion") or ".tmp" in p.name
+    )
+    return [str(p.relative_to(folder)) for p in found]
+
+
+def kill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "native")
+    _, what = killed(bench, folder, bench.convert(), 4.0, rng)
+    native = folder / "native"
+    if checkpoint.is_native(native):
+        try:
+            checkpoint.verify(native)
+        except InputError as e:
+            return Outcome(what, f"something that loads and is not whole: {e}")
+    work = native / ".conversion"
+    done = {p.parent.name for p in work.glob("*/record.json")} if not (work / "config.json").exists() else set()
+    outcome = again(bench, bench.convert(), folder, what)
+    taken = set(re.findall(r"(\w+) was converted by an earlier attempt", (folder / "stderr").read_text()))
+    lost = f"lost: {done - taken} were complete and were converted again" if done - taken else None
+    return Outcome(f"{what}, {len(taken)} taken over", outcome.bad or lost)
+
+
+def kill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    out = rng.choice(("latents.npz", "video.mp4"))
+    argv = bench.generate(out)
+    shutil.rmtree(folder / "run")
+    (folder / out).unlink()
+    ended, what = killed(bench, folder, argv, 6.0, rng)
+    if (folder / out).exists() and not bench.is_right(argv, folder):
+        return Outcome(what, "an output that is not whole")
+    there = [name for name in (stages.EMBEDDINGS_FILE, stages.LATENTS_FILE) if (folder / "run" / name).exists()]
+    state, seen = folder / "run" / stages.STATE_FILE, [int(n) for n in re.findall(rf"(\d+)/{STEPS} ", ended.err)]
+    done, saved = max(seen, default=0), 0
+    if state.exists():
+        with TensorFile(state) as file:
+            file.check(required=True)
+            saved = int(file.metadata["step"])
+    finished = stages.LATENTS_FILE in there
+    outcome = again(bench, argv, folder, what)
+    text = (folder / "stderr").read_text()
+    lost = None
+    if missed := [name for name in there if f"taking over {Path('run') / name}" not in text]:
+        lost = f"lost: {missed} were there and were made again"
+    elif not finished and done - saved > 1:
+        lost = f"lost: {done} steps were done, {saved} were kept"
+    elif not finished and saved and f"going on after step {saved}" not in text:
+        lost = f"lost: step {saved} was kept and was not gone on from"
+    return Outcome(f"{what}, {done} of {STEPS} steps done, {saved} kept", outcome.bad or lost)
+
+
+def kill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    replaced = rng.random() < 0.5
+    if not replaced:
+        shutil.rmtree(folder / "small")
+    _, what = killed(bench, folder, bench.quantize(), 4.0, rng)
+    small = folder / "small"
+    if replaced and not checkpoint.is_native(small):
+        return Outcome(what, "lost: the checkpoint that was to be replaced is gone")
+    if small.exists():
+        try:
+            checkpoint.verify(small)
+        except InputError as e:
+            return Outcome(what, f"something that loads and is not whole: {e}")
+    return again(bench, bench.quantize(), folder, f"{what}, {'in place of another' if replaced else 'new'}")
+
+
+def kill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "trained")
+    _, what = killed(bench, folder, bench.train(), 25.0, rng)
+    metrics = folder / "trained" / "training" / "metrics.jsonl"
+    done = max((int(line["step"]) for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
+    outcome = again(bench, bench.train(), folder, what)
+    found = re.search(r"going on from step (\d+)", (folder / "stderr").read_text())
+    kept = int(found[1]) if found else 0
+    lost = f"lost: {done} steps were done, {kept} were kept" if done - kept > 1 else None
+    return Outcome(f"{what}, {done} steps done, {kept} kept", outcome.bad or lost)
+
+
+# --- a disk that fills ---
+
+
+def fill(bench: Bench, folder: Path, argv: list[object], seconds: float, rng: random.Random) -> Outcome:
+    after, left = rng.uniform(0.05, seconds), rng.choice((0, 4096, 200_000, 2_000_000))
+    what = f"full but for {left} bytes after {after:.2f} s"
+    first, second = bench.run.on_filling_disk(argv, folder, after, left)
+    for ended in (first, second):
+        if ended.crashed:
+            return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
+    if second.code:
+        return Outcome(what, f"refused when there was room again: {second.err[-800:]}")
+    if not bench.is_right(argv, folder):
+        return Outcome(what, "wrong result")
+    if left_behind := leftovers(folder):
+        return Outcome(what, f"left behind: {left_behind}")
+    return Outcome(f"{what}: {'refused, then done' if first.code else 'done'}")
+
+
+def fill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "native")
+    return fill(bench, folder, bench.convert(), 7.0, rng)
+
+
+def fill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    out = rng.choice(("latents.npz", "video.mp4"))
+    shutil.rmtree(folder / "run")
+    (folder / out).unlink()
+    return fill(bench, folder, bench.generate(out), 9.0, rng)
+
+
+def fill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "small")
+    return fill(bench, folder, bench.quantize(), 7.0, rng)
+
+
+def fill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "trained")
+    return fill(bench, folder, bench.train(), 30.0, rng)
+
+
+# --- damaged files ---
+
+
+def judge(bench: Bench, argv: list[object], folder: Path, what: str, *, outside: bool = False) -> Outcome:
+    """A command that meets a damaged file: refused, or done with the right result, or as the file says with a word.
+
+    outside: the file is somebody else's and has no checksum: whatever it says is right.
+    """
+    ended = bench.run(argv, folder)
+    if ended.crashed:
+        return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
+    if ended.code == 2:
+        lines = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+        return Outcome(f"{what}: refused, {lines[-1][:100] if lines else ''}")
+    if outside:
+        return Outcome(f"{what}: done")
+    if bench.is_right(argv, folder):
+        return Outcome(f"{what}: done, right")
+    if EDITED in ended.err:
+        return Outcome(f"{what}: done as the file says, with a warning")
+    return Outcome(what, f"wrong result without a word: {ended.err[-500:]}")
+
+
+def harm(folder: Path, name: str, rng: random.Random, others: list[Path]) -> str:
+    path = folder / name
+    found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    chosen = rng.choice(found)
+    how = damage(chosen, [p for p in others if p != chosen], rng)
+    return f"{chosen.relative_to(folder)} {how}"
+
+
+def _files(folder: Path, *patterns: str) -> list[Path]:
+    return sorted(p for pattern in patterns for p in folder.glob(pattern) if p.is_file())
+
+
+def damaged_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    out = rng.choice(("latents.npz", "video.mp4"))
+    shutil.rmtree(folder / "run")
+    name = rng.choice(
+        ("native/config.json", *(f"native/{c}" for c in ("text_encoder", "transformer", "vae", "tokenizer")))
+    )
+    what = harm(folder, name, rng, _files(folder, "native/*/*", "small/*/*", "small/config.json"))
+    return judge(bench, bench.generate(out), folder, what)
+
+
+def damaged_download(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    hub = folder / "hub"
+    shutil.copytree(bench.folder / "hub", hub, symlinks=True)
+    for link in (p for p in (hub / "snapshots").rglob("*") if p.is_symlink()):
+        link.unlink()
+        target = bench.folder / "hub" / link.relative_to(hub)
+        link.symlink_to(hub / "blobs" / target.resolve().name)
+    shutil.rmtree(folder / "native")
+    what = harm(folder, "hub/blobs", rng, _files(hub, "blobs/*"))
+    ended = bench.run(["conversion", hub / "snapshots" / "main", "native"], folder)
+    if ended.crashed:
+        return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
+    if ended.code == 2:
+        return Outcome(f"{what}: refused")
+    right = bench.result(bench.convert(), folder) == bench.expected[" ".join(map(str, bench.convert()))]
+    return Outcome(f"{what}: done, right") if right else Outcome(what, "a damaged download was converted")
+
+
+def damaged_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    """What a killed conversion left."""
+    shutil.rmtree(folder / "native")
+    for _ in range(20):
+        bench.run(bench.convert(), folder, kill_after=rng.uniform(0.3, 3.0))
+        if (folder / "native" / ".conversion").exists():
+            break
+        shutil.rmtree(folder / "native", ignore_errors=True)
+    else:
+        return Outcome("no conversion was met at work")
+    files = _files(folder, "native/.conversion/**/*")
+    if not files:
+        return Outcome("the killed conversion had written nothing")
+    what = harm(folder, "native/.conversion", rng, files)
+    return judge(bench, bench.convert(), folder, what)
+
+
+def damaged_stage(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    """Of a whole run, or of one that was stopped in the middle of the loop."""
+    argv = bench.generate(rng.choice(("latents.npz", "video.mp4")))
+    if rng.random() < 0.5:
+        (folder / "run" / stages.LATENTS_FILE).unlink()
+        shutil.copyfile(bench.folder / "states" / stages.STATE_FILE, folder / "run" / stages.STATE_FILE)
+    files = _files(folder, "run/stage*")
+    others = [*files, *_files(bench.folder, "states/*"), *_files(folder, "native/vae/*")]
+    what = harm(folder, str(rng.choice(files).relative_to(folder)), rng, others)
+    return judge(bench, argv, folder, what)
+
+
+def damaged_settings(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    """`generation_config.json`, read by the stages alone."""
+    what = harm(folder, "run/generation_config.json", rng, _files(folder, "native/config.json", "trained/*.json"))
+    stage = rng.choice((["denoise"], ["decode", "--out", "again.mp4"]))
+    ended = bench.run(["cogvideox", *stage, "--dir", "run"], folder)
+    if ended.crashed:
+        return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
+    if ended.code == 2 or EDITED in ended.err:
+        return Outcome(f"{what}: {'refused' if ended.code else 'done as the file says, with a warning'}")
+    return Outcome(what, "taken as it was without a word")
+
+
+def damaged_program(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    argv = bench.generate(rng.choice(("latents.npz", "video.mp4")))
+    shutil.rmtree(folder / "run")
+    programs = _files(folder, "home/programs/*/*.program")
+    whats = []
+    for path in rng.sample(programs, rng.randrange(1, len(programs) + 1)):
+        whats.append(damage(path, [p for p in programs if p != path], rng))
+    what = f"{len(whats)} of {len(programs)} programs: {', '.join(whats)}"
+    outcome = judge(bench, argv, folder, what)
+    if outcome.bad:
+        return outcome
+    second = judge(bench, argv, folder, what)
+    text = (folder / "stderr").read_text()
+    return (
+        second
+        if second.bad
+        else Outcome(outcome.what, "compiled again at the next start" if "compiled" in text else None)
+    )
+
+
+def damaged_memory(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "run")
+    what = harm(folder, "home/contents", rng, _files(folder, "native/config.json"))
+    return judge(bench, bench.generate(), folder, what)
+
+
+def damaged_adapter(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "run")
+    own = rng.random() < 0.5
+    name = "trained/pytorch_lora_weights.safetensors" if own else "foreign.safetensors"
+    argv = bench.generate("adapted.npz", "--lora", name)
+    if not own:
+        return judge(bench, argv, folder, harm(folder, name, rng, _files(folder, "native/vae/*")), outside=True)
+    what = harm(folder, name, rng, _files(folder, "native/vae/*"))
+    ended = bench.run(argv, folder)
+    bad = ended.crashed or (None if ended.code == 2 or "foreign" in what else "a damaged adapter was used")
+    return Outcome(f"{what}: refused", bad and f"{bad}: {ended.err[-500:]}")
+
+
+def damaged_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    """Of a run that was stopped after three steps."""
+    shutil.rmtree(folder / "trained")
+    shutil.copytree(bench.folder / "stopped", folder / "trained")
+    part = rng.choice(
+        ("finetune.json", "prepared", "training/settings.json", "training/states", "training/metrics.jsonl")
+    )
+    others = _files(folder, "trained/prepared/**/*", "trained/training/states/**/*")
+    what = harm(folder, f"trained/{part}", rng, others)
+    return judge(bench, bench.train(), folder, what)
+
+
+def damaged_clip(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    shutil.rmtree(folder / "trained")
+    what = harm(folder, "clips", rng, _files(folder, "clips/*", "native/config.json"))
+    return judge(bench, [*bench.train(), "--check"], folder, what, outside=True)
+
+
+def damaged_words(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
+    """Files that people write: training settings and prompts."""
+    if rng.random() < 0.5:
+        what = harm(folder, "train.toml", rng, _files(folder, "native/config.json", "clips/*"))
+        shutil.rmtree(folder / "trained")
+        return judge(bench, [*bench.train(), "--check"], folder, what, outside=True)
+    what = harm(folder, "prompts.txt", rng, _files(folder, "native/vae/*"))
+    argv: list[object] = ["cogvideox", "encode", "--prompt-file", "prompts.txt", "--model", "native", "--dir", "words"]
+    return judge(bench, argv, folder, what, outside=True)
+
+
+TRIALS: dict[str, tuple[Trial, int]] = {
+    "kill: conversion": (kill_conversion, 24),
+    "kill: generation": (kill_generation, 36),
+    "kill: quantizing": (kill_quantizing, 20),
+    "kill: training": (kill_training, 14),
+    "full disk: conversion": (fill_conversion, 10),
+    "full disk: generation": (fill_generation, 14),
+    "full disk: quantizing": (fill_quantizing, 8),
+    "full disk: training": (fill_training, 6),
+    "damage: checkpoint": (damaged_checkpoint, 36),
+    "damage: download": (damaged_download, 24),
+    "damage: conversion": (damaged_conversion, 12),
+    "damage: stage files": (damaged_stage, 30),
+    "damage: settings": (damaged_settings, 16),
+    "damage: programs": (damaged_program, 24),
+    "damage: memory of contents": (damaged_memory, 8),
+    "damage: adapters": (damaged_adapter, 16),
+    "damage: training": (damaged_training, 18),
+    "damage: clips": (damaged_clip, 16),
+    "damage: settings and prompts by people": (damaged_words, 12),
+}
+"""Kind -> how it is tried, and its share of the trials."""
