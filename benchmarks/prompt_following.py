@@ -227,7 +227,7 @@ def draw_sheet(path: Path, records: Sequence[Record]) -> None:
         if "generated_from" in record:
             text += f" (made from: {record['generated_from']})"
         draw.text((left, top), textwrap.fill(text, 100), fill="black")
-        with Image.open(io.BytesIO(base64.b64decode(record["frames"]))) as frames:
+        with Image.open(io.BytesIO(base64.b64decode(record["frames"])), formats=("PNG",)) as frames:
             sheet.paste(frames.resize((SHOWN * TILE, TILE), Image.Resampling.NEAREST), (left, top + 30))
         for edge in range(left + TILE, left + SHOWN * TILE, TILE):
             draw.line((edge, top + 30, edge, top + 29 + TILE), "silver", 2)
@@ -247,7 +247,7 @@ def makers(pipe: Any, items: Sequence[Item], args: argparse.Namespace) -> dict[s
         return made
     import jax
 
-    from cogvideox_flax.video import from_uint8, to_uint8
+    from cogvideox_flax.io.video import from_uint8, to_uint8
 
     def generate(guidance_scale: float) -> Callable[[list[Item]], Videos]:
         def make(part: list[Item]) -> Videos:
@@ -325,7 +325,6 @@ def measure(args: argparse.Namespace) -> None:
         import jax
 
         from cogvideox_flax.pipeline import CogVideoXPipeline
-        from cogvideox_flax.stages import identity
 
         pipe = CogVideoXPipeline.from_pretrained(args.model, args.dtype)
         if args.guidance_scale is None:
@@ -335,7 +334,7 @@ def measure(args: argparse.Namespace) -> None:
             raise InputError(f"the world is square; this model makes {size.height}x{size.width} (height x width)")
         frames, side = size.num_frames, size.height
         model = {
-            "weights": identity(pipe.manifest),
+            "model": pipe.fingerprints(),
             "dtype": args.dtype,
             "scheduler": pipe.scheduler.config.kind,
             "backend": jax.default_backend(),

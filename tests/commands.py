@@ -165,9 +165,9 @@ def generate(model, out, *more, prompts=(PROMPT,)):
     return ["generate", *prompts, "--model", model, "--out", out, *QUICK, *more]
 
 
-def python(*argv, **kwargs):
-    """Runs a real process."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})}
+def python(*argv, inherit=True, **kwargs):
+    """Runs a real process; inherit: with this one's environment."""
+    env = {**(os.environ if inherit else {}), "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})}
     return subprocess.run(
         [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, check=False, **kwargs
     )

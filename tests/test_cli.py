@@ -13,8 +13,8 @@ from commands import PROMPT, ROOT, generate, python
 from safetensors.numpy import load_file
 
 from cogvideox_flax.checkpoint import read_manifest
+from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.video import read_metadata, read_video
 
 pytest_plugins = ["commands"]
 
@@ -87,6 +87,13 @@ def test_mp4_holds_what_made_it(paths, native, tmp_path):
         "scheduler": "dpm",
         "dtype": "float32",
     }
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif", ""])
+def test_a_long_prompt_is_stored_whole(paths, native, tmp_path, suffix):
+    prompt = "猫" * 23_000  # 138 kB as JSON, which writes it in ASCII; Linux allows an argument 131 kB
+    (out,) = paths(*generate(native, tmp_path / f"v{suffix}", prompts=[prompt]))
+    assert read_metadata(out)["prompt"] == prompt
 
 
 def test_a_checkpoint_may_recommend_its_guidance(paths, native, tmp_path):

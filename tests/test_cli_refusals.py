@@ -7,16 +7,17 @@ import os
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
-from commands import PROMPT, QUICK, generate
-from filelock import FileLock
+from commands import PROMPT, QUICK, generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
-from cogvideox_flax import stagefiles, stages
+from cogvideox_flax import stages, tensorfile
+from cogvideox_flax.io.locks import file_lock
 
 pytest_plugins = ["commands"]
 
@@ -73,6 +74,18 @@ def test_all_faults_of_a_size_at_once(refused, layout, tmp_path):
 
 def test_float16_of_a_bfloat16_model(refused, layout_5b, tmp_path):
     assert "float16 gives NaN" in refused(*generate(layout_5b, tmp_path / "v.mp4", "--dtype", "float16"))
+
+
+@pytest.mark.parametrize("command", ["generate", "encode"])
+def test_float16_on_a_tpu(refused, layout, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    argv = generate(layout, tmp_path / "v.mp4", "--dtype", "float16")
+    if command == "encode":
+        argv = ["encode", PROMPT, "--model", layout, "--dir", tmp_path / "run", "--dtype", "float16"]
+    err = refused(*argv)
+    assert err == (
+        "error: float16 is not served on TPUs, whose kernels compute in bfloat16 or float32; use one of these\n"
+    )
 
 
 def test_sizes_that_learned_positions_cannot_take(refused, tmp_path):
@@ -136,19 +149,21 @@ def test_a_cache_that_cannot_be_written(run, layout, tmp_path, monkeypatch):
 def test_a_full_disk(refused, layout, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
-    assert "has 1 MiB free; this run needs about 64 MiB" in refused(*generate(layout, tmp_path / "v.mp4"))
+    assert "v.mp4.stages needs about 64 MiB, and its disk has 1 MiB free" in refused(
+        *generate(layout, tmp_path / "v.mp4")
+    )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=70 * 2**20))
     long = ["--num-frames", 161, "--height", 512, "--width", 512]
-    assert "has 70 MiB free; this run needs about 185 MiB" in refused(*generate(layout, tmp_path / "v.mp4", *long))
+    assert "needs about 185 MiB, and its disk has 70 MiB free" in refused(*generate(layout, tmp_path / "v.mp4", *long))
 
 
 def test_a_disk_too_small_for_the_conversion(refused, layout, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(stages, "check_folder", lambda *_: None)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=6 * 2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * 2**20))
     # each component would fit, all three do not
     message = refused(*generate(layout, tmp_path / "v.mp4"), converts=True)
-    assert "needs 0.01 GiB on disk, which has 0.01 GiB free" in message
+    assert "needs about 72 MiB, and its disk has 68 MiB free" in message
     assert not list((tmp_path / "refused home").glob("*/.conversion"))
 
 
@@ -272,7 +287,7 @@ def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, 
     spoil(folder)
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conversion.convert._convert_one", lambda *_: written.append(1))
+        patch.setattr("conversion.convert._Job.convert", lambda *_: written.append(1))
         assert message in refused(*generate(folder, tmp_path / "v.mp4"), converts=True)
     assert not written
 
@@ -360,20 +375,20 @@ def test_tampered_native_checkpoints(refused, damaged, native, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"weights": 7},
-        {"weights": {"vae": {}}},
-        {"vae": {}},
-        {"vae": None},
-        {"transformer": {"layers": -1}},
-        {"scheduler": {"kind": 3}},
+        ({"weights": 7}, "is damaged (TypeError: weights is not an object); convert the checkpoint again"),
+        ({"weights": {"vae": {}}}, "is damaged (KeyError: 'sha256'); convert the checkpoint again"),
+        ({"vae": {}}, "does not match its config.json"),
+        ({"vae": None}, "is damaged (TypeError"),
+        ({"transformer": {"layers": -1}}, "layers: got -1, expected a whole number from 1 to 1000"),
+        ({"scheduler": {"kind": 3}}, "kind: got 3, expected a text"),
     ],
     ids=str,
 )
-def test_native_configs_that_lie(refused, damaged, tmp_path, changes):
+def test_native_configs_that_lie(refused, damaged, tmp_path, changes, message):
     change_config(damaged, **changes)
-    refused(*generate(damaged, tmp_path / "v.mp4"))
+    assert message in refused(*generate(damaged, tmp_path / "v.mp4"))
 
 
 def test_nan_in_the_weights(run, tmp_path, request):
@@ -496,7 +511,7 @@ def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
 
 
 def test_two_runs_do_not_share_a_directory(refused, native, copied):
-    with FileLock(copied / stages.LOCK_FILE):
+    with file_lock(copied / stages.LOCK_FILE, busy=""):
         assert "another run is at work" in refused(*generate(native, copied / "x.npz", "--dir", copied))
 
 
@@ -512,7 +527,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stagefiles, "save_file", full)
+        patch.setattr(tensorfile, "save_file", full)
         code, _, err = run(*generate(native, tmp_path / "x.npz"))
         assert code == 2
         assert "No space left on device" in err
@@ -525,3 +540,146 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
     kept = {p.name for p in (tmp_path / "x.npz.stages").iterdir()} - {".lock"}
     assert kept == {stages.CONFIG_FILE, stages.EMBEDDINGS_FILE, stages.LATENTS_FILE}
     assert not (tmp_path / "x.npz").exists()
+
+
+# --- one line where a traceback was ---
+
+
+def test_a_home_of_nobody(run, tmp_path, layout):
+    for argv in (
+        generate(layout, "~nosuchuser/x.mp4"),
+        ["info", "~nosuchuser/x"],
+        generate("~nosuchuser/x", tmp_path / "x.mp4"),
+        ["quantize", "~nosuchuser/x", tmp_path / "y"],
+        generate(layout, tmp_path / "x.mp4", "--lora", "~nosuchuser/x"),
+    ):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "") and "there is no home directory of that user" in err
+    code, _, err = run("~nosuchuser/x", tmp_path / "y", command=conversion.__main__.main)
+    assert code == 2 and "there is no home directory of that user" in err
+
+
+def test_quantizing_onto_a_full_disk(run, native, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
+        code, _, err = run("quantize", native, tmp_path / "small")
+        assert code == 2 and "needs about" in err and "free some space" in err
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        code, _, err = run("quantize", native, tmp_path / "small")
+        assert code == 2 and "No space left on device; free some space" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["generate", "info"])
+@pytest.mark.parametrize("value", ['"abc"', "NaN", "1" * 400, "true", "[1]"])
+def test_a_guidance_scale_that_is_no_number(run, damaged, tmp_path, value, command):
+    path = damaged / "config.json"
+    path.write_text(path.read_text().replace('"weights": {', f'"guidance_scale": {value}, "weights": {{', 1))
+    argv = ["info", damaged] if command == "info" else generate(damaged, tmp_path / "x.mp4")
+    code, _, err = run(*argv)
+    assert code == 2 and "guidance_scale is" in err and "expected a finite number" in err
+
+
+def test_a_model_of_millions_of_layers(refused, layout, damaged, tmp_path):
+    folder = shutil.copytree(layout, tmp_path / "hf")
+    path = folder / "transformer" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 3_000_000}))
+    for argv in (["info", folder], generate(folder, tmp_path / "x.mp4")):
+        assert "layers: got 3000000, expected a whole number from 1 to 1000" in refused(*argv)
+    config = json.loads((damaged / "config.json").read_text())["transformer"]
+    change_config(damaged, transformer=config | {"layers": 3_000_000})
+    assert "layers: got 3000000" in refused("info", damaged)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"x": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}',
+        '{"x": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}',
+        '{"x": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e400]}}',
+        '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, -4]}}',
+        '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}',
+        '{"x": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+        '{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "x": {}}',
+        '{"__metadata__": {"a": 1}}',
+        '{"__metadata__": 7}',
+        "NaN",
+    ],
+)
+def test_headers_that_are_none(refused, copied, tmp_path, native, header):
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
+    for path, argv in (
+        (copied / stages.LATENTS_FILE, ("decode", "--dir", copied)),
+        (tmp_path / "lora.safetensors", generate(native, tmp_path / "x.mp4", "--lora", tmp_path / "lora.safetensors")),
+    ):
+        path.write_bytes(data)
+        assert "is not a valid safetensors file" in refused(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"seed": true', "no usable seed"),
+        ('"fps": true', "no usable fps"),
+        (f'"guidance_scale": {"1" * 400}', "no usable guidance_scale"),
+        ('"guidance_scale": Infinity', "no usable guidance_scale"),
+        (f'"lora": [{{"file": "x", "scale": {"1" * 400}}}]', "no usable lora"),
+        ('"height": 1e9', "no usable height"),
+    ],
+)
+def test_settings_beyond_all_numbers(refused, copied, text, message):
+    path = copied / stages.CONFIG_FILE
+    kept = {k: v for k, v in json.loads(path.read_text()).items() if k in ("prompt", "negative_prompt", "model_id")}
+    path.write_text(json.dumps(kept)[:-1] + f", {text}}}")
+    for command in ("denoise", "decode"):
+        assert message in refused(command, "--dir", copied)
+
+
+def test_sizes_beyond_all_machines(refused, layout, tmp_path):
+    message = refused(*generate(layout, tmp_path / "x.mp4", "--height", 16 * 10**12, "--num-frames", 8 * 10**9 + 1))
+    assert "height is 16000000000000; the most is 16384" in message and "num_frames is 8000000001" in message
+    assert "at most 1000 frames per second" in refused(*generate(layout, tmp_path / "x.mp4", "--fps", 10**6))
+
+
+def test_a_profile_that_cannot_be_written(refused, layout, tmp_path):
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(*generate(layout, tmp_path / "x.mp4", "--profile", tmp_path / "file" / "trace"))
+
+
+def test_a_disk_that_fails_anywhere_is_a_message(run, layout, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(5, "Input/output error", "/a/file")
+
+    monkeypatch.setattr("cogvideox_flax.hub.peek", fail)
+    code, _, err = run(*generate(layout, tmp_path / "x.mp4"))
+    assert code == 2 and "error: /a/file: Input/output error; free some space or choose another place" in err
+
+
+# --- starts ---
+
+
+def plain_environment() -> dict[str, str]:
+    """Of a user who has set nothing for JAX."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "JAX_", "XLA_"))}
+
+
+def test_a_start_is_quiet(tmp_path):
+    """libtpu is installed here and there is no TPU, of which it would complain."""
+    for argv in (["info"], ["encode", "red", "--dir", tmp_path / "run", "--quiet"]):
+        done = python("-m", "cogvideox_flax", *argv, env=plain_environment(), inherit=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_libtpu_plan_names_the_extra():
+    code = "import sys; sys.modules['libtpu'] = None; from cogvideox_flax.cli import main; sys.exit(main(sys.argv[1:]))"
+    plan = ["plan", "--release", "cogvideox-2b", "--topology", "v6e:1x1"]
+    done = python("-c", code, *plan, env=plain_environment(), inherit=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: a plan needs libtpu, the compiler for TPUs: pip install 'cogvideox-flax[tpu]'\n"

@@ -272,18 +272,18 @@ def test_prompts_by_hand(prompt, claims):
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("prompt", "message"),
     [
-        "",
-        "a red cat",
-        "a circle moves up",
-        "a red green square",
-        "a red ball on a pink background",
-        "a red ball up down",
+        ("", "names no shape"),
+        ("a red cat", "names no shape"),
+        ("a circle moves up", "gives the circle no known colour"),
+        ("a red green square", "says two things about the colour of one object: green, red"),
+        ("a red ball on a pink background", "must name one background of"),
+        ("a red ball up down", "says two things about the motion of one object: down, up"),
     ],
 )
-def test_prompts_that_cannot_be_judged(prompt):
-    with pytest.raises(InputError):
+def test_prompts_that_cannot_be_judged(prompt, message):
+    with pytest.raises(InputError, match=message):
         read_prompt(prompt)
 
 
@@ -293,10 +293,9 @@ def test_unclaimed_attributes_are_absent():
 
 
 def test_bad_frames_are_refused():
-    with pytest.raises(InputError):
-        see(np.zeros((17, 64, 48, 3), np.uint8))
-    with pytest.raises(InputError):
-        see(np.zeros((17, 64, 64, 3), np.float32))
+    for frames in (np.zeros((17, 64, 48, 3), np.uint8), np.zeros((17, 64, 64, 3), np.float32)):
+        with pytest.raises(InputError, match=r"must be uint8 .* and square"):
+            see(frames)
 
 
 def test_wilson_interval():

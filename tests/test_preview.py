@@ -29,11 +29,11 @@ def test_recovers_a_known_map():
     fitted, r_squared = fit_linear_map(latents, frames)
     assert fitted.dtype == np.float32
     assert 0.9999 < r_squared <= 1
-    np.testing.assert_allclose(fitted, weights, atol=0.3)
+    np.testing.assert_allclose(fitted, weights, atol=0.02)  # frames are rounded to whole numbers
     exact = latents.astype(float) @ weights[:-1] + weights[-1]
     preview = apply_linear_map(latents, fitted)
     assert preview.dtype == np.uint8
-    np.testing.assert_allclose(preview, exact, atol=0.8)
+    np.testing.assert_allclose(preview, exact, atol=0.52)  # and so is the preview
 
 
 @pytest.mark.parametrize("change", [lambda z: z[::-1], lambda z: z[:, ::-1], lambda z: z[:, :, ::-1]])

@@ -12,11 +12,12 @@ import pytest
 import torch
 from diffusers.video_processor import VideoProcessor
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
 
-from cogvideox_flax import video
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.video import (
+from cogvideox_flax.io import limits, png
+from cogvideox_flax.io.video import (
     check_output_path,
     read_metadata,
     read_video,
@@ -63,6 +64,57 @@ def test_round_trip(tmp_path, suffix, decibels, fps):
     assert read_metadata(path) == METADATA
     left = [p.name for p in tmp_path.rglob(".*")]
     assert not left
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif", "", "-%04d.png"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "long " * 200_000,
+        "猫" * 333_000,
+        "😀" * 250_000,
+        "\n" * 250_000,
+        '\\";#=\n[comment]\ncomment=x\r\t' * 40_000,
+        "\\" * 500_001,
+        "#;=",
+        "\udcff not a character",
+        "\\",
+    ],
+    ids=["words", "three bytes", "four bytes", "lines", "special", "backslashes", "signs", "surrogate", "backslash"],
+)
+def test_metadata_of_any_length(tmp_path, suffix, text):
+    path = tmp_path / f"a{suffix}"
+    save_video(path, clip(2), 8, {"prompt": text, "seed": 1})
+    assert read_metadata(path) == {"prompt": text, "seed": 1}
+    assert read_video(path)[0].shape == (2, 48, 80, 3)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif", ""])
+def test_metadata_beyond_the_limit_does_not_cost_the_frames(tmp_path, suffix, caplog, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_METADATA_BYTES", 1000)
+    save_video(tmp_path / f"a{suffix}", clip(2), 8, {"prompt": "x" * 1000})
+    assert "is saved without its metadata: 1,014 bytes, too many" in caplog.text
+    assert read_metadata(tmp_path / f"a{suffix}") == {}
+    assert read_video(tmp_path / f"a{suffix}")[0].shape == (2, 48, 80, 3)
+
+
+@pytest.mark.parametrize("comment", ["[" * 100_000, '{"a": ' * 100_000, "1" * 10_000, "null", "NaN", "\\\n{}"])
+def test_comments_of_other_programs_are_no_metadata(tmp_path, comment):
+    frame = Image.fromarray(clip(1)[0])
+    info = PngInfo()
+    info.add_text("comment", comment)
+    frame.save(tmp_path / "0.png", pnginfo=info)
+    frame.save(tmp_path / "0.gif", comment=comment.encode())
+    assert read_metadata(tmp_path / "0.png") == read_metadata(tmp_path / "0.gif") == {}
+
+
+@pytest.mark.parametrize("name", ["-y.mp4", "a%04d%d.mp4", "concat:a|b.mp4", "http:x.mp4", "pipe:1.mp4", "a'b\\c;.mp4"])
+def test_names_that_mean_something_to_ffmpeg(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    save_video(name, clip(3), 8, {"seed": 1})
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert read_video(name)[0].shape == (3, 48, 80, 3)
+    assert read_metadata(name) == {"seed": 1}
 
 
 def test_mp4_plays_everywhere_and_keeps_colours(tmp_path):
@@ -112,7 +164,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     before = (tmp_path / "a.mp4").read_bytes()
     with pytest.raises(InputError, match=r"writing .*a\.mp4 failed: ffmpeg: "):
         save_video(tmp_path / "a.mp4", clip(), -1)
-    monkeypatch.setattr(video, "_write_png", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(png, "write_picture", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_video(tmp_path / "frames", clip(), 8)
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]

@@ -1,0 +1,75 @@
+"""Video files for tests, made and decoded by ffmpeg alone, and the memory that reading one takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+
+
+def ffmpeg(*arguments: object) -> bytes:
+    """Run ffmpeg; returns what it writes to stdout."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-loglevel", "error", "-y"]
+    return subprocess.run([*command, *map(str, arguments)], stdout=subprocess.PIPE, check=True).stdout
+
+
+def pattern(width: int = 64, height: int = 48, rate: object = 24, seconds: float = 6) -> list[str]:
+    """Arguments for a source whose frames are all different."""
+    return ["-f", "lavfi", "-i", f"testsrc2=s={width}x{height}:r={rate}:d={seconds}"]
+
+
+def whole(path: Path) -> np.ndarray:
+    """Every frame of a video in the plainest way: one command, no seeking."""
+    size = re.search(r"#dimensions 0: (\d+)x(\d+)", ffmpeg("-i", path, "-frames:v", 1, "-f", "framecrc", "-").decode())
+    assert size
+    raw = ffmpeg("-i", path, "-map", "0:V:0", "-vf", EXACT, "-pix_fmt", "rgb24", "-f", "rawvideo", "-")
+    return np.frombuffer(raw, np.uint8).reshape(-1, int(size[2]), int(size[1]), 3)
+
+
+_MEASURED = """
+import json, os, sys, time
+from pathlib import Path
+from cogvideox_flax.training.clips import load_clip
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+before, began = peak(), time.monotonic()
+clip = load_clip(Path(sys.argv[1]), 9, 32, 48, 8)
+print(json.dumps({"shape": clip.shape, "python": peak() - before, "seconds": time.monotonic() - began}))
+"""
+
+_WRAPPER = """#!{python} -SE
+import os, sys
+pid = os.spawnv(os.P_NOWAIT, {ffmpeg!r}, ["ffmpeg", *sys.argv[1:]])
+_, status, usage = os.wait4(pid, 0)
+with open({log!r}, "a") as log:
+    log.write(str(usage.ru_maxrss) + "\\n")
+sys.exit(os.waitstatus_to_exitcode(status) % 256)
+"""
+
+
+def cost_of_loading(path: Path, folder: Path) -> dict:
+    """What a new process takes to load 9 frames of 32x48 at 8 per second.
+
+    Returns:
+        python: MiB at its peak above what it had before; ffmpeg: MiB of its largest child; seconds; shape.
+    """
+    log, wrapper = folder / "ffmpeg.log", folder / "ffmpeg"
+    log.touch()
+    text = _WRAPPER.format(python=sys.executable, ffmpeg=imageio_ffmpeg.get_ffmpeg_exe(), log=str(log))
+    wrapper.write_text(text)
+    wrapper.chmod(0o755)
+    env = os.environ | {"IMAGEIO_FFMPEG_EXE": str(wrapper), "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", _MEASURED, path], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout) | {"ffmpeg": max(map(int, log.read_text().split()), default=0) / 1024}

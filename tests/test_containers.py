@@ -1,0 +1,401 @@
+"""MP4, MOV, MKV, WebM and AVI: any frames of them, what is refused, and what a file may cost."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import struct
+import time
+
+import imageio_ffmpeg
+import numpy as np
+import psutil
+import pytest
+from media import ffmpeg, pattern, whole
+from reference import SHARED
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
+
+H264 = ["-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p"]
+X265 = ["-c:v", "libx265", "-preset", "veryfast", "-x265-params"]
+
+KINDS = {
+    "several_keyframes_and_b_frames.mp4": [*pattern(), *H264, "-g", 24, "-bf", 3],
+    "ntsc_rate.mov": [*pattern(rate="30000/1001"), *H264, "-g", 48],
+    "b_frames.mkv": [*pattern(), *H264, "-g", 24, "-bf", 3],
+    "open_gop.mp4": [*pattern(), *H264, "-x264-params", "open-gop=1:keyint=30:bframes=5"],
+    "no_keyframe_but_the_first.mp4": [*pattern(), *H264, "-intra-refresh", 1, "-g", 60],
+    "hevc_open_gop.mp4": [*pattern(), *X265, "keyint=24:open-gop=1:bframes=4:log-level=error"],
+    "vp8_hidden_frames.webm": [*pattern(), "-c:v", "libvpx", "-auto-alt-ref", 1, "-lag-in-frames", 16, "-g", 48],
+    "vp9.webm": [*pattern(), "-c:v", "libvpx-vp9", "-cpu-used", 8, "-g", 48],
+    "b_frames.avi": [*pattern(), "-c:v", "mpeg4", "-bf", 2, "-g", 24],
+    "fragments.mp4": [*pattern(), *H264, "-g", 24, "-movflags", "frag_keyframe+empty_moov"],
+    "late_start.mkv": [*pattern(), *H264, "-g", 24, "-output_ts_offset", 100],
+    "interlaced.mp4": [*pattern(rate=48), "-vf", "tinterlace=interleave_top", *H264, "-flags", "+ildct+ilme", "-g", 24],
+}
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    """A video of each kind, made when it is asked for."""
+    folder = tmp_path_factory.mktemp("media")
+
+    def make(name):
+        path = folder / name
+        if not path.exists():
+            ffmpeg(*KINDS[name], path)
+        return path
+
+    return make
+
+
+def assert_any_frames_equal_the_whole(path, expected):
+    frames, fps = read_video(path)
+    np.testing.assert_array_equal(frames, expected)
+    count = len(expected)
+    assert count_frames(path) == (count, fps)
+    video = open_video(path)
+    draws = random.Random(0)
+    picks = [[0], [count - 1], [count // 2, count // 2 + 1], list(range(count // 2, count, 3)), [1, count - 2]]
+    picks += [sorted(draws.sample(range(count), 4)) for _ in range(3)] + [[i] for i in range(5, count, 29)]
+    for indices in picks:
+        found = dict(video.frames(indices))
+        assert list(found) == indices
+        for i, frame in found.items():
+            assert frame.dtype == np.uint8
+            assert (frame == expected[i]).all(), (i, indices)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_frames_are_those_of_a_whole_decode(media, name):
+    assert_any_frames_equal_the_whole(media(name), whole(media(name)))
+
+
+@pytest.mark.parametrize("name", ["hiker_240x368_49f.mp4", "horse_480x720_49f.mp4"])
+def test_any_frames_of_a_real_video(name):
+    path = SHARED / "data" / "media" / name
+    if not path.is_file():
+        pytest.skip(f"the real video is not at {path}")
+    assert_any_frames_equal_the_whole(path, whole(path))
+
+
+def test_decoding_begins_near_the_first_wanted_frame(tmp_path, caplog):
+    """The time for two frames does not grow with what is before them."""
+    ffmpeg(*pattern(320, 240, 24, 120), *H264, "-g", 48, tmp_path / "a.mp4")
+    caplog.set_level(logging.INFO, "cogvideox_flax")
+    video = open_video(tmp_path / "a.mp4")
+    assert video.info.num_frames == 2880
+
+    def seconds(index):
+        began = time.monotonic()
+        assert len(dict(video.frames([index, index + 1]))) == 2
+        return time.monotonic() - began
+
+    seconds(100)
+    early, late = (min(seconds(index) for _ in range(3)) for index in (100, 2800))
+    assert late < 3 * early + 0.1
+    assert not caplog.messages
+
+
+def test_an_mp4_that_takes_every_frame_for_a_keyframe(tmp_path, caplog):
+    """Decoding cannot begin where it says, so it begins at the start."""
+    path = tmp_path / "a.mp4"
+    ffmpeg(*pattern(), *H264, "-g", 250, "-bf", 0, path)
+    expected = whole(path)
+    path.write_bytes(path.read_bytes().replace(b"stss", b"free"))
+    caplog.set_level(logging.INFO, "cogvideox_flax")
+    assert_any_frames_equal_the_whole(path, expected)
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert "a.mp4: decoded from its beginning, as from frame 72 on: 0 of 2 frames can be decoded" in caplog.text
+
+
+def test_a_rotated_video_is_read_upright(media, tmp_path):
+    path = tmp_path / "a.mp4"
+    ffmpeg("-display_rotation", 90, "-i", media("several_keyframes_and_b_frames.mp4"), "-c", "copy", path)
+    assert open_video(path).info.height == 64
+    assert_any_frames_equal_the_whole(path, whole(path))
+
+
+def test_sound_that_begins_earlier_adds_no_frames(media, tmp_path):
+    source, path = media("several_keyframes_and_b_frames.mp4"), tmp_path / "a.mp4"
+    sound = ["-f", "lavfi", "-i", "sine=d=7"]
+    ffmpeg(*sound, "-itsoffset", 0.52, "-i", source, "-map", "1:v", "-map", "0:a", "-c:v", "copy", path)
+    assert_any_frames_equal_the_whole(path, whole(source))
+
+
+def test_a_size_that_changes_on_the_way_is_scaled_to_the_first(tmp_path):
+    for name, size in (("a", "64x48"), ("b", "128x96")):
+        ffmpeg(*pattern(seconds=4), "-s", size, *H264, "-bf", 0, "-g", 24, tmp_path / f"{name}.h264")
+    both = (tmp_path / "a.h264").read_bytes() + (tmp_path / "b.h264").read_bytes()
+    (tmp_path / "both.h264").write_bytes(both)
+    ffmpeg("-r", 24, "-i", tmp_path / "both.h264", "-c", "copy", tmp_path / "both.mp4")
+    frames, fps = read_video(tmp_path / "both.mp4")
+    assert (frames.shape, fps) == ((192, 48, 64, 3), 24)
+
+    def difference(shift):
+        return np.abs(frames[96 + shift :].astype(int) - frames[: 96 - shift]).mean()
+
+    assert difference(0) < 5 < difference(10)  # the same pictures again; measured: 4.25 and 5.62
+    assert_any_frames_equal_the_whole(tmp_path / "both.mp4", frames)
+
+
+# --- times ---
+
+
+def grey(path, times, rate=30, *more):
+    """A lossless video of frame i with the value 4 i, shown from times[i] seconds on."""
+    frames = np.ones((len(times), 16, 16, 3), np.uint8) * (
+        4 * np.arange(len(times), dtype=np.uint8)[:, None, None, None]
+    )
+    raw = path.with_suffix(".rgb")
+    raw.write_bytes(frames.tobytes())
+    when = "+".join(f"eq(N,{i})*{seconds}" for i, seconds in enumerate(times))
+    ffmpeg(
+        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16", "-r", rate, "-i", raw),
+        *("-vf", f"setpts='round(({when})/TB)'", "-fps_mode", "passthrough", "-enc_time_base", "1:1000"),
+        *("-c:v", "libx264rgb", "-qp", 0, "-g", 4, "-bf", 2, *more, path),
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_of_a_variable_rate_each_frame_is_there_as_long_as_it_is_shown(tmp_path, name):
+    """The first 12 frames at 30 per second, then one every 0.3 s, then at 30 per second again."""
+    steps = [1 / 30] * 12 + [0.3] * 12 + [1 / 30] * 11
+    times = np.concatenate([[0], np.cumsum(steps)])
+    path = grey(tmp_path / name, times.tolist())
+    frames, fps = read_video(path)
+    shown = frames[:, 0, 0, 0] // 4
+    slots = np.floor(times * fps + 0.5)
+    assert len(frames) == slots[-1] + 1
+    expected = np.searchsorted(slots, np.arange(len(frames)), side="right") - 1
+    assert (shown == expected).all()
+    for start in (10, len(frames) // 2, len(frames) - 5):  # in the middle of long frames too
+        found = dict(open_video(path).frames([start, start + 2]))
+        assert [frame[0, 0, 0] // 4 for frame in found.values()] == [expected[start], expected[start + 2]]
+
+
+def test_a_frame_that_is_shown_for_long_is_found_behind_its_beginning(tmp_path):
+    times = [0, 1 / 30, 2 / 30, 40, 40 + 1 / 30, 90, 90 + 1 / 30]
+    path = grey(tmp_path / "a.mp4", times)
+    video = open_video(path)
+    fps = video.info.fps
+    for seconds, expected in ((39, 2), (41, 4), (89, 4), (90, 5)):
+        (frame,) = dict(video.frames([round(seconds * fps)])).values()
+        assert frame[0, 0, 0] // 4 == expected
+
+
+def test_too_many_frames(media, tmp_path, monkeypatch):
+    path = grey(tmp_path / "a.mp4", [*(i / 30 for i in range(40)), 1e5], 30, "-enc_time_base", "1:30")
+    with pytest.raises(InputError, match=r"a\.mp4 holds [\d,]+,\d\d\d,\d\d\d frames; at most 1,000,000 are read"):
+        count_frames(path)  # the last of 41 comes a day after the others
+    monkeypatch.setattr(limits, "MAX_FRAMES", 100)
+    with pytest.raises(InputError, match=r"holds 144 frames; at most 100 are read"):
+        count_frames(media("b_frames.mkv"))
+
+
+# --- contents ---
+
+
+def test_contents_decide_and_not_the_name(media, tmp_path):
+    frames = read_video(media("vp9.webm"))[0]
+    shutil.copy(media("vp9.webm"), tmp_path / "a.mp4")
+    shutil.copy(media("vp9.webm"), tmp_path / "a.gif")
+    for name in ("a.mp4", "a.gif"):
+        np.testing.assert_array_equal(read_video(tmp_path / name)[0], frames)
+    save_video(tmp_path / "b.gif", frames[:50:10], 8, {"seed": 1})
+    (tmp_path / "b.gif").rename(tmp_path / "b.mp4")
+    assert read_video(tmp_path / "b.mp4")[0].shape == (5, *frames.shape[1:])
+    assert read_metadata(tmp_path / "b.mp4") == {"seed": 1}
+
+
+@pytest.mark.parametrize("name", ["p.mp4", "p.mkv", "p.webm", "p.gif"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ffconcat version 1.0\nfile '{}'\n",
+        "file '{}'\n",
+        "#EXTM3U\n#EXT-X-TARGETDURATION:6\n#EXTINF:6,\n{}\n#EXT-X-ENDLIST\n",
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=-\nc=IN IP4 127.0.0.1\nm=video 5004 RTP/AVP 96\n",
+        "<?xml version='1.0'?><MPD><Period><BaseURL>{}</BaseURL></Period></MPD>",
+        "",
+    ],
+)
+def test_a_playlist_is_no_video(media, tmp_path, name, text):
+    secret = shutil.copy(media("several_keyframes_and_b_frames.mp4"), tmp_path / "secret.mp4")
+    (tmp_path / name).write_text(text.format(secret.name))
+    for read in (read_video, count_frames, read_metadata):
+        with pytest.raises(InputError, match=r"its contents are none of MP4, MOV, MKV, WebM, AVI or GIF"):
+            read(tmp_path / name)
+
+
+def test_other_containers_and_pictures_are_refused(media, tmp_path):
+    source = media("several_keyframes_and_b_frames.mp4")
+    ffmpeg("-i", source, "-c", "copy", "-f", "mpegts", tmp_path / "ts.mp4")
+    ffmpeg("-i", source, "-frames:v", 1, "-f", "image2pipe", "-c:v", "mjpeg", tmp_path / "jpeg.mp4")
+    ffmpeg("-i", source, "-frames:v", 1, "-f", "image2pipe", "-c:v", "png", tmp_path / "png.mp4")
+    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\n")
+    for name, message in (
+        ("ts.mp4", "its contents are none of"),
+        ("jpeg.mp4", "its contents are none of"),
+        ("png.mp4", "it is a PNG"),
+        ("eps.png", "not those of a PNG"),
+    ):
+        with pytest.raises(InputError, match=message):
+            read_video(tmp_path / name)
+
+
+def external_reference(source: bytes, target: str) -> bytes:
+    """A MOV whose frames are said to be in another file, as QuickTime allows."""
+
+    def alias() -> bytes:
+        path = f"Mac/{target}".encode()
+        record = b"\0" * 10 + b"\3" + b"Mac".ljust(27, b"\0") + b"\0" * 12
+        record += bytes([len(target)]) + target.encode().ljust(63, b"\0") + b"\0" * 16 + struct.pack(">HH", 1, 1)
+        record += b"\0" * 16 + struct.pack(">HH", 2, len(path)) + path + b"\0" * (len(path) % 2)
+        record = (record + struct.pack(">HH", 0xFFFF, 0)).ljust(160, b"\0")
+        return struct.pack(">I4sI", 12 + len(record), b"alis", 0) + record
+
+    def boxes(data: bytes) -> bytes:
+        out, at = b"", 0
+        while at < len(data):
+            size, kind = struct.unpack(">I4s", data[at : at + 8])
+            body = data[at + 8 : at + size]
+            if kind in (b"moov", b"trak", b"mdia", b"minf", b"dinf"):
+                body = boxes(body)
+            if kind == b"dref" and (b"url " in body or b"alis" in body):
+                body = struct.pack(">II", 0, 1) + alias()
+            if kind == b"mdat":
+                body = bytes(len(body))
+            out += struct.pack(">I4s", 8 + len(body), kind) + body
+            at += size
+        return out
+
+    return boxes(source)
+
+
+def test_a_mov_cannot_take_its_frames_from_another_file(tmp_path):
+    ffmpeg(*pattern(seconds=1), *H264, "-f", "mov", tmp_path / "secret.mov")
+    (tmp_path / "a.mov").write_bytes(external_reference((tmp_path / "secret.mov").read_bytes(), "secret.mov"))
+    follow = ["-enable_drefs", 1, "-i", tmp_path / "a.mov", "-f", "framecrc", "-"]
+    assert ffmpeg(*follow).count(b"\n0,") == 24  # ffmpeg would, if it were allowed to
+    with pytest.raises(InputError, match=r"a\.mov"):
+        read_video(tmp_path / "a.mov")
+
+
+# --- costs ---
+
+
+def test_large_frames_are_refused_by_their_header(media, monkeypatch):
+    monkeypatch.setattr(limits, "MAX_PIXELS", 64 * 48 - 1)
+    for name in ("several_keyframes_and_b_frames.mp4", "vp9.webm"):  # ffmpeg itself refuses the second
+        with pytest.raises(InputError, match=rf"{name}: .*64x48 .*3,?071"):
+            count_frames(media(name))
+
+
+def test_large_frames_behind_a_small_header_are_refused(media, tmp_path, monkeypatch):
+    data = media("several_keyframes_and_b_frames.mp4").read_bytes()
+    size = struct.pack(">HH", 64, 48)
+    at = data.index(b"avc1", data.index(b"stsd")) + 28
+    assert data[at : at + 4] == size
+    (tmp_path / "a.mp4").write_bytes(data[:at] + struct.pack(">HH", 16, 16) + data[at + 4 :])
+    monkeypatch.setattr(limits, "MAX_PIXELS", 64 * 48 - 1)
+    with pytest.raises(InputError, match=r"a\.mp4.*64x48"):
+        read_video(tmp_path / "a.mp4")
+
+
+def test_a_whole_video_that_is_too_large_is_read_in_part(media, monkeypatch):
+    path = media("several_keyframes_and_b_frames.mp4")
+    monkeypatch.setattr(limits, "MAX_DECODED_BYTES", 2**20)
+    with pytest.raises(InputError, match=r"144 frames of 64x48 are 0\.0 GiB once decoded; at most 0\.0009765"):
+        read_video(path)
+    assert len(dict(open_video(path).frames(range(100)))) == 100
+
+
+def test_ffmpeg_is_stopped_when_it_takes_too_long(media, tmp_path, monkeypatch):
+    stuck = tmp_path / "ffmpeg"
+    stuck.write_text("#!/bin/sh\nexec sleep 100\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(stuck))
+    monkeypatch.setattr(limits, "MAX_DECODE_SECONDS", 0.2)
+    began = time.monotonic()
+    for read in (count_frames, read_metadata):
+        with pytest.raises(InputError, match=r"no end after 0\.2 seconds; it was stopped"):
+            read(media("several_keyframes_and_b_frames.mp4"))
+    with pytest.raises(InputError, match=r"writing .*a\.mp4 failed: ffmpeg: no end after 0\.2 seconds"):
+        save_video(tmp_path / "a.mp4", np.zeros((60, 64, 64, 3), np.uint8), 8)
+    assert time.monotonic() - began < 10
+
+
+def test_no_ffmpeg_is_left_behind(media):
+    frames = open_video(media("several_keyframes_and_b_frames.mp4")).frames(range(144))
+    next(frames)
+    frames.close()
+    assert not [child for child in psutil.Process().children() if "ffmpeg" in child.name()]
+
+
+@pytest.mark.parametrize("content", [None, "", "not a program"])
+def test_an_ffmpeg_that_cannot_run(media, tmp_path, monkeypatch, content):
+    path = media("several_keyframes_and_b_frames.mp4")
+    program = tmp_path / "ffmpeg"
+    if content is not None:
+        program.write_text(content)
+        program.chmod(0o755 if content else 0o644)
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(program))
+    expected = "which is not a program" if not content else r"cannot be started \(Exec format error\)"
+    with pytest.raises(InputError, match=expected):
+        read_video(path)
+    with pytest.raises(InputError, match=expected):
+        save_video(tmp_path / "a.mp4", np.zeros((1, 16, 16, 3), np.uint8), 8)
+
+
+def test_no_frames_of_a_video(media):
+    assert not list(open_video(media("vp9.webm")).frames([]))
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("name", ["b_frames.mkv", "several_keyframes_and_b_frames.mp4", "vp9.webm", "b_frames.avi"])
+def test_damaged_files_are_read_or_refused(media, tmp_path, name):
+    """Bits flipped, bytes removed, the end cut off: frames or one line, nothing else."""
+    data = media(name).read_bytes()
+    draws = random.Random(0)
+    path = tmp_path / name
+    for trial in range(12):
+        damaged = bytearray(data)
+        for _ in range(draws.choice([1, 4, 40])):
+            at = draws.randrange(len(damaged) if trial % 2 else 2000)
+            damaged[at] ^= 1 << draws.randrange(8)
+        if trial % 3 == 0:
+            del damaged[draws.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        for read in (count_frames, read_metadata, read_video):
+            try:
+                read(path)
+            except InputError as e:
+                assert str(path) in str(e)
+                assert "\n" not in str(e)
+
+
+def test_damage_in_the_middle_is_reported(media, tmp_path, caplog):
+    data = bytearray(media("several_keyframes_and_b_frames.mp4").read_bytes())
+    at = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
+    data[at : at + 2000] = bytes(2000)
+    (tmp_path / "a.mp4").write_bytes(data)
+    assert read_video(tmp_path / "a.mp4")[0].shape == (144, 48, 64, 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a.mp4 is damaged, its frames may be too: " in caplog.text
+
+
+def test_frames_that_cannot_be_decoded_are_an_error(media, tmp_path):
+    data = bytearray(media("several_keyframes_and_b_frames.mp4").read_bytes())
+    at = data.index(b"mdat") + 4 + (len(data) - data.index(b"mdat")) // 2
+    end = data.index(b"moov") if data.index(b"moov") > at else len(data)
+    data[at:end] = bytes(end - at)
+    (tmp_path / "a.mp4").write_bytes(data)
+    with pytest.raises(InputError, match=r"cannot read .*a\.mp4: \d+ of 144 frames can be decoded"):
+        read_video(tmp_path / "a.mp4")

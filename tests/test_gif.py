@@ -1,0 +1,150 @@
+"""GIFs: frames one by one, their times and comment from the blocks, and damaged ones."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
+
+
+def clip(count: int = 12) -> np.ndarray:
+    picture = np.random.default_rng(0).integers(0, 256, (24, 40, 3)).astype(np.uint8)
+    return np.stack([np.roll(picture, 3 * i, 1) for i in range(count)])
+
+
+def by_pil(path) -> np.ndarray:
+    """Every frame in the plainest way."""
+    with Image.open(path) as image:
+        frames = []
+        for i in range(image.n_frames):
+            image.seek(i)
+            frames.append(np.asarray(image.convert("RGB")))
+    return np.stack(frames)
+
+
+def with_holes(path) -> None:
+    """Small frames over others, transparent, with each way to clear what was there."""
+    frames = [Image.fromarray(frame).quantize(16) for frame in clip(4)]
+    patches = [frame.crop((5, 5, 20, 15)) for frame in frames]
+    frames[0].save(
+        path,
+        save_all=True,
+        append_images=[patches[1], frames[2], patches[3]],
+        duration=[50, 0, 70, 100],
+        disposal=[1, 2, 3, 1],
+        transparency=3,
+    )
+
+
+@pytest.mark.parametrize("make", [lambda path: save_video(path, clip(), 8), with_holes])
+def test_any_frames_are_those_of_a_whole_decode(tmp_path, make):
+    path = tmp_path / "a.gif"
+    make(path)
+    expected = by_pil(path)
+    np.testing.assert_array_equal(read_video(path)[0], expected)
+    count = len(expected)
+    for indices in ([0], [count - 1], [1, 3], [2]):
+        found = dict(open_video(path).frames(indices))
+        assert list(found) == indices
+        assert all((frame == expected[i]).all() for i, frame in found.items())
+
+
+def test_frames_are_counted_and_described_without_decoding(tmp_path, monkeypatch):
+    save_video(tmp_path / "a.gif", clip(), 8, {"seed": 3})
+    expected = len(by_pil(tmp_path / "a.gif"))
+    monkeypatch.setattr(Image, "open", None)
+    assert count_frames(tmp_path / "a.gif") == (expected, 8)
+    assert read_metadata(tmp_path / "a.gif") == {"seed": 3}
+
+
+def test_a_comment_before_the_frames_is_read_too(tmp_path):
+    first, *rest = map(Image.fromarray, clip())
+    first.save(tmp_path / "a.gif", save_all=True, append_images=rest, comment=b'{"seed": 4}')
+    assert read_metadata(tmp_path / "a.gif") == {"seed": 4}
+
+
+def blocks(width, height, *frames, end=b";") -> bytes:
+    """A GIF with frames of one colour at (left, top, width, height)."""
+    data = b"GIF89a" + struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes([255, 0, 0, 0, 255, 0])
+    for place in frames:
+        # a clear code and then as many codes as there are pixels, 3 bits each: pixels of at most 5 in a row
+        codes, bits = [4, *[c for _ in range(place[2] * place[3]) for c in (0, 4)][:-1], 5], 0
+        for i, code in enumerate(codes):
+            bits |= code << 3 * i
+        lzw = bits.to_bytes(-(-3 * len(codes) // 8), "little")
+        data += b"," + struct.pack("<HHHHB", *place, 0) + b"\2"
+        for i in range(0, len(lzw), 255):
+            data += bytes([len(lzw[i : i + 255])]) + lzw[i : i + 255]
+        data += b"\0"
+    return data + end
+
+
+def test_blocks_that_other_programs_write(tmp_path):
+    path = tmp_path / "a.gif"
+    path.write_bytes(blocks(4, 4, (0, 0, 4, 4), (1, 1, 2, 2), end=b""))  # no end
+    assert read_video(path)[0].shape == (2, 4, 4, 3)
+    path.write_bytes(blocks(0, 0, (0, 0, 4, 3)))  # no size but the first frame's
+    assert read_video(path)[0].shape == (1, 3, 4, 3)
+    path.write_bytes(blocks(4, 4, (0, 0, 4, 4), (2, 2, 4, 4)))
+    with pytest.raises(InputError, match=r"a\.gif: frame 1 reaches beyond 4x4"):
+        read_video(path)
+
+
+def test_large_gifs_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    path = tmp_path / "a.gif"
+    for data in (
+        blocks(20000, 20000, (0, 0, 1, 1)),
+        blocks(4, 4, (0, 0, 1, 1)).replace(
+            struct.pack("<HHHHB", 0, 0, 1, 1, 0), struct.pack("<HHHHB", 0, 0, 20000, 20000, 0)
+        ),
+    ):
+        path.write_bytes(data)
+        for read in (count_frames, read_video):
+            with pytest.raises(
+                InputError, match=r"a\.gif: a frame of 20000x20000 has 400,000,000 pixels; expected 1 to"
+            ):
+                read(path)
+    save_video(path, clip(), 8)
+    monkeypatch.setattr(limits, "MAX_FRAMES", 5)
+    with pytest.raises(InputError, match=r"a\.gif holds 12 frames; at most 5 are read"):
+        count_frames(path)
+    monkeypatch.setattr(limits, "MAX_FRAMES", 100)
+    monkeypatch.setattr(limits, "MAX_DECODE_SECONDS", 0)
+    with pytest.raises(InputError, match=r"a\.gif: its frames to 5 take longer than 0 seconds"):
+        dict(open_video(path).frames([5]))
+
+
+@pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf")])
+def test_a_rate_that_no_gif_can_have(tmp_path, fps):
+    with pytest.raises(InputError, match=r"a \.gif holds frames .* at a positive rate; got 40x24"):
+        save_video(tmp_path / "a.gif", clip(), fps)
+
+
+def test_damaged_gifs_are_read_or_refused(tmp_path):
+    path = tmp_path / "a.gif"
+    save_video(path, clip(6), 8, {"seed": 1})
+    data = path.read_bytes()
+    draws = random.Random(0)
+    refused = 0
+    for trial in range(150):
+        damaged = bytearray(data)
+        for _ in range(draws.choice([1, 4, 40])):
+            damaged[draws.randrange(len(damaged) if trial % 2 else 900)] ^= 1 << draws.randrange(8)
+        if trial % 3 == 0:
+            del damaged[draws.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        for read in (count_frames, read_metadata, read_video):
+            try:
+                read(path)
+            except InputError as e:
+                refused += 1
+                assert str(path) in str(e)
+                assert "\n" not in str(e)
+    assert refused > 50

@@ -1,0 +1,161 @@
+"""Sequences of PNGs: what their texts may say, sizes, and damaged ones."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
+
+
+def write(path, **texts) -> None:
+    path.parent.mkdir(exist_ok=True)
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_text(name, text)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3)).astype(np.uint8)).save(path, pnginfo=info)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def header(width: int, height: int) -> bytes:
+    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+
+
+def bomb(width: int, height: int, *more: bytes) -> bytes:
+    """A grey picture of one value, compressed as far as zlib goes."""
+    pack = zlib.compressobj(9)
+    rows = pack.compress(bytes(width + 1))
+    for _ in range(height - 1):
+        rows += pack.compress(bytes(width + 1))
+    rows += pack.flush()
+    return b"\x89PNG\r\n\x1a\n" + b"".join(more or [header(width, height)]) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("text", ["abc", "", "nan", "inf", "-8", "1e400", "1e-300", "8 fps", "8,5", "\u00b2"])
+def test_a_rate_must_be_a_positive_number(tmp_path, text):
+    write(tmp_path / "c" / "0.png", fps=text)
+    if not text:
+        assert count_frames(tmp_path / "c") == (1, 0)
+        return
+    for read in (count_frames, read_video):
+        with pytest.raises(InputError, match=r"c/0\.png states .* frames per second; expected"):
+            read(tmp_path / "c")
+
+
+def test_a_rate_of_0_is_none(tmp_path):
+    write(tmp_path / "0.png", fps="0")
+    assert count_frames(tmp_path / "0.png") == (1, 0)
+    save_video(tmp_path / "c", np.zeros((2, 8, 8, 3), np.uint8), 0)
+    assert "fps" not in Image.open(tmp_path / "c" / "0000.png").info
+
+
+def test_large_pictures_are_refused_by_their_header(tmp_path):
+    """400 million pixels in about 400 kB; PIL would decode 89 million with a warning, and raise at 179 million."""
+    for width, height in ((20000, 20000), (10000, 10000)):
+        (tmp_path / "0.png").write_bytes(bomb(width, height))
+        for read in (count_frames, read_video, read_metadata):
+            with pytest.raises(
+                InputError, match=rf"0\.png: a frame of {width}x{height} has .* pixels; expected 1 to 33,5"
+            ):
+                read(tmp_path / "0.png")
+
+
+def test_a_second_header_is_no_way_around_the_limit(tmp_path):
+    (tmp_path / "0.png").write_bytes(bomb(8000, 8000, header(8, 8), header(8000, 8000)))
+    with pytest.raises(InputError, match=r"0\.png: a frame of 8000x8000 has"):
+        read_video(tmp_path / "0.png")
+
+
+def test_only_the_wanted_frames_are_decoded(tmp_path):
+    for i in range(5):
+        write(tmp_path / f"{i}.png", fps="8")
+    data = (tmp_path / "0.png").read_bytes()
+    (tmp_path / "3.png").write_bytes(data[:60] + bytes(40) + data[100:])  # its header is whole
+    assert count_frames(tmp_path) == (5, 8)
+    assert list(dict(open_video(tmp_path).frames([0, 2, 4]))) == [0, 2, 4]
+    with pytest.raises(InputError, match=r"cannot read .*3\.png"):
+        read_video(tmp_path)
+
+
+def test_sizes_are_compared_without_decoding(tmp_path):
+    for i in range(2):
+        Image.new("RGB", (8, 8 + i)).save(tmp_path / f"{i}.png")
+    with pytest.raises(InputError, match="different sizes: 8x8, 8x9"):
+        count_frames(tmp_path)
+
+
+def test_16_bit_grey_keeps_its_upper_byte(tmp_path):
+    grey = np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)
+    Image.fromarray(grey).save(tmp_path / "0.png")
+    np.testing.assert_array_equal(read_video(tmp_path)[0], (grey >> 8)[None, ..., None].repeat(3, -1))
+
+
+@pytest.mark.parametrize("kind", ["a GIF", "a directory", "too short", "no header"])
+def test_what_is_not_a_png(tmp_path, kind):
+    path = tmp_path / "c" / "0.png"
+    path.parent.mkdir()
+    if kind == "a directory":
+        path.mkdir()
+    elif kind == "a GIF":
+        Image.new("P", (8, 8)).save(path, "GIF")
+    else:
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + (b"" if kind == "too short" else bytes(40)))
+    for read in (count_frames, read_metadata, read_video):
+        with pytest.raises(InputError, match=r"cannot read .*0\.png"):
+            read(tmp_path / "c")
+
+
+def test_damaged_pngs_are_read_or_refused(tmp_path):
+    path = tmp_path / "0.png"
+    write(path, fps="8", comment='{"seed": 1}')
+    data = path.read_bytes()
+    draws = random.Random(0)
+    refused = 0
+    for trial in range(200):
+        damaged = bytearray(data)
+        for _ in range(draws.choice([1, 4, 40])):
+            damaged[draws.randrange(len(damaged) if trial % 2 else 120)] ^= 1 << draws.randrange(8)
+        if trial % 3 == 0:
+            del damaged[draws.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        for read in (count_frames, read_metadata, read_video):
+            try:
+                read(path)
+            except InputError as e:
+                refused += 1
+                assert str(path) in str(e)
+                assert "\n" not in str(e)
+    assert refused > 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(2**24))),
+        chunk(b"zTXt", b"comment\0\1x"),
+        chunk(b"iCCP", b"x\0\1"),
+        chunk(b"tRNS", b""),
+        chunk(b"pHYs", b"1"),
+        chunk(b"acTL", b"1"),
+        chunk(b"1234", b""),
+        struct.pack(">I", 2**31 - 1) + b"tEXt",
+    ],
+)
+def test_odd_chunks_are_read_or_refused(tmp_path, data):
+    (tmp_path / "0.png").write_bytes(bomb(8, 8, header(8, 8), data))
+    for read in (count_frames, read_metadata, read_video):
+        try:
+            read(tmp_path / "0.png")
+        except InputError as e:
+            assert "0.png" in str(e)
+            assert "\n" not in str(e)
