@@ -39,7 +39,7 @@ from cogvideox_flax.config import (
     find_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.io.atomic import atomic_directory
+from cogvideox_flax.io.atomic import atomic_directory, sync_file
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number, shown
@@ -48,6 +48,7 @@ from cogvideox_flax.models.autoencoder import Autoencoder
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
 from cogvideox_flax.tensorfile import TensorFile, TensorWriter, aligned_empty
+from cogvideox_flax.version import RESULTS
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +285,7 @@ def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
         contents["tokenizer"] = [content_hash(spiece)]
     contents["scheduler"] = []
     configs = {name: config.to_dict() for name in CONFIG_TYPES if (config := getattr(manifest, name)) is not None}
-    return {name: fingerprint(configs[name], *found) for name, found in contents.items() if name in configs}
+    return {name: fingerprint(RESULTS, configs[name], *found) for name, found in contents.items() if name in configs}
 
 
 def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorFile:
@@ -467,6 +468,7 @@ def _link(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
+        sync_file(target)
 
 
 def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:

@@ -44,18 +44,24 @@ LIMIT = 4 * 2**30
 """Bytes of all programs; what was not used for longest goes first."""
 
 _MAGIC = b"cogvideox program 1\n"
-_OLD_SUFFIX = ".executable"  # of versions that wrote pickles, which are not read
+_OLD_SUFFIX = ".executable"  # of versions without checksums, which are not read
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_NOT_OF_PROGRAMS = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_traceback")
+_IRRELEVANT_SETTINGS = (
+    "jax_compilation_cache",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache",
+    "jax_log",
+    "jax_traceback",
+)
 """Settings of JAX, by how their names begin, that change no program."""
-_ONE_AT_A_TIME = threading.RLock()
+_CONFIG_LOCK = threading.RLock()
 
 
 class CompileCache:
     """A folder of compiled programs.
 
     Args:
-        folder: of one kind of host, since a CPU's programs hold its instructions. It is made if it is not there.
+        folder: made if it is missing. Hosts of several kinds may share it.
 
     Raises:
         NotPrivateError: somebody else could put programs there.
@@ -99,7 +105,7 @@ class CompileCache:
         body = struct.pack("<Q", len(structure)) + structure + payload
         try:
             with atomic_write(path, mode=0o600) as partial, partial.open("wb") as file:
-                file.write(_head(path, body))
+                file.write(_file_header(path, body))
                 file.write(body)
             self._trim()
         except (InputError, OSError) as e:
@@ -127,11 +133,12 @@ def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
     except (NotPrivateError, OSError) as e:
         log.warning("not loading a compiled program, compiling it: %s", e)
         return None
-    start = len(_head(path, b""))
+    start = len(_file_header(path, b""))
     body = memoryview(raw)[start:]
-    if raw[:start] != _head(path, body):
+    if raw[:start] != _file_header(path, body):
         log.warning("the compiled program %s is damaged; compiling it again", path)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # a folder that may only be read
+            path.unlink()
         return None
     try:
         (length,) = struct.unpack_from("<Q", body)
@@ -147,7 +154,7 @@ def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
     return found
 
 
-def _head(path: Path, body: bytes | memoryview) -> bytes:
+def _file_header(path: Path, body: bytes | memoryview) -> bytes:
     """What a program's file begins with."""
     digest = hashlib.sha256(path.name.encode())
     digest.update(body)
@@ -188,12 +195,12 @@ _ARRAY = "array"
 
 @contextmanager
 def _without_cache_of_jax() -> Iterator[None]:
-    """Without JAX's cache on a CPU: what comes from there lacks parts of its code when it is written down again."""
+    """Disable JAX's own cache on a CPU: an executable loaded from it serializes incompletely."""
     if jax.default_backend() != "cpu":
         yield
         return
     config: Any = jax.config
-    with _ONE_AT_A_TIME:
+    with _CONFIG_LOCK:
         before = config.jax_enable_compilation_cache
         config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # whether there is one is asked only once
@@ -208,13 +215,13 @@ def program_name(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | N
     """A name that no other program has; arguments as for `CompileCache.get`.
 
     Returns:
-        None for what is known by no more than an address, for what runs on several hosts or elsewhere than JAX's first
-        device, and where this package's files are not those that were imported.
+        None if the program cannot be kept: its description holds an object's address, it runs on several hosts or not
+        on JAX's default device, or this package's files have changed since they were imported.
     """
     code = code_fingerprint()
     leaves, tree = jax.tree.flatten(args)
     kinds = [(leaf.shape, str(leaf.dtype), mesh and str(getattr(leaf, "sharding", None))) for leaf in leaves]
-    text = repr((what, str(tree), kinds, _where(mesh), code, _surroundings()))
+    text = repr((what, str(tree), kinds, _device_assignment(mesh), code, _compiler_environment()))
     config: Any = jax.config
     unknown = code is None or " at 0x" in text
     if unknown or jax.process_count() > 1 or config.jax_default_device is not None:
@@ -226,21 +233,22 @@ def _devices(mesh: Mesh | None) -> list[jax.Device]:
     return [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
 
 
-def _where(mesh: Mesh | None) -> str:
+def _device_assignment(mesh: Mesh | None) -> str:
     shape = dict(mesh.shape) if mesh is not None else None
     return repr((shape, [(device.id, device.device_kind) for device in _devices(mesh)], len(jax.devices())))
 
 
-def _surroundings() -> str:
+def _compiler_environment() -> str:
     """All else that a compiler goes by. Versions are those of the modules that run, not those now installed."""
     settings: dict[str, Any] = jax.config.values
     return repr(
         (
             sys.version,
+            _instruction_set(),
             [module.__version__ for module in (jax, jaxlib, flax, np)],
             jax.devices()[0].client.platform_version,
             [_flags(os.environ.get(name)) for name in _VARIABLES],
-            sorted((k, repr(v)) for k, v in settings.items() if not k.startswith(_NOT_OF_PROGRAMS)),
+            sorted((k, repr(v)) for k, v in settings.items() if not k.startswith(_IRRELEVANT_SETTINGS)),
         )
     )
 
@@ -254,8 +262,8 @@ def _flags(value: str | None) -> str | None:
 
 
 @cache
-def host() -> str:
-    """A short name for this kind of machine: its instruction set with all extensions."""
+def _instruction_set() -> str:
+    """This host's instruction set with all extensions, as a short name: a CPU's programs use what is there."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))

@@ -4,6 +4,13 @@ The command line turns it into its message and exit code 2; Python callers can c
 wrong, where, what was expected and what to do next.
 """
 
+from __future__ import annotations
+
+from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
+
+_DISK_FULL = (EDQUOT, EFBIG, ENOSPC)
+_NO_ACCESS = (EACCES, EIO, EPERM, EROFS)
+
 
 class InputError(ValueError):
     """The input (an argument, a file, a directory) cannot be served; the message is for people."""
@@ -30,3 +37,13 @@ class NonFiniteError(InputError):
 
 class DivergedError(InputError):
     """Training gave NaN or infinity; the settings do not suit the data."""
+
+
+def describe_file_error(error: OSError) -> str | None:
+    """A message for an error of a disk, or of a place on it; None for any other, which is a fault of this program."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in _DISK_FULL:
+        return f"{where}{error.strerror}; free some space or choose another place"
+    if error.errno in _NO_ACCESS:
+        return f"{where}{error.strerror}; allow access to it or choose another place"
+    return None

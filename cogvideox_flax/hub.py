@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cogvideox_flax.checkpoint import (
+    CONFIG_FILE,
     FORMAT_VERSION,
     SPIECE_FILE,
     Manifest,
@@ -20,12 +21,13 @@ from cogvideox_flax.checkpoint import (
 )
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.io.contents import content_hashes, fingerprint
+from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.text import load_json
 from cogvideox_flax.tensorfile import TensorFile
 from cogvideox_flax.tokenizer import Tokenizer
-from conversion.convert import convert, read_configs
+from conversion.convert import LOCK_FILE, WORK_DIR, convert, read_configs
 from conversion.download import Download, download, files_read
 from conversion.progress import progress_bar
 
@@ -62,8 +64,7 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
             if path is None:
                 source = download(str(where), source.origin["revision"], progress=progress)
             _check_tokenizer(source.folder)
-            if is_native(target):
-                shutil.rmtree(target)
+            _clear(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
             with progress_bar(progress) as report:
                 convert(source.folder, target, components=COMPONENTS, origin=source.origin, progress=report)
@@ -141,7 +142,7 @@ def _key(source: Download) -> str:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process at a time make `target`."""
+    """Let one process at a time make `target`; the others wait."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -161,6 +162,8 @@ def _is_whole(native_dir: Path) -> bool:
     if not is_native(native_dir):
         return False
     try:
+        if not is_as_written(load_json(native_dir / CONFIG_FILE)):
+            raise CheckpointError(f"{native_dir / CONFIG_FILE} is not as it was written")
         for component in COMPONENTS:
             TensorFile(file_of(native_dir, component)).close()
         check_contents(native_dir, read_manifest(native_dir))
@@ -168,6 +171,14 @@ def _is_whole(native_dir: Path) -> bool:
         log.warning("the converted checkpoint is damaged and will be made again: %s", e)
         return False
     return True
+
+
+def _clear(target: Path) -> None:
+    """Remove a checkpoint that is not whole, but not what a killed conversion can go on from."""
+    if target.is_dir() and not (target / WORK_DIR / CONFIG_FILE).exists():
+        for path in target.iterdir():
+            if path.name not in (WORK_DIR, LOCK_FILE):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _check_tokenizer(folder: Path) -> None:

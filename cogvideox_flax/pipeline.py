@@ -76,9 +76,9 @@ class CogVideoXPipeline(Components):
         self._programs = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 
     def keep_programs(self, folder: Path) -> None:
-        """Look for compiled programs in a folder of one's own, and keep new ones there: a second process compiles none.
+        """Keep compiled programs in a folder, and take those that are there: a second process compiles nothing.
 
-        For programs made from here on. A sampler of one's own is compiled each time.
+        It applies to programs compiled after this call. A user-defined sampler's are not kept.
 
         Raises:
             InputError: others could put programs into the folder, or it cannot be made.
@@ -409,6 +409,7 @@ class CogVideoXPipeline(Components):
         done = 0
         if state is not None:
             done, carry = state.step, (jnp.asarray(state.latents), state.sampler)
+        x = carry[0]  # the result of a loop that was stopped after its last step
         # compiling is over, so the bar's rate and time left are those of steps that wait for their result
         bar = tqdm(total=len(plan), initial=done, desc="denoising", unit="step", disable=not progress)
         with bar, self.watch.steps() as step, stoppable() as check:

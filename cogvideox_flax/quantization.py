@@ -28,6 +28,7 @@ def quantize_checkpoint(
     Raises:
         InputError: an unknown component or kind, src is dst, a component that src lacks or that is quantized already,
             dst holds something else, or the disk is too small.
+        CheckpointError: a file of src is damaged.
     """
     src, dst = Path(src), Path(dst)
     manifest = checkpoint.read_manifest(src)
@@ -44,6 +45,7 @@ def quantize_checkpoint(
         if manifest.quantized(component):
             raise InputError(f"the {component} of {src} is {manifest.quantized(component)} already")
     kinds = {name: kind if name in components else manifest.quantized(name) for name in manifest.weights}
+    checkpoint.check_contents(src, manifest)
     check_free_space(dst, sum(_stored_bytes(manifest, name, kinds[name]) for name in kinds))
     spiece = checkpoint.file_of(src, "tokenizer")
     checkpoint.save(

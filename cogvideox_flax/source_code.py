@@ -22,8 +22,8 @@ def _state() -> dict[str, tuple[int, int, int, int]]:
     found = {}
     for folder, _, names in os.walk(_FOLDER):
         for name in names:
-            if name.endswith((".py", ".json")):
-                path = os.path.join(folder, name)
+            path = os.path.join(folder, name)
+            if name.endswith((".py", ".json")) and not name.startswith(".") and os.path.exists(path):
                 facts = os.stat(path)
                 found[path] = facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino
     return found
@@ -33,7 +33,9 @@ _IMPORTED = _state()
 
 
 def code_fingerprint() -> str | None:
-    """SHA-256 over the source files as they were imported; None if they have changed since."""
+    """SHA-256 over the source files as they were imported; None if they have changed since, or there are none."""
+    if not _IMPORTED:
+        return None
     try:
         digest = _digest()
         if _state() == _IMPORTED:
@@ -55,4 +57,7 @@ def _digest() -> str:
 
 @cache
 def _say_changed() -> None:
-    log.warning("the files of cogvideox_flax have changed since this process started: compiled programs are not kept")
+    log.warning(
+        "the files of cogvideox_flax have changed since this process started, so what it compiles is not kept; "
+        "start it again"
+    )

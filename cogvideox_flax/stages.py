@@ -347,28 +347,27 @@ def denoise(
             compiled_loop=compiled_loop,
             **resumable,
         )
-    kept = fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3)
-    stagefiles.save(
-        path, {"latents": np.ascontiguousarray(kept)}, {"settings": key, **_of_latents(dataclasses.asdict(settings))}
-    )
+        kept = np.ascontiguousarray(fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3))
+        metadata = {"settings": key, **_of_latents(dataclasses.asdict(settings))}
+        stagefiles.save(path, {"latents": kept}, metadata)  # before the state is removed
 
 
 class _StateKeeper:
     """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
 
-    A context: what ends it by an exception leaves the last state on disk, unless the file cannot be written.
+    A context: on an exception it writes the last state, otherwise it removes the file.
     """
 
-    LEAST = 1.0
-    """Seconds between two writes at least."""
+    MIN_INTERVAL_S = 1.0
+    """Seconds between two writes."""
 
-    SHARE = 0.05
+    MAX_TIME_SHARE = 0.05
     """Of the loop's time that writing may take."""
 
     def __init__(self, path: Path, key: str):
         self._path, self._key = path, key
         self._last: DenoiseState | None = None
-        self._written, self._wait = time.monotonic(), self.LEAST
+        self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
 
     def __enter__(self) -> Self:
         return self
@@ -400,7 +399,7 @@ class _StateKeeper:
         except InputError as e:
             log.warning("a run that is stopped now begins the denoising anew: %s", e)
         self._written = time.monotonic()
-        self._wait = max(self.LEAST, (self._written - start) / self.SHARE)
+        self._wait = max(self.MIN_INTERVAL_S, (self._written - start) / self.MAX_TIME_SHARE)
 
     def _write(self, state: DenoiseState) -> None:
         tensors = {"latents": fetch(state.latents)}

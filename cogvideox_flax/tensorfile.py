@@ -261,8 +261,11 @@ class TensorWriter:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._write(struct.pack("<Q", len(text)) + text, 0)
-            os.posix_fallocate(self._fd, 0, start + end)
-        except OSError:
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                os.posix_fallocate(self._fd, 0, start + end)
+            else:
+                os.ftruncate(self._fd, start + end)
+        except BaseException:
             os.close(self._fd)
             raise
 

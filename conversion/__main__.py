@@ -8,7 +8,7 @@ import os
 import sys
 
 from cogvideox_flax.config import COMPONENTS, RELEASES
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.home import expand_user
 from conversion.convert import FLOATS, convert
 from conversion.download import Download, download
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
             )
     except InputError as e:
         print(f"error: {e}", file=sys.stderr)
+        return 2
+    except OSError as e:
+        if (message := describe_file_error(e)) is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; components that were complete are kept for the next attempt", file=sys.stderr)

@@ -13,6 +13,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from conversion.source import Source, check_against_hub, components_of, is_hf_la
 log = logging.getLogger(__name__)
 
 WORK_DIR = ".conversion"
-LOCK_FILE = ".lock"
+LOCK_FILE = ".conversion.lock"
 RECORD_FILE = "record.json"
 TOKENIZER_DIR = Path(SPIECE_FILE).parent.name
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
@@ -116,7 +117,7 @@ def convert(
     check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
     make_writable(dst, job.work)
     busy = f"another conversion is writing to {dst}; wait for it, or choose another destination"
-    with file_lock(job.work / LOCK_FILE, busy=busy):
+    with file_lock(dst / LOCK_FILE, busy=busy):
         try:
             job.run(plans)
         except OSError as e:
@@ -147,8 +148,11 @@ class _Job:
 
     def space(self, component: str, todo: Plan) -> int:
         """Bytes of a component that is not written yet."""
-        if (self.work / component).is_dir():
-            return 0
+        done = self.work / component
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            key = load_json(done / RECORD_FILE)["key"]
+            if key == {**self.key(component, [], []), "files": key["files"]}:  # the files are hashed later
+                return 0
         with Source(self.src / component) as source:
             targets = self.targets(source, todo)
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
@@ -160,7 +164,7 @@ class _Job:
         """Write all components below `work`, then move them into place."""
         if (self.work / CONFIG_FILE).exists():  # of an earlier attempt
             _finish(self.dst)
-            self.work.mkdir()
+        self.work.mkdir(exist_ok=True)  # another process may have ended, and removed it, before this one had the lock
         for name in {*COMPONENTS, TOKENIZER_DIR} - plans.keys():
             shutil.rmtree(self.work / name, ignore_errors=True)
         before = read_manifest(self.dst) if is_native(self.dst) else Manifest()
@@ -310,7 +314,7 @@ def make_writable(dst: Path, work: Path) -> None:
         raise InputError(f"{dst} is a file; the destination must be a directory")
     # an earlier attempt may have been killed while moving its results into place
     ours = is_native(dst) or (work / CONFIG_FILE).exists()
-    if dst.is_dir() and not ours and any(p.name != WORK_DIR for p in dst.iterdir()):
+    if dst.is_dir() and not ours and any(p.name not in (WORK_DIR, LOCK_FILE) for p in dst.iterdir()):
         raise InputError(f"{dst} is not empty and not a native checkpoint; choose another destination or empty it")
     try:
         work.mkdir(parents=True, exist_ok=True)

@@ -402,7 +402,8 @@ def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
     result = finetune(check(config), progress=False)
     assert caplog.text.count("its examples are prepared again") == 2  # latents and texts
     assert caplog.text.count("store.json is damaged") == 2 and "going on from step 3" in caplog.text
-    assert result.read_bytes() == whole.read_bytes()
+    ours, theirs = load_file(result), load_file(whole)  # the order of a file's metadata is random
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_hostile_clips_are_refused_in_a_line_each(write, run, tmp_path):

@@ -19,6 +19,7 @@ from cogvideox_flax.io.atomic import atomic_directory, atomic_write, remove_orph
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, with_checksum
 from cogvideox_flax.io.home import expand_user, private_cache_dir
 from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.tensorfile import TensorFile, write_tensors
 
@@ -90,16 +91,47 @@ with atomic_write(Path(sys.argv[1]) / "a.txt"), atomic_directory(Path(sys.argv[1
 
 def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "killed"], cwd=ROOT, capture_output=True)
-    assert len(list(tmp_path.iterdir())) == 2
+    left = set(tmp_path.iterdir())
+    assert sorted(p.suffix for p in left) == [".lock", ".lock", ".partial", ".txt"]
     command = [sys.executable, "-c", KILLED, str(tmp_path), "waits"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as alive:
         assert alive.stdout.readline() == b"writing\n"
-        assert len(list(tmp_path.iterdir())) == 2  # it removed what the first left
+        there = set(tmp_path.iterdir())
+        assert len(there) == 4 and not there & left  # it removed what the first left
         remove_orphans(tmp_path)
-        assert len(list(tmp_path.iterdir())) == 2
+        assert set(tmp_path.iterdir()) == there
         alive.stdin.close()
         alive.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b"]
+
+
+def test_nothing_is_swept_away_under_its_writer(tmp_path):
+    done = threading.Event()
+
+    def sweep() -> None:
+        while not done.is_set():
+            remove_orphans(tmp_path)
+
+    sweeping = threading.Thread(target=sweep)
+    sweeping.start()
+    try:
+        for i in range(150):
+            with atomic_directory(tmp_path / "b") as work:
+                (work / "file").write_text(str(i))
+            assert (tmp_path / "b" / "file").read_text() == str(i)
+    finally:
+        done.set()
+        sweeping.join()
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_link_to_a_directory_stays_one(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with atomic_directory(tmp_path / "link") as work:
+        (work / "file").write_text("text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").read_text() == "text"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "real"]
 
 
 # --- locks ---
@@ -140,7 +172,7 @@ def test_a_planted_link_is_a_message_and_its_target_is_untouched(tmp_path):
     target.write_text("mine")
     (tmp_path / ".lock").symlink_to(target)
     with (
-        pytest.raises(InputError, match=r"cannot make the lock file .*\.lock: .*; remove it"),
+        pytest.raises(InputError, match=r"cannot lock .*\.lock: .*; remove that file"),
         file_lock(tmp_path / ".lock", busy=""),
     ):
         pass
@@ -295,6 +327,25 @@ def test_no_such_user_is_a_message():
     with pytest.raises(InputError, match="~nosuchuser/x: there is no home directory"):
         expand_user("~nosuchuser/x")
     assert expand_user("~") == Path.home()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\udcff"])
+def test_a_name_that_is_not_text_is_a_message(name):
+    with pytest.raises(InputError, match="is not UTF-8 text; rename it"):
+        expand_user(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write to other users' homes")
+def test_root_makes_nothing_private_in_anothers_home(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    os.chown(home, 1234, 1234)
+    monkeypatch.delenv("COGVIDEOX_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    with pytest.raises(NotPrivateError, match="belongs to user 1234"):
+        private_cache_dir("programs")
+    assert not list(home.iterdir())
 
 
 def test_space_is_looked_at_above_what_is_there(tmp_path, monkeypatch):

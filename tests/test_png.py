@@ -159,3 +159,12 @@ def test_odd_chunks_are_read_or_refused(tmp_path, data):
         except InputError as e:
             assert "0.png" in str(e)
             assert "\n" not in str(e)
+
+
+def test_pictures_that_are_no_continuation_stay(tmp_path):
+    frames = np.zeros((10, 16, 16, 3), np.uint8)
+    save_video(tmp_path / "%04d.png", np.zeros((13, 16, 16, 3), np.uint8), 8)
+    others = {name: (tmp_path / name).write_bytes(b"mine") for name in ("5.png", "2024.png")}
+    save_video(tmp_path / "%04d.png", frames, 8)
+    written = {f"{i:04d}.png" for i in range(10)}
+    assert {p.name for p in tmp_path.iterdir()} == written | set(others)

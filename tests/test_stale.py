@@ -17,8 +17,10 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file
 
 from cogvideox_flax import checkpoint, hub, stages
-from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import is_as_written
 from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.quantization import quantize_checkpoint
 from conversion import convert as conversion_module
 from conversion.convert import convert
 
@@ -122,7 +124,7 @@ RUN = """
 import os, signal, sys
 from cogvideox_flax import stages
 from cogvideox_flax.cli import main
-stages._StateKeeper.LEAST, stages._StateKeeper.SHARE = 0.0, 1.0
+stages._StateKeeper.MIN_INTERVAL_S, stages._StateKeeper.MAX_TIME_SHARE = 0.0, 1.0
 keep, steps = stages._StateKeeper.keep, int(sys.argv.pop(1))
 def kept(self, state):
     keep(self, state)
@@ -150,6 +152,34 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
     assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
     assert "going on after step 4" in caplog.text or "going on after step 3" in caplog.text
     assert not state.exists()
+
+
+@pytest.mark.parametrize("stopped_in", ["the last step", "writing the latents"])
+def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
+    paths, run, native, tmp_path, monkeypatch, caplog, stopped_in
+):
+    def stop(self, state):
+        self._last = state
+        if state.step == 3:
+            raise KeyboardInterrupt
+
+    def save(path, *args):
+        if path.name == stages.LATENTS_FILE:
+            raise KeyboardInterrupt
+        real(path, *args)
+
+    real = stages.stagefiles.save
+    with monkeypatch.context() as patch:
+        if stopped_in == "the last step":
+            patch.setattr(stages._StateKeeper, "keep", stop)
+        else:
+            patch.setattr(stages.stagefiles, "save", save)
+        code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 3))
+    assert code == 130 and (tmp_path / "run" / stages.STATE_FILE).exists()
+    expected = latents(paths, native, tmp_path / "fresh", "--steps", 3)
+    caplog.clear()
+    assert np.array_equal(latents(paths, native, tmp_path, "--steps", 3), expected)
+    assert "going on after step 3" in caplog.text and not (tmp_path / "run" / stages.STATE_FILE).exists()
 
 
 def test_a_state_of_other_settings_is_not_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
@@ -248,6 +278,53 @@ def test_what_a_killed_conversion_left_is_taken_over_if_it_is_whole(two, tmp_pat
     assert "transformer was converted by an earlier attempt" in caplog.text
     assert "vae was converted by" not in caplog.text and "converting text_encoder again" in caplog.text
     checkpoint.verify(tmp_path / "dst")
+
+
+def test_a_conversion_that_ends_anothers_is_locked_to_its_end(two, tmp_path, monkeypatch):
+    layout, _ = two
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion_module, "_finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(layout, tmp_path / "dst")
+    refused = []
+
+    def progress(*_):
+        if not refused:
+            with pytest.raises(InputError, match="another conversion is writing to") as caught:
+                convert(layout, tmp_path / "dst")
+            refused.append(caught)
+
+    convert(layout, tmp_path / "dst", dtype="bfloat16", progress=progress)
+    assert refused and sorted(p.name for p in (tmp_path / "dst").iterdir() if p.name.startswith(".")) == []
+    checkpoint.verify(tmp_path / "dst")
+
+
+@pytest.mark.parametrize("how", ["removed", "cut", "edited"])
+def test_a_damaged_config_in_the_cache_is_mended(home, two, how):
+    layout, _ = two
+    native = hub.resolve(layout, progress=False)
+    path, manifest = native / "config.json", checkpoint.read_manifest(native)
+    text = path.read_text()
+    path.unlink() if how == "removed" else path.write_text(
+        text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2')
+    )
+    assert hub.resolve(layout, progress=False) == native
+    assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native).vae == manifest.vae
+    checkpoint.verify(native)
+
+
+def test_a_damaged_tokenizer_is_not_made_a_sound_one(own, tmp_path):
+    path = checkpoint.file_of(own, "tokenizer")
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"spiece\.model is not the file that config\.json describes"):
+        quantize_checkpoint(own, tmp_path / "int8")
+    assert not (tmp_path / "int8").exists()
 
 
 def test_a_source_that_changes_while_it_is_converted_is_refused(two, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,10 @@ from flax import nnx
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TransformerConfig
-from cogvideox_flax.errors import DivergedError, InputError
+from cogvideox_flax.errors import CheckpointError, DivergedError, InputError
 from cogvideox_flax.models.text_encoder import TextEncoder
 from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import v_prediction
@@ -241,6 +243,34 @@ def test_a_damaged_state_is_not_gone_on_from(tmp_path, caplog, damaged):
     assert np.array_equal(bias(state.params), bias(expected.params))
     steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert steps == list(range(1, 31))
+
+
+def test_every_state_that_is_kept_is_hashed_though_others_were_gone_before(tmp_path, monkeypatch):
+    real = snapshots._hashes
+
+    def slow(folder):
+        time.sleep(0.3)
+        return real(folder)
+
+    monkeypatch.setattr(snapshots, "_hashes", slow)
+    config = replace(QUICK, save_minutes=1e-9, keep=1)
+    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 6)
+    assert [path.name for path in (tmp_path / "states").glob("*.json")] == ["6.json"]
+
+
+def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
+    config = replace(QUICK, save_minutes=1e-9)
+    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 4)
+    real = snapshots._hashes
+
+    def unreadable(folder):
+        if folder.name == "4":
+            raise CheckpointError("cannot read it")
+        return real(folder)
+
+    monkeypatch.setattr(snapshots, "_hashes", unreadable)
+    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 3)
+    assert "the training state of step 4 is damaged and is removed" in caplog.text
 
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):

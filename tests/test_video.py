@@ -164,7 +164,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     before = (tmp_path / "a.mp4").read_bytes()
     with pytest.raises(InputError, match=r"writing .*a\.mp4 failed: ffmpeg: "):
         save_video(tmp_path / "a.mp4", clip(), -1)
-    monkeypatch.setattr(png, "write_picture", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(png, "write_picture", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_video(tmp_path / "frames", clip(), 8)
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]

@@ -11,7 +11,8 @@ import conversion.__main__
 from cogvideox_flax import cli, stages
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
 
-stages._StateKeeper.LEAST, stages._StateKeeper.SHARE = 0.0, 1.0  # a state after every step, whatever it costs
+keeper = stages._StateKeeper
+keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, 1.0  # a state after every step, whatever it costs
 
 
 def main(argv: list[str], stop_at: int | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: list[str], stop_at: int | None = None) -> int:
     """
     if stop_at is not None:
         _kill_after(stages._StateKeeper, "_write", lambda state: state.step == stop_at)
-        _kill_after(snapshots.Snapshots, "_hash", lambda step: step == stop_at)
+        _kill_after(snapshots.Snapshots, "_write_hashes", lambda step: step == stop_at)
     name, *rest = argv
     return conversion.__main__.main(rest) if name == "conversion" else cli.main(rest)
 

@@ -54,9 +54,8 @@ def again(bench: Bench, argv: list[object], folder: Path, what: str, lost: str |
 
 def leftovers(folder: Path) -> list[str]:
     """Locks, and parts of files that nobody writes any more."""
-    found = (
-        p for p in folder.rglob("*") if "partial" in p.name or p.name in (".lock", ".conversion") or ".tmp" in p.name
-    )
+    names = re.compile(r".*(partial|\.tmp).*|.*\.(lock|conversion)")
+    found = (p for p in folder.rglob("*") if names.fullmatch(p.name))
     return [str(p.relative_to(folder)) for p in found]
 
 
@@ -281,7 +280,7 @@ def damaged_settings(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
 def damaged_program(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     argv = bench.generate(rng.choice(("latents.npz", "video.mp4")))
     shutil.rmtree(folder / "run")
-    programs = _files(folder, "home/programs/*/*.program")
+    programs = _files(folder, "home/programs/*.program")
     whats = []
     for path in rng.sample(programs, rng.randrange(1, len(programs) + 1)):
         whats.append(damage(path, [p for p in programs if p != path], rng))

@@ -8,14 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
 
 from cogvideox_flax import libtpu
 from cogvideox_flax.cli.arguments import make_parser
-from cogvideox_flax.errors import InputError
-
-_FILE_ERRORS = (EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS)
-"""What is wrong with a disk or a place on it, and so not with this program."""
+from cogvideox_flax.errors import InputError, describe_file_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except OSError as e:
-        if e.errno not in _FILE_ERRORS:
+        if (message := describe_file_error(e)) is None:
             raise
-        where = f"{e.filename}: " if e.filename else ""
-        print(f"error: {where}{e.strerror}; free some space or choose another place", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from what was finished", file=sys.stderr)

@@ -169,7 +169,6 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
     """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
     import jax
 
-    from cogvideox_flax.compile_cache import host
     from cogvideox_flax.io.home import private_cache_dir
     from cogvideox_flax.io.private import NotPrivateError
 
@@ -177,7 +176,7 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        pipe.keep_programs(private_cache_dir("programs") / host())
+        pipe.keep_programs(private_cache_dir("programs"))
     except (NotPrivateError, InputError, OSError) as e:
         log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
 

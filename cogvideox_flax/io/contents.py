@@ -106,6 +106,23 @@ def read_record(path: Path) -> dict[str, Any]:
     return value
 
 
+def match_record(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    """What a record holds; one that is missing is written with `value`.
+
+    Raises:
+        InputError: it is damaged, or cannot be read or written.
+    """
+    try:
+        return read_record(path)
+    except FileNotFoundError:
+        write_record(path, value)
+        return value
+    except (OSError, ValueError) as e:
+        raise InputError(
+            f"{path} is damaged ({e}). If this is the run that was begun there, delete that file to go on"
+        ) from e
+
+
 def _hash(path: Path) -> tuple[os.stat_result, str, bool]:
     """The file's facts, its digest, and whether they belong together for certain."""
     start = time.time_ns()

@@ -13,12 +13,22 @@ def expand_user(text: str | Path) -> Path:
     """A path whose leading ~ or ~user stands for a home directory.
 
     Raises:
-        InputError: there is no such user.
+        InputError: there is no such user, or the path is not UTF-8 text.
     """
+    if "\0" in str(text) or not _is_utf8(str(text)):
+        raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it")
     try:
         return Path(text).expanduser()
     except RuntimeError as e:
         raise InputError(f"{text}: there is no home directory of that user; write the path out") from e
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a file name's bytes, as Python smuggles them into a string
+        return False
+    return True
 
 
 def cache_dir() -> Path:
@@ -28,24 +38,19 @@ def cache_dir() -> Path:
 
 
 def private_cache_dir(name: str) -> Path:
-    """A folder for what nobody else may change: below `cache_dir` if that is the user's alone, else in his own cache.
-
-    Args:
-        name: of the folder, which is made.
+    """`name` in `cache_dir()` if only the user can write there, otherwise in ~/.cache/cogvideox-flax. Made if missing.
 
     Raises:
         NotPrivateError: other users can change both places.
-        OSError: neither can be made.
+        OSError, InputError: neither can be made.
     """
-    places = dict.fromkeys((cache_dir(), _own_cache_dir()))
-    for last, place in enumerate(places, 1):
-        try:
-            make_private(place / name)
-            return place / name
-        except (NotPrivateError, OSError):
-            if last == len(places):
-                raise
-    raise AssertionError("no place")
+    folder = cache_dir() / name
+    try:
+        make_private(folder)
+    except (NotPrivateError, OSError):
+        folder = _own_cache_dir() / name
+        make_private(folder)
+    return folder
 
 
 def _own_cache_dir() -> Path:

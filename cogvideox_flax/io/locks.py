@@ -1,4 +1,4 @@
-"""One process at a time: a lock file beside what it protects, which leaves with its holder."""
+"""File locks. The kernel releases a lock when its holder dies; the holder removes the file when it is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cogvideox_flax.errors import InputError
 
 @contextmanager
 def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
-    """Hold the lock file `path`, which is removed at the end. The kernel lets go of it when its holder dies.
+    """Hold the lock file `path`, which is removed at the end.
 
     Args:
         path: in a directory that exists; a symbolic link is refused.
@@ -22,36 +22,57 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
     Raises:
         InputError: another process holds it, or it cannot be made.
     """
-    descriptor = _acquire(path, busy)
+    try:
+        descriptor = acquire(path, wait=busy is None)
+    except BlockingIOError as e:
+        raise InputError(str(busy)) from e
+    except OSError as e:
+        raise InputError(
+            f"cannot lock {path}: {e.strerror}; remove that file, or choose a place on a file system with locks"
+        ) from e
     try:
         yield
     finally:
-        # removed while it is held: whoever opened this very file meanwhile sees that it has no name, and opens anew
-        with suppress(OSError):
-            if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
-                path.unlink()
-        os.close(descriptor)
+        release(path, descriptor)
 
 
-def _acquire(path: Path, busy: str | None) -> int:
+def acquire(path: Path, *, wait: bool) -> int:
+    """Lock the file `path`, which is made if it is missing, and return its descriptor for `release`.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is False.
+        OSError: it cannot be made or locked.
+    """
     while True:
+        descriptor = _open(path)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except OSError as e:
-            raise InputError(
-                f"cannot make the lock file {path}: {e.strerror}; remove it or choose another place"
-            ) from e
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy is not None else 0))
-            if os.fstat(descriptor).st_nlink:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _is_at(path, descriptor):  # otherwise its holder has removed it meanwhile
                 return descriptor
-        except BlockingIOError as e:
-            os.close(descriptor)
-            raise InputError(str(busy)) from e
-        except OSError as e:
-            os.close(descriptor)
-            raise InputError(f"cannot lock {path}: {e.strerror}; choose a place on a file system with locks") from e
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def release(path: Path, descriptor: int) -> None:
+    """Remove a lock file while it is held, so that whoever waits for it sees that it is gone, and unlock it."""
+    with suppress(OSError):
+        if _is_at(path, descriptor):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)  # NFS locks only what is open for writing
+    except PermissionError:  # another user's, left behind: elsewhere it can be locked all the same
+        return os.open(path, os.O_RDONLY | flags)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ def write_picture(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool
 
 
 def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None:
-    """A PNG for each frame; files of a longer sequence that stood there before are removed.
+    """A PNG for each frame, from number 0 on. The frames of a longer sequence that went on from there are removed.
 
     Args:
         path: with one number field.
@@ -106,10 +107,14 @@ def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None
     """
     field = NUMBER.findall(path.name)[0]
     texts = {"comment": comment} | ({"fps": str(fps)} if fps else {})
+
+    def file_of(i: int) -> Path:
+        return path.with_name(path.name.replace(field, field % i))
+
     for i, frame in enumerate(frames):
-        write_picture(path.with_name(path.name.replace(field, field % i)), frame, texts, sync=i == len(frames) - 1)
-    for later in sequence_files(path)[len(frames) :]:
-        later.unlink()
+        write_picture(file_of(i), frame, texts, sync=i == len(frames) - 1)
+    for i in itertools.takewhile(lambda i: file_of(i).is_file(), itertools.count(len(frames))):
+        file_of(i).unlink()
 
 
 def write_directory(path: Path, frames: Frames, fps: float, comment: str) -> None:

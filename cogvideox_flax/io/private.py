@@ -21,20 +21,28 @@ def make_private(folder: Path) -> None:
         OSError: it cannot be made.
     """
     folder = folder.absolute()
+    _check_parents(folder)  # before anything is made in another user's home
     if not os.path.lexists(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
+        _check_parents(folder)
     facts = os.lstat(folder)
     if not stat.S_ISDIR(facts.st_mode):
         raise NotPrivateError(f"{folder} is a symbolic link or a file")
     _check_own(facts, folder)
-    # both ways to it: the folders that hold a symbolic link on the way, and those that it leads through
+
+
+def _check_parents(folder: Path) -> None:
+    """Check the folders above, those that are there: on the way that is given, and on the way behind symbolic links."""
     for above in dict.fromkeys((*folder.parents, *folder.resolve().parents)):
-        facts = os.stat(above)
+        try:
+            facts = os.stat(above)
+        except FileNotFoundError:
+            continue
         if facts.st_uid not in (0, os.geteuid()):
-            raise NotPrivateError(f"{above} belongs to user {facts.st_uid}, who could put another {folder.name} there")
+            raise NotPrivateError(f"{above} belongs to user {facts.st_uid}, who could replace {folder.name}")
         if _others_write(facts) and not facts.st_mode & stat.S_ISVTX:
-            raise NotPrivateError(f"other users can write to {above} and could put another {folder.name} there")
+            raise NotPrivateError(f"other users can write to {above} and could replace {folder.name}")
 
 
 def read_private(path: Path) -> bytes:

@@ -23,6 +23,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.contents import content_hashes
 from cogvideox_flax.io.video import count_frames, open_video
 
 log = logging.getLogger(__name__)
@@ -66,14 +67,19 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
 
 
 def fingerprint(clips: Sequence[Clip]) -> str:
-    """SHA-256 over the names, captions and contents of clips."""
+    """SHA-256 over the names, captions and contents of clips.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    files = [
+        (clip, path)
+        for clip in clips
+        for path in (sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path])
+    ]
     digest = hashlib.sha256()
-    for clip in clips:
-        files = sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path]
-        for path in files:
-            with path.open("rb") as file:
-                contents = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(json.dumps([clip.name, clip.caption, path.name, contents]).encode())
+    for (clip, path), contents in zip(files, content_hashes([path for _, path in files]), strict=True):
+        digest.update(json.dumps([clip.name, clip.caption, path.name, contents]).encode())
     return digest.hexdigest()
 
 
@@ -117,7 +123,7 @@ def _ratio(own_fps: float, fps: float) -> float:
 
 
 def _resampled_count(count: int, ratio: float) -> int:
-    """How many k = 0, 1, ... there are whose nearest frame, round(k * ratio), is one of `count`."""
+    """Frames after resampling: the largest n with round((n - 1) * ratio) < count."""
     return math.ceil((count - 0.5) / ratio)
 
 

@@ -33,7 +33,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import compiler_options
-from cogvideox_flax.io.contents import read_record, write_record
+from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.io.video import from_uint8, save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.transformer import Transformer
@@ -212,7 +212,7 @@ def finetune(plan: Plan, *, stop_after: Callable[[int], bool] | None = None, pro
             pipe.release("transformer")
         on_step = partial(_draw, plan, pipe, frozen, np.stack([empty, *prompts])) if prompts else None
         state = train(
-            _start(plan, native, frozen),  # unnamed: the loop lets go of it once it has its float32 copy
+            _initial_params(plan, native, frozen),  # unnamed: the loop lets go of it once it has its float32 copy
             frozen,
             partial(_loss, plan=plan),
             batches,
@@ -238,8 +238,8 @@ def _with_lora(transformer: Transformer, *, config: FinetuneConfig, mesh: Mesh |
     return add_lora(transformer, lora.rank, lora.alpha, lora.targets, rngs=nnx.Rngs(config.loop.seed), mesh=mesh)
 
 
-def _start(plan: Plan, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
-    """What is trained, as it is before: the adapters, or the stored weights in their stored dtype."""
+def _initial_params(plan: Plan, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
+    """Trained parameters before the first step: the adapters, or the stored weights in their stored dtype."""
     if plan.config.method == "lora":
         return {"transformer": lora_parameters(frozen["transformer"])}
     return {"transformer": checkpoint.load_transformer(native, mesh=plan.mesh)}
@@ -280,15 +280,7 @@ def _check_record(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> None:
     }
     ours = json.loads(json.dumps(settings(plan.config) | parts))
     path = plan.config.out / RECORD_FILE
-    try:
-        theirs = read_record(path)
-    except FileNotFoundError:
-        write_record(path, ours)
-        return
-    except (OSError, ValueError) as e:
-        raise InputError(
-            f"{path} is damaged ({e}). If this is the run that was begun there, delete that file to go on"
-        ) from e
+    theirs = match_record(path, ours)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
     if differing:
         raise InputError(

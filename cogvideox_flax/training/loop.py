@@ -30,7 +30,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.execution import compiler_options
-from cogvideox_flax.io.contents import read_record, write_record
+from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
@@ -318,15 +318,7 @@ def _check_settings(folder: Path, config: LoopConfig, made_of: Mapping[str, Any]
     """Remember the settings of the run in its folder, and refuse others: the two halves would not be one run."""
     path = folder / "settings.json"
     ours = json.loads(json.dumps(dataclasses.asdict(config) | dict(made_of)))
-    try:
-        theirs = read_record(path)
-    except FileNotFoundError:
-        write_record(path, ours)
-        return
-    except (OSError, ValueError) as e:
-        raise InputError(
-            f"{path} is damaged ({e}). If this is the run that was begun there, delete that file to go on"
-        ) from e
+    theirs = match_record(path, ours)
     free = ("log_every", "save_minutes", "keep")
     differing = [k for k in ours if k not in free and ours[k] != theirs.get(k)]
     if differing:

@@ -72,7 +72,7 @@ class Snapshots:
         with self._errors():
             self._manager.save(step, args=ocp.args.StandardSave(_by_name(state)))
         if jax.process_index() == 0:
-            self._hashing.submit(self._hash, step)
+            self._hashing.submit(self._write_hashes, step)
 
     def restore_latest(self, like: Any) -> tuple[int, Any] | None:
         """The newest state that is as it was written, and its step; None if there is no state.
@@ -85,16 +85,16 @@ class Snapshots:
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
             return None
-        whole = next((step for step in steps if not self._is_damaged(step)), None)
-        if whole is None:
+        undamaged = next((step for step in steps if not self._is_damaged(step)), None)
+        if undamaged is None:
             raise CheckpointError(
                 f"all training states in {self._folder} are damaged; delete {self._folder.parent} to begin anew"
             )
-        for step in steps[: steps.index(whole)]:
+        for step in steps[: steps.index(undamaged)]:
             log.warning("the training state of step %d is damaged and is removed", step)
             self._manager.delete(step)
-            self._note(step).unlink(missing_ok=True)
-        return whole, self._restore(whole, like)
+            self._hash_file(step).unlink(missing_ok=True)
+        return undamaged, self._restore(undamaged, like)
 
     def _restore(self, step: int, like: Any) -> Any:
         names = list(_by_name(like))  # the order of the leaves; jax.tree.map would sort a dictionary
@@ -105,21 +105,22 @@ class Snapshots:
             raise CheckpointError(f"the training state {self._folder / str(step)} does not fit this run: {e}") from e
         return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in names])
 
-    def _note(self, step: int) -> Path:
+    def _hash_file(self, step: int) -> Path:
         return self._folder / f"{step}.json"
 
-    def _hash(self, step: int) -> None:
-        """Write down the hashes of a state's files, once it is in place; and forget those of states that are gone."""
+    def _write_hashes(self, step: int) -> None:
+        """Write the hashes of a state's files once it is in place, and remove those of states that are gone."""
         folder = self._folder / str(step)
         while not folder.exists():
-            if self._leaving.is_set():  # it was not written
+            later = (path for path in self._folder.iterdir() if path.name.isdecimal() and int(path.name) > step)
+            if self._leaving.is_set() or any(later):  # it was not written, or is gone already
                 return
             time.sleep(_POLL_SECONDS)
         try:
-            write_record(self._note(step), {"sha256": _hashes(folder)})
-            for note in self._folder.glob("*.json"):
-                if note.stem.isdecimal() and not (self._folder / note.stem).exists():
-                    note.unlink(missing_ok=True)
+            write_record(self._hash_file(step), {"sha256": _hashes(folder)})
+            for path in self._folder.glob("*.json"):
+                if path.stem.isdecimal() and not (self._folder / path.stem).exists():
+                    path.unlink(missing_ok=True)
         except InputError as e:  # gone again, or a full disk: the state is there without hashes
             log.info("the training state of step %d has no hashes: %s", step, e)
 
@@ -127,9 +128,13 @@ class Snapshots:
         """Whether a state differs from what was written, where that is known: its writer may have been killed before
         it was hashed."""
         try:
-            return read_record(self._note(step))["sha256"] != _hashes(self._folder / str(step))
+            written = read_record(self._hash_file(step))["sha256"]
         except (OSError, ValueError, KeyError):
             return False
+        try:
+            return written != _hashes(self._folder / str(step))
+        except CheckpointError:  # it cannot be read
+            return True
 
 
 def _hashes(folder: Path) -> dict[str, str]:
