@@ -309,9 +309,10 @@ def test_a_damaged_config_in_the_cache_is_mended(home, two, how):
     native = hub.resolve(layout, progress=False)
     path, manifest = native / "config.json", checkpoint.read_manifest(native)
     text = path.read_text()
-    path.unlink() if how == "removed" else path.write_text(
-        text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2')
-    )
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_text(text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2'))
     assert hub.resolve(layout, progress=False) == native
     assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native).vae == manifest.vae
     checkpoint.verify(native)
