@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,20 @@ def random(queries, keys, batch=2, heads=3, dim=16, scale=1.0, dtype=jnp.float32
     return [jnp.asarray(scale * random.normal(size=shape), dtype) for shape in shapes]
 
 
+jitted_attend = jax.jit(attend)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys"), [(1, 1), (7, 7), (300, 1), (1, 300), (600, 7), (1024, 1024), (1025, 1025), (1500, 2100)]
 )
 def test_exact(queries, keys):
     args = random(queries, keys)
-    np.testing.assert_allclose(jax.jit(attend)(*args), textbook(*args), atol=2e-6)
+    np.testing.assert_allclose(jitted_attend(*args), textbook(*args), atol=2e-6)
+
+
+@cache
+def small_tiles(form, window):
+    return jax.jit(partial(form, window=window, dtype=jnp.float32))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(7, 7), (300, 1), (1025, 1500), (60, 2100)])
@@ -50,9 +58,8 @@ def test_form_for_cpus_is_that_for_others(queries, keys, kv_len, window, monkeyp
     monkeypatch.setattr(cpu, "TILE", 2**18)
     lengths = None if kv_len is None else jnp.minimum(jnp.asarray(kv_len), keys)
     args = *random(queries, keys), lengths
-    options = {"window": window, "dtype": jnp.float32}
-    out, weight = jax.jit(partial(cpu.attend, **options))(*args)
-    expected, expected_weight = jax.jit(partial(xla.running, **options))(*args)
+    out, weight = small_tiles(cpu.attend, window)(*args)
+    expected, expected_weight = small_tiles(xla.running, window)(*args)
     # a row whose window holds no real key is finite, and means nothing
     lengths = np.full(2, keys) if kv_len is None else np.asarray(lengths)
     first = np.arange(queries) - (window or (keys, 0))[0]
@@ -62,6 +69,18 @@ def test_form_for_cpus_is_that_for_others(queries, keys, kv_len, window, monkeyp
     np.testing.assert_allclose(weight[real], expected_weight[real], atol=2e-5)
     if window != (40, 300):
         np.testing.assert_allclose(out, textbook(*args[:3], kv_len and [min(n, keys) for n in kv_len]), atol=2e-6)
+
+
+@cache
+def whole(form):
+    """All keys, in the dtype of the queries."""
+    return jax.jit(lambda q, k, v: form(q, k, v, None, window=None, dtype=q.dtype))
+
+
+@cache
+def gradients(form):
+    """Of the weighted sum of the result, in q, k and v."""
+    return jax.jit(lambda weight, *args: jax.grad(lambda *args: (weight * form(*args)).sum(), (0, 1, 2))(*args))
 
 
 @pytest.mark.parametrize("above", [0, 30, 55, 65, 100, 127, 150, 3000])
@@ -75,17 +94,17 @@ def test_scores_far_below_their_bound(above, dtype):
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     expected = textbook(q, k, v)
     exact = {"atol": 5e-6} if dtype == jnp.float32 else {"atol": 0.004, "rtol": 2**-8}
-    out, weight = cpu.attend(q, k, v, None, window=None, dtype=dtype)
+    out, weight = whole(cpu.attend)(q, k, v)
     np.testing.assert_allclose(out.astype(jnp.float32), expected, **exact)
-    expected_weight = xla.running(q, k, v, None, window=None, dtype=dtype)[1]
+    expected_weight = whole(xla.running)(q, k, v)[1]
     # each term of bfloat16's sums is rounded, as in the products that the sums divide
     np.testing.assert_allclose(weight, expected_weight, atol=np.log2(1 + 2**-8) if dtype == jnp.bfloat16 else 3e-5)
     if dtype == jnp.float16:
         return
     scale = random(200, 1, batch=1, heads=2, dim=64)[0]
-    found = jax.grad(lambda *args: (scale * xla.attend(*args)).sum(), (0, 1, 2))(q, k, v)
+    found = gradients(xla.attend)(scale, q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    at_once = jax.grad(lambda *args: (scale * plainly(*args)).sum(), (0, 1, 2))(*wide)
+    at_once = gradients(plainly)(scale, *wide)
     rounding = 1e-4 if dtype == jnp.float32 else 2**-6
     for a, b in zip(found, at_once, strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=rounding * float(jnp.abs(b).max()))
@@ -127,7 +146,7 @@ def test_later_keys_that_score_far_higher(rise, kv_len):
     first = np.einsum("bqnk,bsnk->bnqs", q, k[:, :500]).max(-1).min() / 8
     assert (largest - first > 128) == (rise > 1)  # more than float32 holds
     expected = textbook(q, k, v, kv_len)
-    found = attend(q, k, v, kv_len=kv_len)
+    found = jitted_attend(q, k, v, kv_len=None if kv_len is None else jnp.array([kv_len]))
     np.testing.assert_allclose(found, expected, atol=largest * 2**-21 * np.abs(v).max())
 
 
@@ -141,11 +160,11 @@ def test_two_later_keys_far_above_the_first(excess, dtype):
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     expected = textbook(q, k, v)
     exact = {"atol": 2e-5, "rtol": 2e-5} if dtype == jnp.float32 else {"atol": 4e-3, "rtol": 2**-7}
-    np.testing.assert_allclose(attend(q, k, v).astype(jnp.float32), expected, **exact)
+    np.testing.assert_allclose(jitted_attend(q, k, v).astype(jnp.float32), expected, **exact)
     if dtype == jnp.float32:
         weight = random(600, 1, batch=1, heads=1, dim=64)[0]
-        found = jax.grad(lambda *args: (weight * xla.attend(*args)).sum(), (0, 1, 2))(q, k, v)
-        at_once = jax.grad(lambda *args: (weight * plainly(*args)).sum(), (0, 1, 2))(q, k, v)
+        found = gradients(xla.attend)(weight, q, k, v)
+        at_once = gradients(plainly)(weight, q, k, v)
         for a, b in zip(found, at_once, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
 
@@ -198,7 +217,7 @@ def test_same_on_a_mesh(mesh):
 @pytest.mark.parametrize(
     ("mesh", "heads"), [((1, 2, 1), 4), ((1, 4, 1), 6), ((1, 4, 1), 3), ((1, 4, 1), 11), ((1, 1, 2), 4), ((2, 2, 2), 4)]
 )
-@pytest.mark.parametrize("kv_len", [None, 600, [700, 250]])
+@pytest.mark.parametrize("kv_len", [None, [700, 250]])
 def test_long_sequences_on_a_mesh(mesh, heads, kv_len):
     """More than are attended to at once: heads that divide, rings of groups and of devices, and heads of zeros."""
     assert (group_of(heads // mesh[2], mesh[1]) < mesh[1]) == (heads in (6, 3))
@@ -252,9 +271,16 @@ SMALL = Blocks(q=128, kv=512, chunk=256, slice=128)
 
 def interpreted(q, k, v, kv_len=None, backend="splash", **options):
     options = {"blocks": SMALL} | options if backend == "splash" else options
-    if kv_len is not None and not isinstance(kv_len, int):
-        kv_len = jnp.asarray(kv_len)
-    return jax.jit(partial(attend, kv_len=kv_len, backend=backend, interpret=True, **options))(q, k, v)
+    lengths = None if kv_len is None else jnp.broadcast_to(jnp.asarray(kv_len), q.shape[:1])
+    return interpreted_program(backend, tuple(options.items()), splash._modes)(q, k, v, lengths)
+
+
+@cache
+def interpreted_program(backend, options, modes):
+    """modes: what `splash._modes` is, which tests replace."""
+    return jax.jit(
+        lambda q, k, v, kv_len: attend(q, k, v, kv_len=kv_len, backend=backend, interpret=True, **dict(options))
+    )
 
 
 @pytest.mark.parametrize("backend", ["splash", "stock", "triton"])
@@ -317,12 +343,16 @@ def test_kernel_in_bfloat16(backend, dim):
 def test_window(backend, window, tokens):
     q, k, v = random(tokens, tokens, batch=1, heads=1, dim=64)
     out = attend(q, k, v, window=window) if backend == "xla" else interpreted(q, k, v, backend=backend, window=window)
+    np.testing.assert_allclose(out, windowed(q, k, v, window)[0], atol=5e-6)
+
+
+def windowed(q, k, v, window):
+    """The result and the scores, of heads of 64."""
     scores = np.einsum("bqnk,bsnk->bnqs", *(np.asarray(x, np.float64) for x in (q, k))) / 8
-    away = np.arange(tokens) - np.arange(tokens)[:, None]
+    away = np.arange(k.shape[1]) - np.arange(q.shape[1])[:, None]
     scores = np.where((away >= -window[0]) & (away <= window[1]), scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
-    expected = np.einsum("bnqs,bsnk->bqnk", p / p.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(out, expected, atol=5e-6)
+    return np.einsum("bnqs,bsnk->bqnk", p / p.sum(-1, keepdims=True), v), scores
 
 
 @pytest.mark.parametrize("kv_len", [None, 500, [700, 3]])
@@ -480,7 +510,12 @@ def as_in_runs(f):
 
 
 def attend_by(form, q, k, v, kv_len=None):
-    return as_in_runs(partial(FORMS[form], dtype=q.dtype))(q, k, v, kv_len)[0]
+    return program_of(form, q.dtype)(q, k, v, kv_len)[0]
+
+
+@cache
+def program_of(form, dtype):
+    return as_in_runs(partial(FORMS[form], dtype=dtype))
 
 
 @pytest.mark.parametrize("form", [name for name in FORMS if name != "splash"])
@@ -618,11 +653,15 @@ def test_modes_of_heads():
     assert modes(0, 2.0**116, keys=600) == bounded and modes(0, 2.0**116, keys=1100) == online
 
 
+@cache
+def always(which):
+    return lambda q, *_: jnp.full(q.shape[0] * q.shape[2], which, jnp.int32)
+
+
 @pytest.fixture(params=["online", "referred", "bounded"])
 def mode(request, monkeypatch):
     """All heads run so, whatever they need."""
-    which = getattr(splash, request.param.upper())
-    monkeypatch.setattr(splash, "_modes", lambda q, *_: jnp.full(q.shape[0] * q.shape[2], which, jnp.int32))
+    monkeypatch.setattr(splash, "_modes", always(getattr(splash, request.param.upper())))
     return request.param
 
 
@@ -633,25 +672,36 @@ def test_kernel_in_every_mode(mode, kv_len):
     k, v = jnp.where(past, 30.0, k), jnp.where(past, 1e4, v)
     np.testing.assert_allclose(interpreted(q, k, v, kv_len), textbook(q, k, v, kv_len), atol=5e-6)
     lengths = jnp.broadcast_to(jnp.asarray(kv_len), 2)
-    out, weight = splash.attend_part(q, k, v, lengths, blocks=SMALL, interpret=True)
-    expected, expected_weight = xla.attend_part(q, k, v, lengths)
+    out, weight = interpreted_part(splash._modes)(q, k, v, lengths)
+    expected, expected_weight = jitted_part(q, k, v, lengths)
     np.testing.assert_allclose(out, expected, atol=5e-6)
     np.testing.assert_allclose(weight, expected_weight, atol=2e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e3, 1e15])
+jitted_part = jax.jit(xla.attend_part)
+
+
+@cache
+def interpreted_part(modes):
+    """As `interpreted_program`."""
+    return jax.jit(partial(splash.attend_part, blocks=SMALL, interpret=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**50])
 @pytest.mark.parametrize("window", [(0, 0), (100, 0), (300, 130)])
 def test_windows_at_large_scores(scale, window):
     """Referred, and online."""
     q, k, v = random(700, 700, batch=1, heads=1, dim=64)
     q, k = scale * q, scale * k
-    expected = xla.attend(q.astype(jnp.float32), k, v, window=window)
-    largest = float(jnp.abs(jnp.einsum("bqnk,bsnk->bnqs", q, k)).max() / 8)
     found = interpreted(q, k, v, window=window)
-    assert jnp.isfinite(found).all()
-    off = np.abs(found - expected).max(-1)
-    # at most few queries do not know which of two keys is the best
-    assert np.mean(off < 1e-5 + min(largest * 2**-21, 1e-3) * np.abs(v).max()) > 0.995
+    expected, scores = windowed(q, k, v, window)
+    assert np.isfinite(found).all()
+    best, second = np.moveaxis(np.sort(scores, -1)[..., :-3:-1], -1, 0)
+    # float32 knows a score to about 2^-22 of the largest; a query whose best keys are closer may attend either
+    error = np.abs(np.where(np.isfinite(scores), scores, 0)).max() * 2.0**-22
+    known = (best - second > error + 20)[0, 0] | (error < 1e-3)
+    assert known.mean() > (0.8 if scale > 1 else 0.99)
+    np.testing.assert_allclose(found[:, known], expected[:, known], atol=1e-5 + error * (error < 1e-3))
 
 
 @pytest.mark.parametrize("excess", [58, 62, 79, 81, 95, 99])
