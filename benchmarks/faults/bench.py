@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,18 +45,22 @@ ema_decay = 0.9
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder of fixtures, and the results of commands that nothing befell."""
+    """A folder of fixtures; and of commands that nothing befell, their results and how long they take.
+
+    expected, seconds: by `key_of(argv)`.
+    """
 
     folder: Path
     run: Runner
     expected: dict[str, str]
+    seconds: dict[str, float]
 
     @classmethod
     def make(cls, folder: Path, run: Runner) -> Bench:
         """Convert, quantize, generate and train once."""
         layout = save_layout(folder / "layout", "cogvideox-5b")
         as_hub(layout, folder / "hub")
-        bench = cls(folder, run, {})
+        bench = cls(folder, run, {}, {})
         first = bench.trial_folder("first", bare=True)
         for argv in (bench.convert(), bench.quantize(), bench.generate(), bench.generate("video.mp4"), bench.train()):
             if argv[1] == "generate":
@@ -63,10 +68,12 @@ class Bench:
             if argv[1] == "train":
                 make_clips(first / "clips")
                 (first / "train.toml").write_text(TRAINING)
+            start = time.monotonic()
             ended = run(argv, first)
             if ended.code:
                 raise RuntimeError(f"{argv} failed without a fault: {ended.err}")
-            bench.expected[" ".join(map(str, argv))] = bench.result(argv, first)
+            bench.seconds[key_of(argv)] = time.monotonic() - start
+            bench.expected[key_of(argv)] = bench.result(argv, first)
         tensors = load_file(first / "trained" / FILE_NAME)
         save_file(tensors, first / "foreign.safetensors")  # as other programs write it: without our checksum
         (first / "prompts.txt").write_text(PROMPT + "\n")
@@ -117,8 +124,11 @@ class Bench:
 
     def is_right(self, argv: list[object], folder: Path) -> bool:
         """Whether a command's result is what it is without faults."""
-        key = " ".join(map(str, argv))
-        return self.result(argv, folder) == self.expected[key]
+        return self.result(argv, folder) == self.expected[key_of(argv)]
+
+
+def key_of(argv: list[object]) -> str:
+    return " ".join(map(str, argv))
 
 
 def arrays_of(arrays: dict[str, np.ndarray]) -> str:

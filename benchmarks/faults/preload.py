@@ -12,7 +12,7 @@ from cogvideox_flax import cli, stages
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
 
 keeper = stages._StateKeeper
-keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, 1.0  # a state after every step, whatever it costs
+keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, float("inf")  # a state after every step, whatever it costs
 
 
 def main(argv: list[str], stop_at: int | None = None) -> int:

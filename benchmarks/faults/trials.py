@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.bench import STEPS, Bench
+from benchmarks.faults.bench import STEPS, Bench, key_of
 from benchmarks.faults.child import Ended
 from benchmarks.faults.damage import damage
 from cogvideox_flax import checkpoint, stages
@@ -17,6 +17,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.tensorfile import TensorFile
 from cogvideox_flax.training.metrics import read_metrics
 
+IMPORTS_S = 3.0
+"""Seconds that a command on a disk of its own takes to import the library, about."""
 EDITED = "was edited or damaged after it was written"
 
 
@@ -34,8 +36,9 @@ Trial = Callable[[Bench, Path, random.Random], Outcome]
 # --- killed processes ---
 
 
-def killed(bench: Bench, folder: Path, argv: list[object], seconds: float, rng: random.Random) -> tuple[Ended, str]:
-    after = rng.uniform(0.05, seconds)
+def killed(bench: Bench, folder: Path, argv: list[object], rng: random.Random) -> tuple[Ended, str]:
+    seconds = bench.seconds[key_of(argv)]
+    after = rng.uniform(0.05, 1.1) * seconds
     ended = bench.run(argv, folder, kill_after=after)
     return ended, f"after {after:.2f} s of about {seconds:.1f}"
 
@@ -61,7 +64,7 @@ def leftovers(folder: Path) -> list[str]:
 
 def kill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "native")
-    _, what = killed(bench, folder, bench.convert(), 4.0, rng)
+    _, what = killed(bench, folder, bench.convert(), rng)
     native = folder / "native"
     if checkpoint.is_native(native):
         try:
@@ -72,7 +75,8 @@ def kill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     done = {p.parent.name for p in work.glob("*/record.json")} if not (work / "config.json").exists() else set()
     outcome = again(bench, bench.convert(), folder, what)
     taken = set(re.findall(r"(\w+) was converted by an earlier attempt", (folder / "stderr").read_text()))
-    lost = f"lost: {done - taken} were complete and were converted again" if done - taken else None
+    text = (folder / "stderr").read_text()[-800:]
+    lost = f"lost: {done - taken} were complete and were converted again: {text}" if done - taken else None
     return Outcome(f"{what}, {len(taken)} taken over", outcome.bad or lost)
 
 
@@ -81,7 +85,11 @@ def kill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     argv = bench.generate(out)
     shutil.rmtree(folder / "run")
     (folder / out).unlink()
-    ended, what = killed(bench, folder, argv, 6.0, rng)
+    if rng.random() < 0.5:
+        step = rng.randint(1, STEPS)
+        ended, what = bench.run(argv, folder, stop_at=step), f"when the state of step {step} was written"
+    else:
+        ended, what = killed(bench, folder, argv, rng)
     if (folder / out).exists() and not bench.is_right(argv, folder):
         return Outcome(what, "an output that is not whole")
     there = [name for name in (stages.EMBEDDINGS_FILE, stages.LATENTS_FILE) if (folder / "run" / name).exists()]
@@ -108,7 +116,7 @@ def kill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     replaced = rng.random() < 0.5
     if not replaced:
         shutil.rmtree(folder / "small")
-    _, what = killed(bench, folder, bench.quantize(), 4.0, rng)
+    _, what = killed(bench, folder, bench.quantize(), rng)
     small = folder / "small"
     if replaced and not checkpoint.is_native(small):
         return Outcome(what, "lost: the checkpoint that was to be replaced is gone")
@@ -122,7 +130,7 @@ def kill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
 
 def kill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "trained")
-    _, what = killed(bench, folder, bench.train(), 25.0, rng)
+    _, what = killed(bench, folder, bench.train(), rng)
     metrics = folder / "trained" / "training" / "metrics.jsonl"
     done = max((int(line["step"]) for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
     outcome = again(bench, bench.train(), folder, what)
@@ -135,8 +143,10 @@ def kill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
 # --- a disk that fills ---
 
 
-def fill(bench: Bench, folder: Path, argv: list[object], seconds: float, rng: random.Random) -> Outcome:
-    after, left = rng.uniform(0.05, seconds), rng.choice((0, 4096, 200_000, 2_000_000))
+def fill(bench: Bench, folder: Path, argv: list[object], rng: random.Random) -> Outcome:
+    # imports are no part of what was timed
+    seconds = IMPORTS_S + 1.1 * bench.seconds[key_of(argv)]
+    after, left = rng.uniform(0.5 * IMPORTS_S, seconds), rng.choice((0, 4096, 200_000, 2_000_000))
     what = f"full but for {left} bytes after {after:.2f} s"
     first, second = bench.run.on_filling_disk(argv, folder, after, left)
     for ended in (first, second):
@@ -153,24 +163,24 @@ def fill(bench: Bench, folder: Path, argv: list[object], seconds: float, rng: ra
 
 def fill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "native")
-    return fill(bench, folder, bench.convert(), 7.0, rng)
+    return fill(bench, folder, bench.convert(), rng)
 
 
 def fill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     out = rng.choice(("latents.npz", "video.mp4"))
     shutil.rmtree(folder / "run")
     (folder / out).unlink()
-    return fill(bench, folder, bench.generate(out), 9.0, rng)
+    return fill(bench, folder, bench.generate(out), rng)
 
 
 def fill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "small")
-    return fill(bench, folder, bench.quantize(), 7.0, rng)
+    return fill(bench, folder, bench.quantize(), rng)
 
 
 def fill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "trained")
-    return fill(bench, folder, bench.train(), 30.0, rng)
+    return fill(bench, folder, bench.train(), rng)
 
 
 # --- damaged files ---
@@ -232,7 +242,7 @@ def damaged_download(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
     if ended.code == 2:
         return Outcome(f"{what}: refused")
-    right = bench.result(bench.convert(), folder) == bench.expected[" ".join(map(str, bench.convert()))]
+    right = bench.result(bench.convert(), folder) == bench.expected[key_of(bench.convert())]
     return Outcome(f"{what}: done, right") if right else Outcome(what, "a damaged download was converted")
 
 
@@ -240,7 +250,7 @@ def damaged_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcom
     """What a killed conversion left."""
     shutil.rmtree(folder / "native")
     for _ in range(20):
-        bench.run(bench.convert(), folder, kill_after=rng.uniform(0.3, 3.0))
+        bench.run(bench.convert(), folder, kill_after=rng.uniform(0.1, 1.0) * bench.seconds[key_of(bench.convert())])
         if (folder / "native" / ".conversion").exists():
             break
         shutil.rmtree(folder / "native", ignore_errors=True)

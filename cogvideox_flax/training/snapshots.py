@@ -29,6 +29,7 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path, keep: int):
+        logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder = folder.resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
@@ -52,9 +53,10 @@ class Snapshots:
         try:
             yield
         except (OSError, ValueError) as e:
+            reason = "No space left on device" if "No space left on device" in str(e) else str(e).splitlines()[0]
             raise InputError(
-                f"writing a training state to {self._folder} failed ({str(e).splitlines()[0]}); free some space, the "
-                "same command goes on from the last one"
+                f"writing a training state to {self._folder} failed: {reason}; free some space, the same command goes "
+                "on from the last one"
             ) from e
 
     def latest_step(self) -> int | None:
@@ -135,6 +137,11 @@ class Snapshots:
             return written != _hashes(self._folder / str(step))
         except CheckpointError:  # it cannot be read
             return True
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """A filter for Orbax' messages: the errors that it logs with a traceback it also raises."""
+    return not record.exc_info
 
 
 def _hashes(folder: Path) -> dict[str, str]:
