@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def main(argv: list[str], stop_at: int | None = None) -> int:
     if stop_at is not None:
         _kill_after(stages._StateKeeper, "_write", lambda state: state.step == stop_at)
         _kill_after(snapshots.Snapshots, "_write_hashes", lambda step: step == stop_at)
+    logging.getLogger().handlers.clear()  # absl's, from an import that the commands do later
     name, *rest = argv
     return conversion.__main__.main(rest) if name == "conversion" else cli.main(rest)
 
