@@ -272,7 +272,7 @@ def file_of(native_dir: str | Path, name: str) -> Path:
 
 
 def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
-    """Names for all that decides what a checkpoint computes: equal for equal configs and contents.
+    """Fingerprint of each part's config and contents: equal for equal ones.
 
     Args:
         manifest: of this directory, whose contents were checked.

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Components:
-    """A native checkpoint whose files were checked, without what reads them.
+    """The components of a native checkpoint: checked at construction, loaded on first use.
 
     Attributes:
         manifest: what the checkpoint says of itself.

@@ -28,10 +28,10 @@ def _require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
         )
 
 
-MOST = {"layers": 1000, "layers_per_block": 100, "temporal_compression": 64}
+MAX = {"layers": 1000, "layers_per_block": 100, "temporal_compression": 64}
 """Field -> its largest value, where that decides how much is looped over."""
 
-MOST_OTHERWISE = 2**24
+DEFAULT_MAX = 2**24
 
 
 _VALID: dict[str, Callable[[Any, int], bool]] = {
@@ -62,7 +62,7 @@ class _Config:
     def __post_init__(self) -> None:
         faults = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            kind, value, most = str(field.type), getattr(self, field.name), MOST.get(field.name, MOST_OTHERWISE)
+            kind, value, most = str(field.type), getattr(self, field.name), MAX.get(field.name, DEFAULT_MAX)
             if not _VALID[kind](value, most):
                 faults.append(f"  {field.name}: got {shown(value)}, expected {_EXPECTED[kind].format(most=most)}")
         if faults:

@@ -108,7 +108,7 @@ class Programs:
         """One program per recipe, made when it is first wanted."""
         if recipe not in self._programs:
             options = compiler_options(self.dtype, quickly=recipe.quickly)
-            # a sampler of the user's own may compute something else the next time
+            # a user-defined sampler may change between runs, so its programs are not kept
             ours = all(type(part).__module__.partition(".")[0] in ("builtins", __package__) for part in recipe.given)
             what = repr((recipe.make.__qualname__, recipe.given, recipe.donate, self.model, options))
             self._programs[recipe] = Program(recipe, options, self.mesh, what, self.kept if ours else None)
@@ -215,7 +215,7 @@ def bytes_needed(memory: Any) -> int:
 
 @contextmanager
 def stoppable() -> Iterator[Callable[[], None]]:
-    """A loop that ctrl-c stops for certain; gives what to call after each round, which raises KeyboardInterrupt.
+    """Makes Ctrl-C reliable in a loop: yields a function that raises a pending KeyboardInterrupt.
 
     Python drops an exception that is raised while a destructor or the garbage collector's callbacks run, of which JAX
     has some in every step.

@@ -10,7 +10,7 @@ from cogvideox_flax.errors import InputError
 
 log = logging.getLogger(__name__)
 
-MOST_FRAMES, MOST_PIXELS = 2**14, 2**14
+MAX_FRAMES, MAX_SIDE = 2**14, 2**14
 """Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
 
 
@@ -73,9 +73,9 @@ def resolve_size(
             below = max(value // step * step, step)
             faults.append(f"{name} is {value}; it must be a multiple of {step}. Nearest: {below} and {below + step}")
     for name, value, most in (
-        ("num_frames", num_frames, MOST_FRAMES),
-        ("height", height, MOST_PIXELS),
-        ("width", width, MOST_PIXELS),
+        ("num_frames", num_frames, MAX_FRAMES),
+        ("height", height, MAX_SIDE),
+        ("width", width, MAX_SIDE),
     ):
         if value > most:
             faults.append(f"{name} is {value}; the most is {most}")

@@ -53,7 +53,7 @@ STATE_FILE = "stage2_state.safetensors"
 VIDEO_FILE = "output_video.mp4"
 LOCK_FILE = ".lock"
 
-MOST_FPS = 1000
+MAX_FPS = 1000
 
 # what of the settings each stage's result depends on, beside the weights of its component and the stage before
 _ENCODE_FIELDS = ("prompt", "negative_prompt", "dtype")
@@ -81,7 +81,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "frames": _is_whole_number,
     "height": _is_whole_number,
     "width": _is_whole_number,
-    "fps": lambda value: is_count(value, MOST_FPS),
+    "fps": lambda value: is_count(value, MAX_FPS),
     "num_inference_steps": _is_whole_number,
     "guidance_scale": is_finite_number,
     "use_dynamic_cfg": lambda value: isinstance(value, bool | str),

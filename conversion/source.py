@@ -150,10 +150,10 @@ class Source:
         return self.where[name].read(name)
 
     def check_unchanged(self) -> None:
-        """Refuse what was read of files that somebody wrote to, or replaced, meanwhile.
+        """Raise if a file has changed, or was replaced, since it was opened.
 
         Raises:
-            ConversionError: that was done.
+            ConversionError: with the names of the files.
         """
         if changed := [file.path.name for file in self.files if not file.is_unchanged()]:
             raise ConversionError(f"{', '.join(changed)} changed while being read; run the same command again")

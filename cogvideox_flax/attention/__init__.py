@@ -28,8 +28,8 @@ def _best(
     *,
     window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """Where there is enough for them to do, on a TPU our kernel, but in float16, and on an NVIDIA GPU in 16 bit cuDNN's
-    or, for what it does not serve, ours; plain XLA elsewhere."""
+    """For more than `xla.SHORT` tokens: splash on a TPU (not in float16); on an NVIDIA GPU in 16 bit cuDNN or, for what it
+    does not serve, triton. XLA otherwise."""
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
@@ -99,9 +99,9 @@ def attend(
 
     Finite, and exact but for rounding, where float32 holds the products and sums: |q| |k| below 2^126 for every query
     and key, and |v| times the number of keys below 2^126. Products are rounded as float32, so a score is known to 2^-24
-    of |q| |k| log2(e) / sqrt(K) times a few; where that is more than 1, a query attends among the keys that it nearly
-    ties. Numbers below 2^-126 count as 0, products of a probability and a value among them. Of kernels that are not
-    ours, "stock" and "cudnn", none of this was tested.
+    of |q| |k| log2(e) / sqrt(K) times a few; where that error exceeds 1, keys whose scores differ by less share the
+    probability arbitrarily. Numbers below 2^-126 count as 0, products of a probability and a value among them. "splash"
+    and "triton" were tested interpreted; "stock" and "cudnn" were not tested at these limits.
 
     Args:
         q, k, v: float32, bfloat16 or float16, the same for all three; no limit on lengths, which need not divide

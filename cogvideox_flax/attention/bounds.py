@@ -10,11 +10,11 @@ TINY = 2.0**-126
 
 
 def norms(x: Float[Array, "*batch S K"]) -> Float32[Array, "*batch S"]:
-    """Euclidean norms, none too small: squares that are lost below TINY are made up for. Infinity beyond 2^63."""
+    """Upper bounds of the Euclidean norms: K 2^-126 is added for squares that underflow. Infinity beyond 2^63."""
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1) + x.shape[-1] * TINY)
 
 
-def least_but_zero(x: Float[Array, "*batch K"]) -> Float32[Array, "*batch"]:
-    """The least of numbers from 0 up that is not 0; infinity if all are."""
+def min_nonzero(x: Float[Array, "*batch K"]) -> Float32[Array, "*batch"]:
+    """The smallest of these numbers, all 0 or more, that is not 0; infinity if there is none."""
     x = x.astype(jnp.float32)
     return jnp.where(x > 0, x, jnp.inf).min(-1)

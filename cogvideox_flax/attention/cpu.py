@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
-from cogvideox_flax.attention.bounds import least_but_zero, norms
+from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.masks import NEVER, attended
 from cogvideox_flax.layers import precision, round_up
 
@@ -126,7 +126,7 @@ def _attend_head(
     operands = blocks(q), blocks(bound), jnp.arange(0, queries, rows)
     if bounded:
         found = jax.lax.map(relative_to_bound, operands)
-        value = least_but_zero(jnp.where(is_real[:, None], jnp.abs(v), 0).max(0))
+        value = min_nonzero(jnp.where(is_real[:, None], jnp.abs(v), 0).max(0))
         kept = (found[1] >= jnp.maximum(LEAST, LEAST_TIMES_VALUE / value)).all()
         found = jax.lax.cond(kept, lambda: found, lambda: jax.lax.map(relative_to_maximum, operands))
     else:

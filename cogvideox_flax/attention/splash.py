@@ -38,7 +38,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention.blocks import LANES, Blocks, choose_blocks
-from cogvideox_flax.attention.bounds import least_but_zero, norms
+from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.attention.masks import NEVER
 from cogvideox_flax.errors import InputError
@@ -260,7 +260,7 @@ def _modes(
     by_channel = jnp.where(real[:, None], jnp.abs(values), 0).max(-1)
     value = by_channel.max(-1).astype(jnp.float32)
     # a million products of 2^-bound and a value underflow together to 2^-26 of a channel's largest
-    bounded = (bound <= BOUND + jnp.minimum(jnp.log2(least_but_zero(by_channel)), 0)) & (window is None)
+    bounded = (bound <= BOUND + jnp.minimum(jnp.log2(min_nonzero(by_channel)), 0)) & (window is None)
     bounded &= bound + jnp.log2(value) + math.log2(k.shape[1]) <= LARGEST_SUM
     referred = (bound <= REFERRED_BOUND) & (value < REFERRED_VALUE)
     return jnp.where(bounded, BOUNDED, jnp.where(referred, REFERRED, ONLINE)).astype(jnp.int32)

@@ -1,1 +1,1 @@
-"""Files: videos in and out; written whole or not at all, locked, trusted, known by their contents."""
+"""Files: video readers and writers, atomic writes, locks, private directories, content hashes."""

@@ -22,14 +22,14 @@ from cogvideox_flax.io.text import load_json
 
 log = logging.getLogger(__name__)
 
-KEPT = 2000
+MAX_REMEMBERED = 2000
 """Files that are remembered at most; those that were hashed longest ago are forgotten first."""
 
 _SETTLED = 100_000_000
 """Nanoseconds. A file that changed less than this before it was read may change again within the clock's tick."""
 
-_SAID_FROM = 2**30
-"""Bytes from which hashing is said, since it takes seconds."""
+_LOG_FROM_BYTES = 2**30
+"""A line is logged before so many bytes are hashed, since that takes seconds."""
 
 _FILE = "sha256.txt"  # a checksum of the rest, then JSON: device and inode -> size, times, digest
 _CHECKSUM = "checksum"
@@ -55,7 +55,7 @@ def content_hashes(paths: Sequence[Path], *, remembered: bool = True) -> list[st
         facts = [os.stat(path) for path in paths]
         known = [_lookup(each) if remembered else None for each in facts]
         todo = [i for i, digest in enumerate(known) if digest is None]
-        if (size := sum(facts[i].st_size for i in todo)) >= _SAID_FROM:
+        if (size := sum(facts[i].st_size for i in todo)) >= _LOG_FROM_BYTES:
             log.info("checking the contents of %.1f GiB in %s, once", size / 2**30, paths[todo[0]].parent)
         with ThreadPoolExecutor(max(1, min(len(todo), os.cpu_count() or 1))) as pool:
             found = list(pool.map(_hash, [paths[i] for i in todo]))
@@ -171,7 +171,7 @@ def _remember(found: dict[str, list[Any]]) -> None:
     with _LOCK:
         before = _read() | (_known or {})
         _known = {key: record for key, record in before.items() if key not in found} | found
-        text = json.dumps(dict(list(_known.items())[-KEPT:]))
+        text = json.dumps(dict(list(_known.items())[-MAX_REMEMBERED:]))
         with suppress(OSError, NotPrivateError, InputError):  # a cache that cannot be written
             path = private_cache_dir("contents") / _FILE
             write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", mode=0o600)

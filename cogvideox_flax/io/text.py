@@ -6,20 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 def load_json(path: Path) -> Any:
     """The value of a JSON file in UTF-8.
 
     Raises:
-        ValueError: it is not JSON, nested too deeply, or larger than `MOST_BYTES`.
+        ValueError: it is not JSON, nested too deeply, or larger than `MAX_BYTES`.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError as e:

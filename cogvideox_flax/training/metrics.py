@@ -17,7 +17,7 @@ from cogvideox_flax.io.atomic import atomic_write, write_text
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean that is not taken yet, so that those of several batches can be: the sum of numbers, and how many."""
+    """Sum and count of numbers, so that micro-batches are added before the mean is taken."""
 
     total: Float32[Array, ""]
     count: Float32[Array, ""]
@@ -41,7 +41,7 @@ class MetricsLog:
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, values: Mapping[str, float]) -> None:
-        """Append one line; it is on disk when this returns."""
+        """Append one line; the operating system has it when this returns."""
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps({name: _rounded(value) for name, value in values.items()}) + "\n")
