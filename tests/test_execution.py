@@ -61,6 +61,7 @@ def test_operation_by_operation_gives_the_same(pipe):
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 
 
+@pytest.mark.slow
 def test_operation_by_operation_on_a_mesh(native, pipe):
     spread = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
     spread.watch = Watch(jit=False)

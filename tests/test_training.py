@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -270,6 +271,17 @@ def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(snapshots, "_hashes", unreadable)
     train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 3)
     assert "the training state of step 4 is damaged and is removed" in caplog.text
+
+
+def test_what_orbax_raises_is_not_said_twice(tmp_path, caplog):
+    message = "failed: No space left on device; free"
+    with snapshots.Snapshots(tmp_path, 1) as states, pytest.raises(InputError, match=message), states._errors():
+        try:
+            raise ValueError("RESOURCE_EXHAUSTED: Failed to write 7 bytes: No space left on device [os_error='28']")
+        except ValueError:
+            logging.getLogger("absl").exception("_SignalingThread.run() raised an exception")
+            raise
+    assert "Traceback" not in caplog.text and "Signaling" not in caplog.text
 
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):

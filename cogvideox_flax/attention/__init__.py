@@ -28,8 +28,8 @@ def _best(
     *,
     window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """For more than `xla.SHORT` tokens: splash on a TPU (not in float16); on an NVIDIA GPU in 16 bit cuDNN or, for what it
-    does not serve, triton. XLA otherwise."""
+    """For more than `xla.SHORT` tokens: splash on a TPU (not in float16); on an NVIDIA GPU in 16 bit cuDNN or, for what
+    it does not serve, triton. XLA otherwise."""
     plain = partial(xla.attend, window=window)
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return plain(q, k, v, kv_len)
