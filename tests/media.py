@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.video import count_frames, read_metadata, read_video
 
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
@@ -73,3 +77,24 @@ def cost_of_loading(path: Path, folder: Path) -> dict:
     run = subprocess.run([sys.executable, "-c", _MEASURED, path], capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout) | {"ffmpeg": max(map(int, log.read_text().split()), default=0) / 1024}
+
+
+def refusals_of_damaged(path: Path, data: bytes, trials: int, head: int) -> int:
+    """Bits flipped, in all of a file or in its first `head` bytes, and its end cut off: how many of three readings of
+    each are refused, in one line that names the file. The others give a result."""
+    draws = random.Random(0)
+    refused = 0
+    for trial in range(trials):
+        damaged = bytearray(data)
+        for _ in range(draws.choice([1, 4, 40])):
+            damaged[draws.randrange(len(damaged) if trial % 2 else head)] ^= 1 << draws.randrange(8)
+        if trial % 3 == 0:
+            del damaged[draws.randrange(len(damaged)) :]
+        path.write_bytes(damaged)
+        for read in (count_frames, read_metadata, read_video):
+            try:
+                read(path)
+            except InputError as e:
+                refused += 1
+                assert str(path) in str(e) and "\n" not in str(e)
+    return refused

@@ -12,7 +12,7 @@ import imageio_ffmpeg
 import numpy as np
 import psutil
 import pytest
-from media import ffmpeg, pattern, whole
+from media import ffmpeg, pattern, refusals_of_damaged, whole
 from reference import SHARED
 
 from cogvideox_flax.errors import InputError
@@ -361,24 +361,7 @@ def test_no_frames_of_a_video(media):
 
 @pytest.mark.parametrize("name", ["b_frames.mkv", "several_keyframes_and_b_frames.mp4", "vp9.webm", "b_frames.avi"])
 def test_damaged_files_are_read_or_refused(media, tmp_path, name):
-    """Bits flipped, bytes removed, the end cut off: frames or one line, nothing else."""
-    data = media(name).read_bytes()
-    draws = random.Random(0)
-    path = tmp_path / name
-    for trial in range(12):
-        damaged = bytearray(data)
-        for _ in range(draws.choice([1, 4, 40])):
-            at = draws.randrange(len(damaged) if trial % 2 else 2000)
-            damaged[at] ^= 1 << draws.randrange(8)
-        if trial % 3 == 0:
-            del damaged[draws.randrange(len(damaged)) :]
-        path.write_bytes(damaged)
-        for read in (count_frames, read_metadata, read_video):
-            try:
-                read(path)
-            except InputError as e:
-                assert str(path) in str(e)
-                assert "\n" not in str(e)
+    assert refusals_of_damaged(tmp_path / name, media(name).read_bytes(), 12, head=2000) > 0
 
 
 def test_damage_in_the_middle_is_reported(media, tmp_path, caplog):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import struct
 
 import numpy as np
 import pytest
+from media import refusals_of_damaged
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
@@ -130,21 +130,4 @@ def test_a_rate_that_no_gif_can_have(tmp_path, fps):
 def test_damaged_gifs_are_read_or_refused(tmp_path):
     path = tmp_path / "a.gif"
     save_video(path, clip(6), 8, {"seed": 1})
-    data = path.read_bytes()
-    draws = random.Random(0)
-    refused = 0
-    for trial in range(150):
-        damaged = bytearray(data)
-        for _ in range(draws.choice([1, 4, 40])):
-            damaged[draws.randrange(len(damaged) if trial % 2 else 900)] ^= 1 << draws.randrange(8)
-        if trial % 3 == 0:
-            del damaged[draws.randrange(len(damaged)) :]
-        path.write_bytes(damaged)
-        for read in (count_frames, read_metadata, read_video):
-            try:
-                read(path)
-            except InputError as e:
-                refused += 1
-                assert str(path) in str(e)
-                assert "\n" not in str(e)
-    assert refused > 50
+    assert refusals_of_damaged(path, path.read_bytes(), 150, head=900) > 50

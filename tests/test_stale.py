@@ -237,16 +237,22 @@ def test_the_cache_does_not_give_another_models_weights(home, two, how):
     assert np.array_equal(found, expected) and not np.array_equal(found, first)
 
 
-def test_a_killed_conversion_of_a_is_not_recorded_as_b(two, tmp_path, monkeypatch):
-    layout, other = two
+def stop_conversion(monkeypatch, where: str, layout: Path, dst: Path) -> None:
+    """Begin a conversion that is stopped in the function `where`."""
 
     def stop(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion_module, "_finish", stop)
+        patch.setattr(conversion_module, where, stop)
         with pytest.raises(KeyboardInterrupt):
-            convert(layout, tmp_path / "dst")
+            convert(layout, dst)
+
+
+def test_a_killed_conversion_of_a_is_not_recorded_as_b(two, tmp_path, monkeypatch):
+    layout, other = two
+
+    stop_conversion(monkeypatch, "_finish", layout, tmp_path / "dst")
     (tmp_path / "dst" / ".conversion" / "config.json").unlink()  # killed just before
     swap(layout, other, "copied over")
     convert(layout, tmp_path / "dst")
@@ -260,14 +266,8 @@ def test_a_killed_conversion_of_a_is_not_recorded_as_b(two, tmp_path, monkeypatc
 def test_what_a_killed_conversion_left_is_taken_over_if_it_is_whole(two, tmp_path, monkeypatch, caplog):
     layout, _ = two
 
-    def stop(*args):
-        raise KeyboardInterrupt
-
     work = tmp_path / "dst" / ".conversion"
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion_module, "write_manifest", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(layout, tmp_path / "dst")
+    stop_conversion(monkeypatch, "write_manifest", layout, tmp_path / "dst")
     damaged = work / "vae" / "model.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-5] ^= 1
@@ -283,13 +283,7 @@ def test_what_a_killed_conversion_left_is_taken_over_if_it_is_whole(two, tmp_pat
 def test_a_conversion_that_ends_anothers_is_locked_to_its_end(two, tmp_path, monkeypatch):
     layout, _ = two
 
-    def stop(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion_module, "_finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(layout, tmp_path / "dst")
+    stop_conversion(monkeypatch, "_finish", layout, tmp_path / "dst")
     refused = []
 
     def progress(*_):
