@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_proof import attention, convolution, machine, models, peer_models, programs, values
 from benchmarks.gpu_proof.cases import attention_of
-from benchmarks.gpu_proof.errors import NotTried, error, judged, pick
+from benchmarks.gpu_proof.errors import NotTried, error, verdict, sample_indices
 from benchmarks.gpu_proof.record import Record, line
 from benchmarks.gpu_proof.rows import ON_A_GPU, RELEASED, SMALL, kernel_rows, rows
 from cogvideox_flax.attention import nvidia, triton
@@ -74,11 +74,11 @@ def test_errors_are_in_standard_deviations_and_nan_is_never_small():
     reference = np.asarray([[1.0, -1.0], [100.0, -100.0]])
     found = reference + np.asarray([[0.1, 0.0], [0.0, 10.0]])
     assert error(found, reference, (1,)) == {"rms": pytest.approx(0.1 / 2**0.5), "max": pytest.approx(0.1)}
-    assert judged({"rms": float("nan"), "max": 0.0}, {"rms": 1.0, "max": 1.0})["status"] == "wrong"
-    assert judged({"rms": 1e-6, "max": 1e-5}, None)["status"] == "ok"
+    assert verdict({"rms": float("nan"), "max": 0.0}, {"rms": 1.0, "max": 1.0})["status"] == "wrong"
+    assert verdict({"rms": 1e-6, "max": 1e-5}, None)["status"] == "ok"
     with pytest.raises(ValueError, match="is not one of"):
         error(np.zeros(3), np.zeros((3, 1)))
-    assert {0, 500, 999} <= set(pick(1000, 10, 0)) and len(pick(1000, 10, 0)) == 10 and len(pick(4, 10, 0)) == 4
+    assert {0, 500, 999} <= set(sample_indices(1000, 10, 0)) and len(sample_indices(1000, 10, 0)) == 10 and len(sample_indices(4, 10, 0)) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -104,7 +104,7 @@ assert "imageio_ffmpeg" not in sys.modules
 
 def test_what_is_not_tried_says_why(run):
     todo = [
-        row_of("sees nothing", opens=True),
+        row_of("sees nothing", required=True),
         replace(row_of("fine"), name="blind"),
         row_of("fine", packages=("torch", "diffusers")),
         *(

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--budget must be above 0; got {args.budget}")
     todo = rows(SMALL if args.dry_run else RELEASED)
     if args.only:
-        todo = [row for row in todo if row.opens or row.always or any(fnmatch.fnmatch(row.name, p) for p in args.only)]
+        todo = [row for row in todo if row.required or row.always or any(fnmatch.fnmatch(row.name, p) for p in args.only)]
     if args.list:
         print("\n".join(f"{row.expected_s:5.0f} s  {row.needs_gib:5.1f} GiB  {row.key}" for row in todo))
         return 0

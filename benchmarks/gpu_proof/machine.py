@@ -31,7 +31,7 @@ PACKAGES = (
 SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.max.sm", "power.limit")
 """What `nvidia-smi` is asked; memory in MiB."""
 
-RIGHT_FROM = (9, 15)
+CUDNN_CONV3D_FIXED = (9, 15)
 """The first cuDNN whose 3-D convolutions are right in bfloat16 on large shapes (pytorch/pytorch#163539)."""
 
 DRIVER = """
@@ -134,7 +134,7 @@ def of_cudnn(found: tuple[int, ...] | None) -> str:
     if found is None:
         return "cuDNN's version is not known"
     name = ".".join(map(str, found))
-    if found[:2] >= RIGHT_FROM:
+    if found[:2] >= CUDNN_CONV3D_FIXED:
         return f"cuDNN {name}"
     return f"cuDNN {name}: 3-D convolutions wrong in bfloat16 on large shapes before 9.15; this library gives it none"
 

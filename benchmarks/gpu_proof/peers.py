@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_proof.cases import HEAD_SCALES, Convolution, attention_of
-from benchmarks.gpu_proof.errors import NotTried, error, judged, load
+from benchmarks.gpu_proof.errors import NotTried, error, verdict, load
 from benchmarks.gpu_proof.values import in_torch
 
 BACKENDS = {
@@ -90,8 +90,8 @@ def attention(report: Callable[..., None], *, folder: str | None = None, **optio
     if kept is None:
         return row | {"status": "ok", "note": row["note"] + "; no reference was kept: errors not known"}
     found = out.transpose(1, 2)[:, kept["queries"]][:, :, kept["heads"]].float().cpu().numpy()
-    explained = error(kept["rounded"], kept["reference"], (0, 1, 3))
-    return judged(error(found, kept["reference"], (0, 1, 3)), None if case.dtype == "float32" else explained) | row
+    rounding_error = error(kept["rounded"], kept["reference"], (0, 1, 3))
+    return verdict(error(found, kept["reference"], (0, 1, 3)), None if case.dtype == "float32" else rounding_error) | row
 
 
 def convolution(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def convolution(report: Callable[..., None], *, folder: str | None = None, **opt
     found = y[0, :, frame, row, column].T.float().cpu().numpy()
     exact = kept["reference"]
     narrow = torch.tensor(exact).to(kind).double().numpy()
-    return judged(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
+    return verdict(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
 
 
 def products(report: Callable[..., None], *, size: int = 8192, dtype: str = "bfloat16", **_: Any) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks.gpu_proof.errors import EXACT_BAR, error
 
 HEAD = "| row | side | result | s | first s | TFLOP/s | GiB: own, nvidia-smi | error rms, max (explained rms) | notes |"
-RIGHT, UNKNOWN = ("ok",), ("not tried",)
+PASSED, NOT_TRIED = ("ok",), ("not tried",)
 """Results that are no fault."""
 
-LEVEL = 1.1
+MAX_ERROR_RATIO = 1.1
 """This library's error in 16 bit, in units of the reference's own, at most."""
 
 
@@ -72,13 +72,13 @@ class Record:
         """(rows, why), those of one reason together."""
         found: dict[str, list[str]] = {}
         for row in self.rows.values():
-            if row["status"] in UNKNOWN:
+            if row["status"] in NOT_TRIED:
                 found.setdefault(row.get("reason", ""), []).append(f"{row['row']} ({row['side']})")
         return [(", ".join(names), why) for why, names in found.items()]
 
     def faults(self) -> list[dict[str, Any]]:
         """The rows that were tried and did not hold."""
-        return [row for row in self.rows.values() if row["status"] not in RIGHT + UNKNOWN]
+        return [row for row in self.rows.values() if row["status"] not in PASSED + NOT_TRIED]
 
     def differences(self) -> list[dict[str, Any]]:
         """The comparisons that did not hold."""
@@ -89,7 +89,7 @@ class Record:
         done = {(found["row"], found["side"]) for found in self.comparisons}
         rows = [row for row in self.rows.values() if row["row"] == name and "seconds" in row]
         fresh = [
-            _beside(a, b, folder)
+            compare_rows(a, b, folder)
             for a in rows
             for b in rows
             if _comparable(a, b) and (name, f"{a['side']} : {b['side']}") not in done
@@ -108,7 +108,7 @@ class Record:
         if not (ours and theirs):
             return []
         ratio = max(ours) / max(theirs)
-        row = {"row": verdict, "side": "ours : diffusers", "error_ratio": ratio, "holds": ratio <= LEVEL}
+        row = {"row": verdict, "side": "ours : diffusers", "error_ratio": ratio, "holds": ratio <= MAX_ERROR_RATIO}
         self.comparisons.append(row)
         return [row]
 
@@ -124,7 +124,7 @@ def _comparable(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return b["side"] == "diffusers float32" and _dtype(a) != "float32"
 
 
-def _beside(a: dict[str, Any], b: dict[str, Any], folder: Path) -> dict[str, Any]:
+def compare_rows(a: dict[str, Any], b: dict[str, Any], folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"row": a["row"], "side": f"{a['side']} : {b['side']}"}
     if a.get("layers") != b.get("layers"):
         return found | {"note": f"{a.get('layers') or 'all'} and {b.get('layers') or 'all'} layers: not compared"}
@@ -153,7 +153,7 @@ def line(row: dict[str, Any]) -> str:
 
     memory = ", ".join(filter(None, (number("peak_gib", ".2f"), number("smi_gib", ".2f"))))
     errors = ", ".join(filter(None, (number("error_rms", ".1e"), number("error_max", ".1e"))))
-    errors += f" ({number('explained_rms', '.1e')})" if row.get("explained_rms") is not None else ""
+    errors += f" ({number('rounding_rms', '.1e')})" if row.get("rounding_rms") is not None else ""
     notes = [row.get(name) for name in ("backend", "calls", "note", "reason")]
     cells = (
         row["row"],
@@ -169,7 +169,7 @@ def line(row: dict[str, Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
-def beside(found: dict[str, Any]) -> str:
+def comparison_line(found: dict[str, Any]) -> str:
     """A comparison as a row of the table: ratios, and how far the outputs are apart."""
 
     def number(name: str, form: str, after: str = "") -> str:

@@ -25,7 +25,7 @@ class Row:
     name, side: of the table; rows of one name are compared. group: the process that it runs in, alone or with others.
     function: "module:name", called with `report`, `folder` and the options.
     expected_s, limit_s: seconds that it takes, and after which it is ended. needs_gib: of the GPU's memory, at least.
-    opens: whether its side's other rows are pointless if this one fails. always: runs also where its result is known.
+    required: whether its side's other rows are pointless if this one fails. always: runs also where its result is known.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
     limit_s: float = 60
     needs_gib: float = 0
     packages: tuple[str, ...] = ()
-    opens: bool = False
+    required: bool = False
     always: bool = False
 
     @property
@@ -105,7 +105,7 @@ ON_A_GPU = replace(SMALL, interpret=False)
 def rows(sizes: Sizes) -> list[Row]:
     """All of them."""
     return [
-        Row("what JAX sees", "ours", "kernels", f"{MACHINE}:jax_sees", {"dry_run": sizes.small}, 5, 120, opens=True),
+        Row("what JAX sees", "ours", "kernels", f"{MACHINE}:jax_sees", {"dry_run": sizes.small}, 5, 120, required=True),
         Row("matrix product", "ours", "kernels", f"{MODELS}:products", {"size": sizes.product}, 3),
         *(row for row in kernel_rows(sizes) if row.group == "kernels"),
         *_names(sizes),
@@ -120,7 +120,7 @@ def rows(sizes: Sizes) -> list[Row]:
             3,
             120,
             packages=TORCH,
-            opens=True,
+            required=True,
         ),
         Row("matrix product", "torch", "torch", f"{PEERS}:products", {"size": sizes.product}, 2, packages=TORCH),
         *_peer_kernels(sizes),
@@ -179,7 +179,7 @@ def _attention(sizes: Sizes) -> Iterator[Row]:
         interpret = sizes.interpret and backend == "triton"
         options = shapes[name] | {"name": name, "backend": backend, "interpret": interpret, "repeat": sizes.repeat}
         if sizes.small:
-            options |= {"queries": 64, "heads_checked": 2}
+            options["queries"] = 64
         yield Row(name, f"ours {backend}", group, f"{KERNELS}:run", options, seconds, 60, 8)
     options = {"name": "attention, gradients", "batch": 1, "tokens": sizes.gradient_tokens, "heads": 4}
     yield Row("attention, gradients", "ours auto", more, f"{KERNELS}:gradient", options | {"repeat": sizes.repeat}, 12)

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu_proof import machine
 from benchmarks.gpu_proof.process import ROOT, Died, Worker
-from benchmarks.gpu_proof.record import Record, beside, line
+from benchmarks.gpu_proof.record import Record, comparison_line, line
 from benchmarks.gpu_proof.rows import Row
 
 GRACE_S = 20.0
@@ -113,10 +113,10 @@ class Runner:
         self._worker: Worker | None = None
         self._group = ""
         self._next: tuple[str, Worker] | None = None
-        self._blind: dict[str, str] = {}
+        self._unavailable: dict[str, str] = {}
         self._memory = Memory(used_mib)
         record.expect((row.key, row.about()) for row in rows)
-        self.known = {row.key for row in rows if not (row.opens or row.always)} & set(setting.known)
+        self.known = {row.key for row in rows if not (row.required or row.always)} & set(setting.known)
         for key in self.known:
             record.rows[key] = setting.known[key] | {"output": None, "kept": True}  # its output is gone
 
@@ -136,7 +136,7 @@ class Runner:
                 self._run(row, self.rows[i + 1 :])
                 self.say(line(self.record.rows[row.key]))
                 for comparison in self.record.compare(row.name, self.setting.folder):
-                    self.say(beside(comparison))
+                    self.say(comparison_line(comparison))
                 self.record.keep()
         finally:
             self.close()
@@ -145,8 +145,8 @@ class Runner:
         """Why a row is not tried; None if it is."""
         if lacking := [name for name in row.packages if name in self.setting.missing]:
             return f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed"
-        if row.side_key in self._blind:
-            return self._blind[row.side_key]
+        if row.side_key in self._unavailable:
+            return self._unavailable[row.side_key]
         free = self.setting.free_gib
         if free is not None and row.needs_gib > free:
             return f"it needs about {row.needs_gib:.0f} GiB, {free:.0f} are free"
@@ -176,16 +176,16 @@ class Runner:
         except Died as e:
             found = {"status": e.status, "reason": str(e)}
         is_fault = found["status"] not in ("ok", "wrong", "not tried")
-        errors = worker.errors() if is_fault or (row.opens and found["status"] != "ok") else ""
+        errors = worker.errors() if is_fault or (row.required and found["status"] != "ok") else ""
         if is_fault and not found.pop("alive", False):
             self._drop()  # whatever it holds is not known
         note = "; ".join(filter(None, (known.get("note"), found.get("note"))))
         values = known | found | {"smi_gib": self._memory.most_gib(), "wall_s": round(time.monotonic() - start, 2)}
         self.record.set(row.key, **values | ({"note": note} if note else {}) | ({"stderr": errors} if errors else {}))
-        if row.opens and found["status"] != "ok":
+        if row.required and found["status"] != "ok":
             last = errors.strip().splitlines()[-1:]  # a plugin that does not start says why there
             why = "; ".join([found.get("reason") or f"{row.name}: {found['status']}", *last])
-            self._blind[row.side_key] = why[:600]
+            self._unavailable[row.side_key] = why[:600]
             self.record.set(row.key, reason=why[:600])
 
     def _worker_of(self, row: Row) -> Worker:
