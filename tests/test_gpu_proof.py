@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.gpu_proof import attention, convolution, machine, models, peer_models, programs, values
 from benchmarks.gpu_proof.cases import attention_of
-from benchmarks.gpu_proof.errors import NotTried, error, verdict, sample_indices
+from benchmarks.gpu_proof.errors import NotTried, error, sample_indices, verdict
 from benchmarks.gpu_proof.record import Record, line
 from benchmarks.gpu_proof.rows import ON_A_GPU, RELEASED, SMALL, kernel_rows, rows
 from cogvideox_flax.attention import nvidia, triton
@@ -78,7 +78,11 @@ def test_errors_are_in_standard_deviations_and_nan_is_never_small():
     assert verdict({"rms": 1e-6, "max": 1e-5}, None)["status"] == "ok"
     with pytest.raises(ValueError, match="is not one of"):
         error(np.zeros(3), np.zeros((3, 1)))
-    assert {0, 500, 999} <= set(sample_indices(1000, 10, 0)) and len(sample_indices(1000, 10, 0)) == 10 and len(sample_indices(4, 10, 0)) == 4
+    assert (
+        {0, 500, 999} <= set(sample_indices(1000, 10, 0))
+        and len(sample_indices(1000, 10, 0)) == 10
+        and len(sample_indices(4, 10, 0)) == 4
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -135,7 +135,7 @@ def free_bytes() -> int | None:
 
 
 def peak_gib() -> float | None:
-    """What JAX's allocator has given out at most, until now; None on a CPU."""
+    """Peak of JAX's allocator in this process, the making of the weights included; None on a CPU."""
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak is None else peak / GIB
 

@@ -89,7 +89,7 @@ def random_module(component: str, config: Any, dtype: str, shapes: Shapes | None
 
 
 def _on_host(component: str, config: Any, dtype: str, shapes: Shapes | None) -> Any:
-    """`random_module` by the CPU, for many small arrays of many shapes: a program that makes them takes longer to compile."""
+    """`random_module` on the CPU, for many small arrays of many shapes: compiling a program for them takes longer."""
     abstract = checkpoint.cast(checkpoint.abstract(component, config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:
@@ -120,7 +120,7 @@ def _sources(component: str, config: Any, shapes: Shapes) -> tuple[dict[str, lis
 def random_weights_program(
     component: str, config: Any, dtype: str, shapes: Shapes | None
 ) -> tuple[Any, Callable[[list[np.ndarray]], list[jax.Array]], list[np.ndarray]]:
-    """The module in shapes, f(seeds) that makes its arrays in one program, and the seeds of each array's tensors."""
+    """The abstract module, f(seeds) that makes its arrays in one program, and the seeds of each array's tensors."""
     abstract = checkpoint.cast(checkpoint.abstract(component, config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:

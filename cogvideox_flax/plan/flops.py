@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from cogvideox_flax.models import winograd
 
-
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 """Primitive of cuDNN's attention -> its products of queries x keys x head size; backwards computes the scores again."""
 
