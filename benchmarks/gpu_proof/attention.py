@@ -130,7 +130,7 @@ def run(report: Callable[..., None], *, folder: str | None = None, **options: An
 
 
 def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Array], out: Array) -> dict[str, Any]:
-    """The row's errors: many queries of some heads, a few queries of all heads, and all outputs against another row's."""
+    """The row's errors: many queries of some heads, a few of all heads, and all outputs against another row's."""
     heads, queries = case.sampled_heads, sample_indices(case.tokens, case.queries, 2)
     q, k, v = (x[:, :, heads] for x in given)
     q = q[:, queries]
@@ -159,7 +159,7 @@ def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Arr
         row |= {f"rms_to_{other}": rms, f"max_to_{other}": largest}
         bar = 2 * (RMS_BAR * row["rounding_rms"] if "rounding_rms" in row else EXACT_BAR)
         if not rms <= bar:
-            why = f"all outputs: rms {rms:.1e} off those of '{other}', at most {bar:.1e} expected; one of the two is wrong"
+            why = f"all outputs: rms {rms:.1e} off those of '{other}', beyond {bar:.1e}; one of the two is wrong"
             row |= {"status": "wrong", "reason": why}
     elif row["status"] == "ok" and case.window is None and not case.part:
         _OTHERS.clear()  # one at a time: they are large

@@ -143,8 +143,8 @@ def text_of(case: Case, small: bool) -> dict[str, int]:
 
 
 def compile_blocks(module: Any, backend: str = "inductor") -> str:
-    """`torch.compile` for each block: those of a transformer are alike and compiled once, where 42 layers as one program
-    take minutes. Of an autoencoder, the decoder's blocks."""
+    """`torch.compile` for each block: a transformer's are alike and compiled once, where 42 layers as one program take
+    minutes. Of an autoencoder, the decoder's blocks."""
     if hasattr(module, "decoder"):
         for block in (module.decoder.mid_block, *module.decoder.up_blocks):
             block.compile(backend=backend)
