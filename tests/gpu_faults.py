@@ -1,7 +1,9 @@
 """Rows that go wrong in every way that a row can, for a worker of `benchmarks.gpu_proof`."""
 
 import os
+import threading
 import time
+from contextlib import suppress
 
 from benchmarks.gpu_proof.errors import NotTried
 
@@ -27,6 +29,19 @@ def exits(report, **_):
 
 def hangs(report, **_):
     report(first_s=2.5, note="compiled")
+    time.sleep(600)
+
+
+def hangs_beside_a_thread(report, **_):
+    threading.Thread(target=threading.Event().wait, args=(600,), daemon=True, name="another").start()
+    time.sleep(600)
+
+
+def closes_its_pipe(report, **_):
+    for name in os.listdir("/proc/self/fd"):  # the pipe of the answers is among them
+        if int(name) > 2:
+            with suppress(OSError):
+                os.close(int(name))
     time.sleep(600)
 
 
