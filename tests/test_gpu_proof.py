@@ -310,6 +310,20 @@ def test_the_peak_is_that_of_later_runs(monkeypatch):
     assert said[said.index("first_s") :][:3] == ["first_s", "reset", "seconds"]
 
 
+def test_blocks_of_a_decoder_are_compiled_each():
+    """In small they compile in the dry run."""
+    (row,) = [row for row in rows(SMALL) if row.key == "480p first chunk decoded | diffusers compiled"]
+    assert row.options["compiled"] and row.options["part"] == "decode"
+    case, small = models.case_of(
+        {k: v for k, v in row.options.items() if k not in ("name", "repeat", "compiled", "compile_backend")}
+    )
+    module = peer_models.module_of(case, small)
+    assert "decoder" in peer_models.compile_blocks(module, "eager")
+    compiled = {name for name, each in module.named_modules() if each._compiled_call_impl is not None}
+    assert compiled == {"decoder.mid_block", *(f"decoder.up_blocks.{i}" for i in range(4))}
+    peer_models._kept.clear()
+
+
 def test_the_default_budget_reaches_a_verdict_by_the_guesses():
     elapsed, group, reached = 0.0, "", set()
     for row in rows(RELEASED):

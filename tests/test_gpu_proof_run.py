@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_proof import __main__ as proof
-from benchmarks.gpu_proof import machine, models, peer_models
+from benchmarks.gpu_proof import machine
 from benchmarks.gpu_proof.process import Died, Worker
 from benchmarks.gpu_proof.record import Record
 from benchmarks.gpu_proof.rows import RELEASED, SMALL, Row, rows
@@ -315,11 +315,12 @@ def dry_run(tmp_path, *options):
 
 def test_both_sides_compute_the_same_in_small(tmp_path):
     """In this process, as their workers do it."""
-    names = ("5b step", "480p first chunk decoded", "transformer, 2 layers of float32")
-    todo = [row for row in rows(SMALL) if row.name in names]
+    from benchmarks.gpu_proof import models, peer_models  # not by `import` of this file in a process of its own
+
+    todo = [row for row in rows(SMALL) if row.name in ("5b step", "transformer, 2 layers of float32")]
     record = Record(None, {})
     record.expect((row.key, row.about()) for row in todo)
-    tensors = [["transformer", "cogvideox-5b"], ["vae", "cogvideox-5b"]]
+    tensors = [["transformer", "cogvideox-5b"]]
     peer_models.tensors(lambda **values: None, folder=str(tmp_path), components=tensors, small=True)
     for row in todo:
         run = models.run if row.side == "ours" else peer_models.run
@@ -327,20 +328,22 @@ def test_both_sides_compute_the_same_in_small(tmp_path):
         values |= run(lambda values=values, **more: values.update(more), folder=str(tmp_path), **row.options)
         record.set(row.key, **values)
         record.compare(row.name, tmp_path)
-    assert len(todo) == 10 and record.summary() == {"ok": 10} and record.differences() == []
+    assert len(todo) == 6 and record.summary() == {"ok": 6} and record.differences() == []
     found = {f"{c['row']} | {c['side']}": c for c in record.comparisons}
     exact = found["transformer, 2 layers of float32 | ours : diffusers"]
     assert exact["holds"] and exact["difference_max"] < 1e-4
-    for name in names[:2]:
-        for side in ("diffusers", "diffusers compiled"):
-            assert found[f"{name} | ours : {side}"]["holds"]
-            assert found[f"{name} | ours : {side}"]["difference_rms"] < 0.02
-        assert found[f"{name}, both from float32 | ours : diffusers"]["holds"]
+    for side in ("diffusers", "diffusers compiled"):
+        assert found[f"5b step | ours : {side}"]["holds"]
+        assert found[f"5b step | ours : {side}"]["difference_rms"] < 0.02
+    assert found["5b step, both from float32 | ours : diffusers"]["holds"]
 
 
-def test_a_pair_of_processes_as_the_command_runs_them(tmp_path):
-    record = dry_run(tmp_path, "--only", "matrix product")
-    assert record["summary"] == {"ok": 5}
+def test_a_pair_of_processes_as_the_command_runs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(proof, "rows", lambda sizes: [row for row in rows(sizes) if row.name == "matrix product"])
+    path = tmp_path / "dry.json"
+    assert proof.main(["--dry-run", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert record["summary"] == {"ok": 2}
     (found,) = record["comparisons"]
     assert found["side"] == "ours : torch" and found["time_ratio"] > 0
 
