@@ -132,22 +132,17 @@ def run(report: Callable[..., None], *, folder: str | None = None, **options: An
 def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Array], out: Array) -> dict[str, Any]:
     """The row's errors: many queries of some heads, a few of all heads, and all outputs against another row's."""
     heads, queries = case.sampled_heads, sample_indices(case.tokens, case.queries, 2)
-    q, k, v = (x[:, :, heads] for x in given)
-    q = q[:, queries]
-    exact, rounded = jax.jit(partial(reference, case))(q, k, v, jnp.asarray(queries))
-    rows, few = sample_indices(len(queries), FLOAT64_SAMPLE[0], 3), slice(FLOAT64_SAMPLE[1])
-    proof = in_float64(case, q[:, rows, few], k[:, :, few], v[:, :, few], queries[rows])
-    proven = error(np.asarray(exact)[:, rows, few], proof, (0, 1, 3))
+    found, exact, rounded, (q, k, v) = _sampled(case, (*given, out), jnp.asarray(heads), jnp.asarray(queries))
+    rows, few = sample_indices(len(queries), FLOAT64_SAMPLE[0], 3), FLOAT64_SAMPLE[1]
+    proof = in_float64(case, np.asarray(q)[:, rows], k, v, queries[rows])
+    proven = error(np.asarray(exact)[:, rows, :few], proof, (0, 1, 3))
     if proven["max"] > 1e-4:
         raise ArithmeticError(f"the float32 reference is {proven['max']:.1e} off float64: it proves nothing")
     save(folder, case.name, reference=exact, rounded=rounded, heads=heads, queries=queries)
-    row = _verdict(case, out[:, queries][:, :, heads], exact, rounded)
+    row = _verdict(case, found, exact, rounded)
     row |= {"reference_error": proven["max"], "finite": bool(jnp.isfinite(out).all())}
-    queries = sample_indices(case.tokens, ALL_HEADS_QUERIES, 4)
-    q, k, v = given
-    every = _verdict(
-        case, out[:, queries], *jax.jit(partial(reference, case))(q[:, queries], k, v, jnp.asarray(queries))
-    )
+    heads, queries = np.arange(case.heads), sample_indices(case.tokens, ALL_HEADS_QUERIES, 4)
+    every = _verdict(case, *_sampled(case, (*given, out), jnp.asarray(heads), jnp.asarray(queries))[:3])
     row |= {"all_heads_rms": every["error_rms"], "all_heads_max": every["error_max"]}
     if every["status"] == "wrong":
         row |= {"status": "wrong", "reason": "wrong in a head, on the queries that are compared in all heads"}
@@ -165,6 +160,18 @@ def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Arr
         _OTHERS.clear()  # one at a time: they are large
         _OTHERS[case.name] = case.backend, out
     return row
+
+
+@partial(jax.jit, static_argnums=0)
+def _sampled(
+    case: Attention, arrays: tuple[Array, Array, Array, Array], heads: Array, queries: Array
+) -> tuple[Array, Array, Array, tuple[Array, Array, Array]]:
+    """Of these heads and queries: the result, the reference, the reference rounded; and q, k and v of the first heads,
+    for `in_float64`. arrays: q, k, v and the result."""
+    q, k, v, out = (x[:, :, heads] for x in arrays)
+    q, few = q[:, queries], slice(FLOAT64_SAMPLE[1])
+    exact, rounded = reference(case, q, k, v, queries)
+    return out[:, queries], exact, rounded, (q[:, :, few], k[:, :, few], v[:, :, few])
 
 
 def _verdict(case: Attention, found: Array, exact: Array, rounded: Array) -> dict[str, Any]:
