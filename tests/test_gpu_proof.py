@@ -36,7 +36,8 @@ def unlike(found):
     """One row of each kind: those of a kind differ in sizes only."""
     kinds = {}
     for row in found:
-        kinds.setdefault((row.function, row.name if "attention" in row.name else row.options.get("dtype")), row)
+        name = row.name.replace("1.5-5B", "5b")
+        kinds.setdefault((row.function, name if "attention" in name else row.options.get("dtype")), row)
     return list(kinds.values())
 
 
@@ -141,7 +142,14 @@ def on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, name, answer)
 
 
-@pytest.mark.parametrize("row", [row for row in rows(RELEASED) if not row.packages], ids=lambda row: row.key)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.key, marks=[pytest.mark.slow] if "all frames" in row.name else [])
+        for row in rows(RELEASED)
+        if not row.packages
+    ],
+)
 def test_programs_lower_for_a_gpu(row, on_a_gpu):
     found = programs.program_of(row)
     if found is None:
