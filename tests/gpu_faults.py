@@ -1,6 +1,7 @@
 """Rows that go wrong in every way that a row can, for a worker of `benchmarks.gpu_proof`."""
 
 import os
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -11,6 +12,14 @@ from benchmarks.gpu_proof.errors import NotTried
 def fine(report, **_):
     report(first_s=0.5)
     return {"status": "ok", "seconds": 2.0, "pid": os.getpid()}
+
+
+def started(report, **_):
+    """What its process has imported, and whose devices are started."""
+    imported = [name for name in ("jax", "torch", "imageio_ffmpeg") if name in sys.modules]
+    devices = [name for name in imported if name == "jax" and sys.modules["jax._src.xla_bridge"]._backends]
+    devices += [name for name in imported if name == "torch" and sys.modules["torch"].cuda.is_initialized()]
+    return {"status": "ok", "imported": imported, "devices": devices}
 
 
 def raises(report, **_):

@@ -21,7 +21,7 @@ from benchmarks.gpu_proof.record import Record, line
 from benchmarks.gpu_proof.rows import ON_A_GPU, RELEASED, SMALL, kernel_rows, rows
 from benchmarks.gpu_proof.run import START_S
 from benchmarks.vs_diffusers import theirs
-from cogvideox_flax.attention import nvidia, triton
+from cogvideox_flax.attention import cudnn, nvidia, triton
 from cogvideox_flax.plan.flops import count_flops
 
 
@@ -294,6 +294,10 @@ def test_operations_of_a_step_are_counted_on_a_gpu_too(on_a_gpu):
     attention_flops = 42 * 2 * 4 * 17_776**2 * 3072
     assert count_flops(f, module, *given).kernels == attention_flops
     assert models.flops_of(case, small, dict(enumerate(given))) > 2 * attention_flops
+    q = jax.ShapeDtypeStruct((2, 1500, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 1700, 4, 64), jnp.bfloat16)
+    both = jax.grad(lambda q, k: cudnn.attend(q, k, k).astype(jnp.float32).sum(), (0, 1))
+    assert count_flops(both, q, k).kernels == (2 + 5) * 2 * 2 * 4 * 1500 * 1700 * 64
 
 
 def test_the_exact_rows_have_the_weights_and_inputs_of_the_rounded_ones():
