@@ -259,6 +259,9 @@ RECORD = {
 def test_a_record_of_the_same_machine_and_options_is_taken_over():
     known, refused = proof.known_rows(json.loads(json.dumps(RECORD)), rows(SMALL), RECORD["machine"])
     assert set(known) == {f"{row['row']} | {row['side']}" for row in RECORD["rows"]} and refused == []
+    steps = [row for row in rows(SMALL) if row.name == "5b step"]
+    known, refused = proof.known_rows(json.loads(json.dumps(RECORD)), steps, RECORD["machine"])
+    assert set(known) == {row.key for row in steps} and refused == ["2 rows that this run does not have"]
 
 
 def test_rows_with_other_options_are_not_taken_over():

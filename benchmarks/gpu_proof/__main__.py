@@ -107,18 +107,20 @@ def known_rows(
             differences.append(f"another {what}: {a}, here {b}" if what == "GPU" else f"other {what}: {_changed(a, b)}")
     if differences:
         return {}, [f"no row: {'; '.join(differences)}"]
-    known, refused = {}, []
+    known, refused, others = {}, [], 0
     options = {row.key: json.loads(json.dumps(row.options)) for row in todo}
     for row in earlier["rows"]:
         key = f"{row['row']} | {row['side']}"
         if row["status"] not in ("ok", "wrong", "out of memory"):
             continue
         if key not in options:
-            refused.append(f"{key}: no row of this run")
+            others += 1
         elif row.get("options") != options[key]:
             refused.append(f"{key}: other options")
         else:
             known[key] = row
+    if others:
+        refused.append(f"{others} rows that this run does not have")
     return known, refused
 
 
