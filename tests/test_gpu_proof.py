@@ -254,7 +254,7 @@ def test_comparisons_say_what_is_known(tmp_path):
     sides = {
         "ours": ("bfloat16", 2.0, truth + 0.003 * noise(1), {"needed_gib": 6.0, "peak_gib": 9.0}),
         "diffusers": ("bfloat16", 4.0, truth + 0.006 * noise(2), {"peak_gib": 12.0}),
-        "diffusers compiled": ("bfloat16", 3.0, truth + 0.001 * noise(3)),
+        "diffusers compiled": ("bfloat16", 3.0, truth + 0.02 * noise(3)),
         "diffusers float32": ("float32", 9.0, truth),
     }
     record, found = record_of(tmp_path, sides)
