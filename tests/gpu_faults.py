@@ -1,7 +1,10 @@
 """Rows that go wrong in every way that a row can, for a worker of `benchmarks.gpu_proof`."""
 
 import os
+import sys
+import threading
 import time
+from contextlib import suppress
 
 from benchmarks.gpu_proof.errors import NotTried
 
@@ -9,6 +12,14 @@ from benchmarks.gpu_proof.errors import NotTried
 def fine(report, **_):
     report(first_s=0.5)
     return {"status": "ok", "seconds": 2.0, "pid": os.getpid()}
+
+
+def started(report, **_):
+    """What its process has imported, and whose devices are started."""
+    imported = [name for name in ("jax", "torch", "imageio_ffmpeg") if name in sys.modules]
+    devices = [name for name in imported if name == "jax" and sys.modules["jax._src.xla_bridge"]._backends]
+    devices += [name for name in imported if name == "torch" and sys.modules["torch"].cuda.is_initialized()]
+    return {"status": "ok", "imported": imported, "devices": devices}
 
 
 def raises(report, **_):
@@ -27,6 +38,19 @@ def exits(report, **_):
 
 def hangs(report, **_):
     report(first_s=2.5, note="compiled")
+    time.sleep(600)
+
+
+def hangs_beside_a_thread(report, **_):
+    threading.Thread(target=threading.Event().wait, args=(600,), daemon=True, name="another").start()
+    time.sleep(600)
+
+
+def closes_its_pipe(report, **_):
+    for name in os.listdir("/proc/self/fd"):  # the pipe of the answers is among them
+        if int(name) > 2:
+            with suppress(OSError):
+                os.close(int(name))
     time.sleep(600)
 
 

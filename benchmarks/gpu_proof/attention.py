@@ -15,13 +15,16 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from benchmarks.gpu_proof.cases import HEAD_SCALES, Attention, attention_of
-from benchmarks.gpu_proof.errors import NotTried, error, judged, pick, save
+from benchmarks.gpu_proof.errors import EXACT_BAR, RMS_BAR, NotTried, error, sample_indices, save, verdict
 from benchmarks.gpu_proof.values import Values, in_jax
 from cogvideox_flax.attention import PARTS, attend, cudnn, nvidia
 from cogvideox_flax.attention.masks import attended
 
-PROVEN = 8, 2
-"""Queries and heads of the reference that are computed once more in float64."""
+FLOAT64_SAMPLE = 8, 3
+"""Queries and heads of the reference that are also computed in float64."""
+
+ALL_HEADS_QUERIES = 16
+"""Queries that are compared in every head."""
 
 _OTHERS: dict[str, tuple[str, Array]] = {}
 """Case -> backend and result of an earlier row of this process, for a comparison of all outputs."""
@@ -93,7 +96,7 @@ def reference(
 
 
 def in_float64(case: Attention, q: Any, k: Any, v: Any, queries: np.ndarray) -> np.ndarray:
-    """What `reference` gives, on the CPU."""
+    """`reference` in float64, on the CPU."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     lengths = np.asarray(case.kv_len or (case.tokens,) * case.batch)
     key = np.arange(case.tokens)
@@ -127,29 +130,53 @@ def run(report: Callable[..., None], *, folder: str | None = None, **options: An
 
 
 def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Array], out: Array) -> dict[str, Any]:
-    """The row's errors."""
-    heads, queries = pick(case.heads, case.heads_checked, 1), pick(case.tokens, case.queries, 2)
-    q, k, v = (x[:, :, heads] for x in given)
-    q = q[:, queries]
-    exact, rounded = jax.jit(partial(reference, case))(q, k, v, jnp.asarray(queries))
-    rows, few = pick(len(queries), PROVEN[0], 3), slice(PROVEN[1])
-    proof = in_float64(case, q[:, rows, few], k[:, :, few], v[:, :, few], queries[rows])
-    proven = error(np.asarray(exact)[:, rows, few], proof, (0, 1, 3))
+    """The row's errors: many queries of some heads, a few of all heads, and all outputs against another row's."""
+    heads, queries = case.sampled_heads, sample_indices(case.tokens, case.queries, 2)
+    found, exact, rounded, (q, k, v) = _sampled(case, (*given, out), jnp.asarray(heads), jnp.asarray(queries))
+    rows, few = sample_indices(len(queries), FLOAT64_SAMPLE[0], 3), FLOAT64_SAMPLE[1]
+    proof = in_float64(case, np.asarray(q)[:, rows], k, v, queries[rows])
+    proven = error(np.asarray(exact)[:, rows, :few], proof, (0, 1, 3))
     if proven["max"] > 1e-4:
         raise ArithmeticError(f"the float32 reference is {proven['max']:.1e} off float64: it proves nothing")
     save(folder, case.name, reference=exact, rounded=rounded, heads=heads, queries=queries)
-    found = error(out[:, queries][:, :, heads], exact, (0, 1, 3))
-    row = judged(found, None if case.dtype == "float32" else error(rounded, exact, (0, 1, 3)))
+    row = _verdict(case, found, exact, rounded)
     row |= {"reference_error": proven["max"], "finite": bool(jnp.isfinite(out).all())}
+    heads, queries = np.arange(case.heads), sample_indices(case.tokens, ALL_HEADS_QUERIES, 4)
+    every = _verdict(case, *_sampled(case, (*given, out), jnp.asarray(heads), jnp.asarray(queries))[:3])
+    row |= {"all_heads_rms": every["error_rms"], "all_heads_max": every["error_max"]}
+    if every["status"] == "wrong":
+        row |= {"status": "wrong", "reason": "wrong in a head, on the queries that are compared in all heads"}
     if not row["finite"]:
-        row["status"] = "wrong"
+        row |= {"status": "wrong", "reason": "not all outputs are finite"}
     other, before = _OTHERS.get(case.name, (None, None))
     if before is not None:
-        row[f"rms_to_{other}"], row[f"max_to_{other}"] = map(float, jax.jit(_apart)(out, before))
-    elif case.window is None and not case.part:
+        rms, largest = map(float, jax.jit(_apart)(out, before))
+        row |= {f"rms_to_{other}": rms, f"max_to_{other}": largest}
+        bar = 2 * (RMS_BAR * row["rounding_rms"] if "rounding_rms" in row else EXACT_BAR)
+        if not rms <= bar:
+            why = f"all outputs: rms {rms:.1e} off those of '{other}', beyond {bar:.1e}; one of the two is wrong"
+            row |= {"status": "wrong", "reason": why}
+    elif row["status"] == "ok" and case.window is None and not case.part:
         _OTHERS.clear()  # one at a time: they are large
         _OTHERS[case.name] = case.backend, out
     return row
+
+
+@partial(jax.jit, static_argnums=0)
+def _sampled(
+    case: Attention, arrays: tuple[Array, Array, Array, Array], heads: Array, queries: Array
+) -> tuple[Array, Array, Array, tuple[Array, Array, Array]]:
+    """Of these heads and queries: the result, the reference, the reference rounded; and q, k and v of the first heads,
+    for `in_float64`. arrays: q, k, v and the result."""
+    q, k, v, out = (x[:, :, heads] for x in arrays)
+    q, few = q[:, queries], slice(FLOAT64_SAMPLE[1])
+    exact, rounded = reference(case, q, k, v, queries)
+    return out[:, queries], exact, rounded, (q[:, :, few], k[:, :, few], v[:, :, few])
+
+
+def _verdict(case: Attention, found: Array, exact: Array, rounded: Array) -> dict[str, Any]:
+    axes = (0, 1, 3)
+    return verdict(error(found, exact, axes), None if case.dtype == "float32" else error(rounded, exact, axes))
 
 
 def _apart(a: Float[Array, "B S N K"], b: Float[Array, "B S N K"]) -> tuple[Array, Array]:

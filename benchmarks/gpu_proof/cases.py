@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_proof.errors import pick
+from benchmarks.gpu_proof.errors import sample_indices
 from benchmarks.gpu_proof.values import Values
 
-HEAD_SCALES = (1.0, 2.0, 4.0, 1.0)
-"""Of the queries, head by head in turn: from attention that averages everything to attention that picks a few keys."""
+HEAD_SCALES = (1.0, 2.0, 4.0)
+"""Scales of the queries, head by head in turn: from attention that averages all keys to attention that takes a few."""
 
 TAPS = 3
 """Of the autoencoder's convolutions, in time, height and width."""
@@ -19,8 +19,8 @@ TAPS = 3
 ENOUGH_S = 12.0
 """Seconds of timed runs after which two are enough."""
 
-OWN = "native 3-D convolution"
-"""Name of the form that this library does not give to an NVIDIA GPU."""
+NATIVE_CONV3D = "native 3-D convolution"
+"""A form of convolution that this library does not use on an NVIDIA GPU."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Attention:
     kv_len: real keys of each batch element; those past it hold large values that must not be seen.
     window: as for `attend`. part: the keys in two halves, merged by their weights.
     backend: of `attend`. interpret: on a machine without a GPU.
-    queries, heads_checked: how many are compared with the reference.
+    queries: how many are compared with the reference, in `sampled_heads`.
     """
 
     name: str
@@ -45,13 +45,18 @@ class Attention:
     part: bool = False
     interpret: bool = False
     queries: int = 512
-    heads_checked: int = 4
     repeat: int = 5
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Of q, k and v."""
         return self.batch, self.tokens, self.heads, self.dim
+
+    @property
+    def sampled_heads(self) -> np.ndarray:
+        """Heads that are compared on many queries: the first three have all of `HEAD_SCALES`."""
+        found = np.unique([0, 1, 2, self.heads // 2, self.heads - 1])
+        return found[found < self.heads]
 
     def values(self) -> dict[str, Values]:
         """Of q, before `HEAD_SCALES`, k and v: the same for all cases of a shape."""
@@ -83,7 +88,7 @@ def attention_of(options: dict[str, Any]) -> Attention:
 class Convolution:
     """A convolution as the decoder has it: valid over `frames + taps - 1` frames, zero-padded in space.
 
-    form: "conv3d", this library's; or `OWN`, one 3-D convolution of cuDNN, to see whether it is right there.
+    form: "conv3d", this library's; or `NATIVE_CONV3D`, one 3-D convolution of cuDNN, to see whether it is right there.
     positions: outputs that are compared, all channels of each.
     """
 
@@ -125,7 +130,7 @@ class Convolution:
     def points(self) -> np.ndarray:
         """(frame, row, column) of the outputs that are compared: int [positions, 3], corners and edges among them."""
         sides = (self.frames, self.height, self.width)
-        found = [pick(n, min(n, self.positions), seed) for seed, n in enumerate(sides)]
+        found = [sample_indices(n, min(n, self.positions), seed) for seed, n in enumerate(sides)]
         random = np.random.default_rng(0)
         columns = [random.choice(indices, self.positions) for indices in found]
         columns = [

@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from benchmarks.gpu_proof.attention import timed
-from benchmarks.gpu_proof.cases import OWN, TAPS, Convolution
-from benchmarks.gpu_proof.errors import error, judged, save
+from benchmarks.gpu_proof.cases import NATIVE_CONV3D, TAPS, Convolution
+from benchmarks.gpu_proof.errors import error, save, verdict
 from benchmarks.gpu_proof.values import Values, in_jax
 from cogvideox_flax.models import causal_conv
 from cogvideox_flax.models.causal_conv import conv3d
@@ -31,7 +31,7 @@ def inputs(case: Convolution) -> tuple[Array, Array, Array]:
 
 def program(case: Convolution) -> Callable[[Array, Array, Array], Array]:
     """To be jitted."""
-    if case.form == OWN:
+    if case.form == NATIVE_CONV3D:
         zeros = ((1, 1), (1, 1))
         return lambda x, kernel, bias: causal_conv._native(x, kernel, stride=1, padding=zeros, dtype=None) + bias
     return conv3d
@@ -72,11 +72,11 @@ def run(report: Callable[..., None], *, folder: str | None = None, **options: An
     save(folder, case.name, reference=exact, points=points)
     found = y[0][tuple(jnp.asarray(points).T)]
     narrow = exact.astype(jnp.dtype(case.dtype)).astype(np.float64)
-    row = judged(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
+    row = verdict(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
     row["finite"] = bool(jnp.isfinite(y).all())
     if not row["finite"]:
         row["status"] = "wrong"
-    if case.form == OWN:
+    if case.form == NATIVE_CONV3D:
         row |= {"status": "ok", "note": f"not used here; {'right' if row['status'] == 'ok' else 'WRONG'} on this shape"}
     return row
 

@@ -1,6 +1,6 @@
-"""How far a result is from its reference, what rounding explains of that, and what counts as right.
+"""The error of a result against its reference, the error that rounding alone causes, and what passes.
 
-Nothing here needs JAX or PyTorch, so that both sides are judged by the same lines.
+Nothing here needs JAX or PyTorch, so that both sides are verdict by the same lines.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 
 RMS_BAR, MAX_BAR = 2.0, 4.0
-"""A 16-bit result may be so many times as far from its reference as rounding explains. The order of sums, which is a
-kernel's own, moves where it rounds."""
+"""Largest error of a 16-bit result, in units of the rounding error: root mean square, and maximum. More than 1, since
+each kernel sums in its own order and so rounds elsewhere."""
 
 EXACT_BAR = 1e-4
-"""A float32 result may be so far from its reference at most, in standard deviations."""
+"""Largest error of a float32 result, in standard deviations of its reference."""
+
+BF16_BAR = 0.1
+"""Largest root mean square difference of two models' outputs in 16 bit, in standard deviations. It finds gross faults:
+two unrelated outputs differ by 1.4, rounding through all layers by a few hundredths at most. Small faults are found by
+the rows of both sides in float32, with `EXACT_BAR`."""
 
 
 class NotTried(Exception):
@@ -35,26 +40,28 @@ def error(found: Any, reference: Any, axes: tuple[int, ...] | None = None) -> di
     return {"rms": float(np.sqrt(np.square(off).mean())), "max": float(off.max())}
 
 
-def judged(found: dict[str, float], explained: dict[str, float] | None) -> dict[str, Any]:
-    """The fields of a row: its errors, what explains them, and whether they are small enough.
+def verdict(found: dict[str, float], rounding_error: dict[str, float] | None) -> dict[str, Any]:
+    """The fields of a row: its errors, the rounding error, and the status that follows.
 
-    explained: the error of the reference after the roundings that no kernel can avoid; None where there is none to
-        speak of, as in float32.
+    rounding_error: the error of the reference after the roundings that no kernel can avoid; None in float32, where
+        `EXACT_BAR` holds.
     """
     fields: dict[str, Any] = {"error_rms": found["rms"], "error_max": found["max"]}
-    if explained is None:
+    if rounding_error is None:
         right = found["max"] <= EXACT_BAR
     else:
-        fields |= {"explained_rms": explained["rms"], "explained_max": explained["max"]}
-        right = found["rms"] <= RMS_BAR * explained["rms"] and found["max"] <= MAX_BAR * explained["max"]
-    return fields | {"status": "ok" if right else "wrong"}  # not a number is never small enough
+        fields |= {"rounding_rms": rounding_error["rms"], "rounding_max": rounding_error["max"]}
+        right = found["rms"] <= RMS_BAR * rounding_error["rms"] and found["max"] <= MAX_BAR * rounding_error["max"]
+    return fields | {"status": "ok" if right else "wrong"}  # NaN is never small enough
 
 
-def pick(n: int, count: int, seed: int) -> np.ndarray:
-    """The first, the last, one in the middle and random others of n, sorted: at most `count`."""
+def sample_indices(n: int, count: int, seed: int) -> np.ndarray:
+    """At most `count` indices below n, sorted: the first, the middle, the last, and random others."""
     if count >= n:
         return np.arange(n)
     ends = np.unique([0, n // 2, n - 1])
+    if count < 3:
+        return ends[:count]
     rest = np.setdiff1d(np.arange(n), ends)
     return np.sort(np.concatenate([ends, np.random.default_rng(seed).permutation(rest)[: count - len(ends)]]))
 

@@ -1,4 +1,4 @@
-"""What is on this machine: the GPU, its driver, the libraries and their cuDNN. Importing it starts no device."""
+"""Facts of this machine: the GPU, its driver, the libraries and their cuDNN. Importing it starts no device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ PACKAGES = (
     "nvidia-cudnn-cu12",
 )
 
+EITHER = (("jax-cuda13-plugin", "jax-cuda12-plugin"), ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))
+"""Packages of which one suffices."""
+
 SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.max.sm", "power.limit")
 """What `nvidia-smi` is asked; memory in MiB."""
 
-RIGHT_FROM = (9, 15)
+CUDNN_CONV3D_FIXED = (9, 15)
 """The first cuDNN whose 3-D convolutions are right in bfloat16 on large shapes (pytorch/pytorch#163539)."""
 
 DRIVER = """
@@ -60,6 +63,12 @@ def packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
     return {name: one(name) for name in names}
 
 
+def missing(found: dict[str, str | None]) -> list[str]:
+    """Packages that are not installed; of `EITHER`, "a or b" where neither is."""
+    alone = [name for name, known in found.items() if known is None and not any(name in pair for pair in EITHER)]
+    return alone + [" or ".join(pair) for pair in EITHER if not any(found.get(name) for name in pair)]
+
+
 def facts() -> dict[str, Any]:
     """All of it, for the record."""
     found = packages()
@@ -70,7 +79,7 @@ def facts() -> dict[str, Any]:
         "host_gib": round(memory, 1),
         "platform": platform.platform(),
         "packages": found,
-        "missing": [name for name, known in found.items() if known is None],
+        "missing": missing(found),
         "nvidia_smi": smi or why,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS"),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -129,14 +138,22 @@ def free_gib() -> float | None:
         return None
 
 
-def of_cudnn(found: tuple[int, ...] | None) -> str:
-    """What this cuDNN means for convolutions."""
+def cudnn_tuple(number: int | None) -> tuple[int, int, int] | None:
+    """(major, minor, patch) of cuDNN's version number: 91501 is 9.15.1, 8907 is 8.9.7."""
+    if number is None:
+        return None
+    large = 10000 if number >= 90000 else 1000
+    return number // large, number % large // 100, number % 100
+
+
+def of_cudnn(found: tuple[int, ...] | None, effect: str = "this library uses none") -> str:
+    """The version, and where its 3-D convolutions are wrong, that and the effect."""
     if found is None:
         return "cuDNN's version is not known"
     name = ".".join(map(str, found))
-    if found[:2] >= RIGHT_FROM:
+    if found[:2] >= CUDNN_CONV3D_FIXED:
         return f"cuDNN {name}"
-    return f"cuDNN {name}: 3-D convolutions wrong in bfloat16 on large shapes before 9.15; this library gives it none"
+    return f"cuDNN {name}: 3-D convolutions wrong in bfloat16 on large shapes before 9.15; {effect}"
 
 
 def jax_sees(report: Callable[..., None], *, dry_run: bool = False, **_: Any) -> dict[str, Any]:

@@ -15,11 +15,10 @@ import numpy as np
 
 from benchmarks.gpu_proof.cases import ENOUGH_S
 from benchmarks.gpu_proof.errors import NotTried
-from benchmarks.gpu_proof.weights import config_of, filled, reference_tensors
+from benchmarks.gpu_proof.weights import config_of, random_module, reference_tensors
 from benchmarks.vs_diffusers import ours
 from benchmarks.vs_diffusers.cases import COMPONENT, Case
 from cogvideox_flax import checkpoint
-from cogvideox_flax.attention import nvidia
 from cogvideox_flax.execution import GIB, bytes_needed, fetch
 from cogvideox_flax.plan.flops import count_flops
 
@@ -61,7 +60,7 @@ def run(
     start = time.perf_counter()
     config = config_of(component, case.release, case.layers, small)
     shapes = reference_tensors(folder, component, case.release, case.layers)
-    module = jax.block_until_ready(filled(component, config, case.dtype, shapes))
+    module = jax.block_until_ready(random_module(component, config, case.dtype, shapes))
     report(weights_s=time.perf_counter() - start, same_weights=shapes is not None)
 
     def call() -> Any:
@@ -125,13 +124,8 @@ def layers_that_fit(abstract: Any, needed: int, free: int) -> int | None:
 
 
 def flops_of(case: Case, small: bool, given: dict[str, Any]) -> int:
-    """Of one evaluation's products; attention counted as matrix products, whatever does it."""
-    present = nvidia.present
-    nvidia.present = lambda: False  # type: ignore[assignment]  # cuDNN's call says nothing of its products
-    try:
-        return count_flops(ours.FUNCTIONS[case.part], abstract_of(case, small), *given.values()).total
-    finally:
-        nvidia.present = present
+    """Floating-point operations of one evaluation's products, whichever kernel computes the attention."""
+    return count_flops(ours.FUNCTIONS[case.part], abstract_of(case, small), *given.values()).total
 
 
 def free_bytes() -> int | None:
@@ -141,7 +135,7 @@ def free_bytes() -> int | None:
 
 
 def peak_gib() -> float | None:
-    """What JAX's allocator has given out at most, until now; None on a CPU."""
+    """Peak of JAX's allocator in this process, the making of the weights included; None on a CPU."""
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak is None else peak / GIB
 

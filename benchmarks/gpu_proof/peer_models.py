@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_proof.cases import ENOUGH_S
 from benchmarks.gpu_proof.errors import NotTried
-from benchmarks.gpu_proof.peers import device, fresh, peak_gib, wait
+from benchmarks.gpu_proof.peers import device, fresh, peak_gib, reset_peak, wait
 from benchmarks.gpu_proof.values import in_torch, of_weight
 from benchmarks.released_layout import build
 from benchmarks.vs_diffusers import theirs
@@ -24,7 +24,7 @@ TIED = "encoder.embed_tokens.weight"
 """A second name of `shared.weight`, which a file does not hold."""
 
 _kept: dict[tuple[Any, ...], Any] = {}
-"""The model of the last row, for the next one."""
+"""The model of the last row, for the next one: `_key` and layers -> module."""
 
 
 def tensors(
@@ -42,10 +42,18 @@ def tensors(
     return {"status": "ok"}
 
 
-def module_of(case: Case, small: bool) -> Any:
-    """The reference's module with our weights on the device, kept for the next row; others are let go."""
+def _key(case: Case, small: bool, rounded_to: str | None) -> tuple[Any, ...]:
+    """Of a kept module, without its layers."""
+    return COMPONENT.get(case.part, case.part), case.release, case.dtype, small, rounded_to
+
+
+def module_of(case: Case, small: bool, rounded_to: str | None = None) -> Any:
+    """The reference's module with our weights on the device, kept for the next row; others are freed.
+
+    rounded_to: a dtype that the weights are rounded to first.
+    """
     component = COMPONENT.get(case.part, case.part)
-    key = component, case.release, case.layers, case.dtype, small
+    key = *_key(case, small, rounded_to), case.layers
     if key not in _kept:
         _kept.clear()
         fresh()
@@ -61,6 +69,8 @@ def module_of(case: Case, small: bool) -> Any:
             for name, value in module.state_dict().items():
                 if name != TIED:
                     in_torch(of_weight(name, tuple(value.shape)), value)
+                    if rounded_to is not None:
+                        value.copy_(value.to(getattr(torch, rounded_to)))
         _kept[key] = module.eval().requires_grad_(False)
     return _kept[key]
 
@@ -74,6 +84,7 @@ def run(
     compiled: bool = False,
     compile_backend: str = "inductor",
     needs_gib: float = 0,
+    rounded_to: str | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """One row.
@@ -82,23 +93,26 @@ def run(
         name: of its output, for the comparison with the other side.
         compiled: with `torch.compile`.
         needs_gib: beside the weights, about; with less, fewer layers are taken.
+        rounded_to: a dtype that weights and inputs are rounded to first, so that the row is the exact result of what a
+            row in that dtype is given.
     """
     fields = {"layers": None, "dtype": "bfloat16", "torch_compile": False} | options
     small = fields.pop("small", False)
     case = Case(device="gpu" if torch.cuda.is_available() else "cpu", **fields)
     theirs.prepare()
     fresh()
-    case = _fitting(case, small, needs_gib, report)
+    case = _fitting(case, small, needs_gib, report, rounded_to)
     start = time.perf_counter()
-    module = module_of(case, small)
+    module = module_of(case, small, rounded_to)
     wait()
     report(weights_s=time.perf_counter() - start, layers=case.layers)
     if compiled:
         report(note=compile_blocks(module, compile_backend))
-    call = theirs.part(case, module, **text_of(case, small))
+    call = theirs.part(case, module, rounded_to, **text_of(case, small))
     times: list[float] = []
     first, out = _seconds(call)
     report(first_s=first)
+    reset_peak()  # without the making of the weights, compiling, and cuDNN's trials
     while len(times) < repeat and (len(times) < 2 or sum(times) < ENOUGH_S):
         seconds, out = _seconds(call)
         times.append(seconds)
@@ -129,7 +143,12 @@ def text_of(case: Case, small: bool) -> dict[str, int]:
 
 
 def compile_blocks(module: Any, backend: str = "inductor") -> str:
-    """`torch.compile` for each block, which are alike and so compiled once: the whole of 42 layers takes minutes."""
+    """`torch.compile` for each block: a transformer's are alike and compiled once, where 42 layers as one program take
+    minutes. Of an autoencoder, the decoder's blocks."""
+    if hasattr(module, "decoder"):
+        for block in (module.decoder.mid_block, *module.decoder.up_blocks):
+            block.compile(backend=backend)
+        return "torch.compile of each block of the decoder"
     if getattr(module, "_repeated_blocks", None) and hasattr(module, "compile_repeated_blocks"):
         module.compile_repeated_blocks(backend=backend)
         return "compile_repeated_blocks"
@@ -138,7 +157,9 @@ def compile_blocks(module: Any, backend: str = "inductor") -> str:
     return "torch.compile of each block (diffusers names no repeated blocks of this class)"
 
 
-def _fitting(case: Case, small: bool, beside_gib: float, report: Callable[..., None]) -> Case:
+def _fitting(
+    case: Case, small: bool, beside_gib: float, report: Callable[..., None], rounded_to: str | None = None
+) -> Case:
     """The case with as many layers as fit, where the GPU is too small for all.
 
     Raises:
@@ -151,7 +172,7 @@ def _fitting(case: Case, small: bool, beside_gib: float, report: Callable[..., N
         module: Any = build(component, case.release, small=small)
     size = getattr(torch, case.dtype).itemsize
     whole = size * sum(x.numel() for x in module.parameters())
-    _free_if_other(case, small)
+    _free_if_other(_key(case, small, rounded_to))
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - beside_gib * 2**30
     if whole <= free:
         return case
@@ -166,9 +187,8 @@ def _fitting(case: Case, small: bool, beside_gib: float, report: Callable[..., N
     return Case(**{**case.__dict__, "layers": layers})
 
 
-def _free_if_other(case: Case, small: bool) -> None:
-    """Let a model go that is not this row's."""
-    component = COMPONENT.get(case.part, case.part)
-    if not any(key[:2] == (component, case.release) and key[3:] == (case.dtype, small) for key in _kept):
+def _free_if_other(key: tuple[Any, ...]) -> None:
+    """Free a kept model that is not this row's."""
+    if not any(kept[:-1] == key for kept in _kept):
         _kept.clear()
         fresh()

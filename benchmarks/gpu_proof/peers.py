@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_proof.cases import HEAD_SCALES, Convolution, attention_of
-from benchmarks.gpu_proof.errors import NotTried, error, judged, load
+from benchmarks.gpu_proof.errors import NotTried, error, load, verdict
+from benchmarks.gpu_proof.machine import cudnn_tuple, of_cudnn
 from benchmarks.gpu_proof.values import in_torch
 
 BACKENDS = {
@@ -34,10 +35,16 @@ def wait() -> None:
 
 
 def fresh() -> None:
-    """Give back what earlier rows of this process hold no longer, and forget how much that was."""
+    """Free what earlier rows of this process no longer hold, and reset the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    reset_peak()
+
+
+def reset_peak() -> None:
+    """Let `peak_gib` count from here on."""
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -54,7 +61,7 @@ def timed(call: Callable[[], Any], repeat: int) -> float:
 
 
 def peak_gib() -> float | None:
-    """What PyTorch's allocator has given out at most since it was last asked to forget; None on a CPU."""
+    """Peak of PyTorch's allocator since `reset_peak`; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
 
 
@@ -90,8 +97,10 @@ def attention(report: Callable[..., None], *, folder: str | None = None, **optio
     if kept is None:
         return row | {"status": "ok", "note": row["note"] + "; no reference was kept: errors not known"}
     found = out.transpose(1, 2)[:, kept["queries"]][:, :, kept["heads"]].float().cpu().numpy()
-    explained = error(kept["rounded"], kept["reference"], (0, 1, 3))
-    return judged(error(found, kept["reference"], (0, 1, 3)), None if case.dtype == "float32" else explained) | row
+    rounding_error = error(kept["rounded"], kept["reference"], (0, 1, 3))
+    return (
+        verdict(error(found, kept["reference"], (0, 1, 3)), None if case.dtype == "float32" else rounding_error) | row
+    )
 
 
 def convolution(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
@@ -125,7 +134,7 @@ def convolution(report: Callable[..., None], *, folder: str | None = None, **opt
     found = y[0, :, frame, row, column].T.float().cpu().numpy()
     exact = kept["reference"]
     narrow = torch.tensor(exact).to(kind).double().numpy()
-    return judged(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
+    return verdict(error(found, exact), None if case.dtype == "float32" else error(narrow, exact))
 
 
 def products(report: Callable[..., None], *, size: int = 8192, dtype: str = "bfloat16", **_: Any) -> dict[str, Any]:
@@ -150,9 +159,10 @@ def sees(report: Callable[..., None], *, dry_run: bool = False, **_: Any) -> dic
         if dry_run:
             return found | {"status": "ok", "note": "dry run on the CPU"}
         raise NotTried(f"PyTorch {torch.__version__} sees no NVIDIA GPU (built for CUDA {torch.version.cuda})")
-    version, about = torch.backends.cudnn.version(), torch.cuda.get_device_properties(0)
+    cudnn, about = cudnn_tuple(torch.backends.cudnn.version()), torch.cuda.get_device_properties(0)
+    says = of_cudnn(cudnn, "diffusers' autoencoder uses them")
     free, total = torch.cuda.mem_get_info()
-    found |= {"cudnn": version, "device": about.name, "capability": f"{about.major}.{about.minor}"}
+    found |= {"cudnn": cudnn, "cudnn_says": says, "device": about.name, "capability": f"{about.major}.{about.minor}"}
     found |= {"free_gib": free / 2**30, "total_gib": total / 2**30}
-    note = f"{about.name}, CUDA {torch.version.cuda}, cuDNN {version}, {total / 2**30:.0f} GiB"
+    note = f"{about.name}, CUDA {torch.version.cuda}, {says}, {total / 2**30:.0f} GiB"
     return found | {"status": "ok", "note": note}

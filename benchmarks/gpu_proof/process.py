@@ -1,4 +1,4 @@
-"""The parent's end of a worker: rows go in, results come out, and one that says nothing is ended."""
+"""The parent's end of a worker process: sends rows, reads results, and kills a worker that does not answer in time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
-STARTED_IN = 180.0
-"""Seconds in which a worker must have imported its libraries; the first time they come from a cold disk."""
+END_S = 15.0
+"""Seconds to wait for a process that closed its pipe, or was killed, to end."""
+
+STACK_S = 1.0
+"""Seconds to wait for the Python stack of a worker that hangs."""
 
 
 class Died(Exception):
@@ -33,12 +36,12 @@ class Died(Exception):
 class Worker:
     """A process for the rows of one group.
 
-    side: a key of `worker.IMPORTS`.
+    side: a key of `worker.IMPORTS`; another one imports nothing.
     """
 
     def __init__(self, side: str, env: dict[str, str]):
         self.side, self.ready = side, False
-        self._errors = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  # appended to, wherever it is read
+        self._errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115  # appended to, wherever it is read
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "benchmarks.gpu_proof.worker", side],
             stdin=subprocess.PIPE,
@@ -66,13 +69,17 @@ class Worker:
             self.kill()
             raise Died("timed out", f"{doing}: no end in its time; {where}") from None
         if line is None:
-            code = self._process.wait(15)
+            try:
+                code = self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise Died("crashed", f"{doing}: closed its pipe and did not end; {self._tail(3)}") from None
             name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             self.kill()
             raise Died("crashed", f"{doing}: {name}; {self._tail(3)}")
         return json.loads(line)
 
-    def start(self, timeout: float = STARTED_IN) -> None:
+    def start(self, timeout: float) -> None:
         """Wait until it has imported its libraries.
 
         Raises:
@@ -85,7 +92,7 @@ class Worker:
     def ask(
         self, function: str, options: dict[str, Any], timeout: float, partly: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """The result of one row. partly: called with what is known before.
+        """The result of one row. partly: called with what is known before. timeout: seconds, imports included.
 
         Raises:
             Died: the process crashed, or was killed as it took longer than `timeout` seconds.
@@ -105,16 +112,21 @@ class Worker:
             partly(found)
 
     def _where(self) -> str:
-        """Where it hangs: the innermost lines of its Python stack."""
+        """Where it hangs: the innermost lines of its Python stack, which it writes on SIGUSR1."""
+        before = os.fstat(self._errors.fileno()).st_size
         with suppress(OSError):
             self._process.send_signal(signal.SIGUSR1)
-            time.sleep(0.3)
-        lines = [line.strip() for line in self._text().splitlines() if line.startswith("  File ")]
+        deadline = time.monotonic() + STACK_S
+        lines: list[str] = []
+        while not lines and time.monotonic() < deadline:
+            time.sleep(0.1)
+            lines = [line.strip() for line in self._text(before).splitlines() if line.startswith("  File ")]
         return "in " + " < ".join(lines[:3]) if lines else "it does not say where"
 
-    def _text(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read()[-20_000:]
+    def _text(self, start: int = 0) -> str:
+        """What it wrote as errors from this byte on."""
+        self._errors.seek(start)
+        return self._errors.read().decode(errors="replace")[-20_000:]
 
     def _tail(self, lines: int) -> str:
         return " / ".join(self._text().strip().splitlines()[-lines:])[-600:] or "it said nothing"
@@ -128,4 +140,4 @@ class Worker:
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # one that a driver holds must not hold this process too
-            self._process.wait(15)
+            self._process.wait(END_S)

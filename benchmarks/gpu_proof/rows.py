@@ -1,4 +1,4 @@
-"""What is tried, in order of what matters most: each row with its function, its sizes, and what it will take.
+"""The rows in order of what matters most: each with its function, its sizes, its expected seconds and memory.
 
 Seconds are guesses for a GPU of the H100's kind and 16 cores, made before any was measured: they decide only what is
 still started near the end of the budget. Sizes of memory come from programs compiled without a GPU (`gpu_aot`) and from
@@ -25,7 +25,7 @@ class Row:
     name, side: of the table; rows of one name are compared. group: the process that it runs in, alone or with others.
     function: "module:name", called with `report`, `folder` and the options.
     expected_s, limit_s: seconds that it takes, and after which it is ended. needs_gib: of the GPU's memory, at least.
-    opens: whether its side's other rows are pointless if this one fails. always: runs also where its result is known.
+    required: whether its side's other rows need it to pass. always: runs also where its result is known.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
     limit_s: float = 60
     needs_gib: float = 0
     packages: tuple[str, ...] = ()
-    opens: bool = False
+    required: bool = False
     always: bool = False
 
     @property
@@ -53,6 +53,11 @@ class Row:
     def side_key(self) -> str:
         """What must see a GPU for it."""
         return "torch" if self.packages else "jax"
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it runs a model: alone in its process, or after a reset of the memory's peak."""
+        return self.function in (f"{MODELS}:run", f"{PEER_MODELS}:run")
 
     def about(self) -> dict[str, Any]:
         """For the record."""
@@ -104,13 +109,14 @@ ON_A_GPU = replace(SMALL, interpret=False)
 
 def rows(sizes: Sizes) -> list[Row]:
     """All of them."""
+    one = sizes.one_five
     return [
-        Row("what JAX sees", "ours", "kernels", f"{MACHINE}:jax_sees", {"dry_run": sizes.small}, 5, 120, opens=True),
+        Row("what JAX sees", "ours", "kernels", f"{MACHINE}:jax_sees", {"dry_run": sizes.small}, 5, 120, required=True),
         Row("matrix product", "ours", "kernels", f"{MODELS}:products", {"size": sizes.product}, 3),
         *(row for row in kernel_rows(sizes) if row.group == "kernels"),
         *_names(sizes),
-        *_step(sizes, "5b", "cogvideox-5b", sizes.five, 13.3, 40),
-        *_decode(sizes, "480p", "cogvideox-5b", sizes.five, 5, 40),
+        *_step(sizes, "5b", "cogvideox-5b", sizes.five, gib=13.3, seconds=40),
+        *_decode(sizes, "480p", "cogvideox-5b", sizes.five, gib=5, seconds=40),
         Row(
             "what PyTorch sees",
             "torch",
@@ -120,21 +126,23 @@ def rows(sizes: Sizes) -> list[Row]:
             3,
             120,
             packages=TORCH,
-            opens=True,
+            required=True,
         ),
         Row("matrix product", "torch", "torch", f"{PEERS}:products", {"size": sizes.product}, 2, packages=TORCH),
         *_peer_kernels(sizes),
-        *_peer_step(sizes, "5b", "cogvideox-5b", sizes.five, 14, 6, "torch", ("", "compiled")),
-        *_peer_decode(sizes, "480p", "cogvideox-5b", sizes.five, 16, "torch"),
-        *_step(sizes, "1.5-5B", "cogvideox1.5-5b", sizes.one_five, 17.7, 60),
-        *_peer_step(sizes, "1.5-5B", "cogvideox1.5-5b", sizes.one_five, 18, 14, "torch 1.5", ("compiled",)),
+        *_peer_step(sizes, "5b", "cogvideox-5b", sizes.five, "torch", ("", "compiled"), gib=6, seconds=14),
+        *_peer_decode(sizes, "480p", "cogvideox-5b", sizes.five, "torch", seconds=16),
+        *_exact(sizes, "transformer"),
+        *_step(sizes, "1.5-5B", "cogvideox1.5-5b", one, gib=17.7, seconds=60),
+        *_peer_step(sizes, "1.5-5B", "cogvideox1.5-5b", one, "torch 1.5", ("compiled",), gib=14, seconds=18),
         *(row for row in kernel_rows(sizes) if row.group != "kernels"),
-        *_decode(sizes, "768p", "cogvideox1.5-5b", sizes.one_five, 14.5, 45),
-        *_peer_decode(sizes, "768p", "cogvideox1.5-5b", sizes.one_five, 30, "torch 768p"),
-        *_text(sizes),
-        *_exact(sizes),
+        *_exact(sizes, "decode"),
         *_in_float32(sizes),
-        *_peer_step(sizes, "1.5-5B", "cogvideox1.5-5b", sizes.one_five, 18, 14, "torch 1.5 plain", ("",)),
+        *_decode(sizes, "768p", "cogvideox1.5-5b", one, gib=14.5, seconds=45),
+        *_peer_decode(sizes, "768p", "cogvideox1.5-5b", one, "torch 768p", seconds=30),
+        *_text(sizes),
+        *_peer_step(sizes, "1.5-5B", "cogvideox1.5-5b", one, "torch 1.5 plain", ("",), gib=14, seconds=18),
+        *_compiled_decode(sizes),
         *_whole_decode(sizes),
     ]
 
@@ -179,7 +187,7 @@ def _attention(sizes: Sizes) -> Iterator[Row]:
         interpret = sizes.interpret and backend == "triton"
         options = shapes[name] | {"name": name, "backend": backend, "interpret": interpret, "repeat": sizes.repeat}
         if sizes.small:
-            options |= {"queries": 64, "heads_checked": 2}
+            options["queries"] = 64
         yield Row(name, f"ours {backend}", group, f"{KERNELS}:run", options, seconds, 60, 8)
     options = {"name": "attention, gradients", "batch": 1, "tokens": sizes.gradient_tokens, "heads": 4}
     yield Row("attention, gradients", "ours auto", more, f"{KERNELS}:gradient", options | {"repeat": sizes.repeat}, 12)
@@ -209,7 +217,7 @@ def _convolutions(sizes: Sizes) -> Iterator[Row]:
         (first, _convolution(sizes, 1, 0, 0, big=True), 12),
         (more, _convolution(sizes, 1, 1, 0), 8),
         (more, _convolution(sizes, 1, 1, 0, big=True), 16),  # the decoder's largest: more than 2^31 values
-        (more, _convolution(sizes, 4, 2, 2), 4),
+        (more, _convolution(sizes, 4, 2, 1, frames=sizes.frames // 2), 4),
         (more, _convolution(sizes, 1, 1, 1, taps=1), 8),
         (more, _convolution(sizes, 1, 0, 0, dtype="float32"), 12),
         (more, _convolution(sizes, 1, 0, 0, dtype="float16"), 6),
@@ -255,7 +263,7 @@ def _case(sizes: Sizes, part: str, release: str, size: tuple[int, int, int, int]
 
 
 def _row(
-    name: str, side: str, group: str, options: dict[str, Any], expected_s: float, limit_s: float, needs_gib: float
+    name: str, side: str, group: str, options: dict[str, Any], *, expected_s: float, limit_s: float, needs_gib: float
 ) -> Row:
     """A row of a model; its output is named after the row and the side."""
     module, packages = (MODELS, ()) if side.startswith("ours") else (PEER_MODELS, DIFFUSERS)
@@ -263,59 +271,75 @@ def _row(
     return Row(name, side, group, f"{module}:run", options, expected_s, limit_s, needs_gib, packages)
 
 
-def _step(sizes: Sizes, name: str, release: str, size: Any, gib: float, seconds: float) -> Iterator[Row]:
+def _step(sizes: Sizes, name: str, release: str, size: Any, *, gib: float, seconds: float) -> Iterator[Row]:
     options = _case(sizes, "transformer", release, size)
     # two layers are tried where not all fit
-    yield _row(f"{name} step", "ours", f"{name} step", options, seconds, 180, gib / 2)
+    yield _row(f"{name} step", "ours", f"{name} step", options, expected_s=seconds, limit_s=180, needs_gib=gib / 2)
 
 
 def _peer_step(
-    sizes: Sizes, name: str, release: str, size: Any, seconds: float, gib: float, group: str, kinds: tuple[str, ...]
+    sizes: Sizes, name: str, release: str, size: Any, group: str, kinds: tuple[str, ...], *, gib: float, seconds: float
 ) -> Iterator[Row]:
     for kind in kinds:
-        options = _case(sizes, "transformer", release, size, needs_gib=gib) | {"compiled": bool(kind)}
+        options = _case(sizes, "transformer", release, size, needs_gib=gib) | _compiled(sizes, bool(kind))
         if sizes.small:
-            options |= {"compile_backend": "eager", "needs_gib": 0}
+            options["needs_gib"] = 0
         side = f"diffusers {kind}".strip()
         expected = seconds + (20 if kind else 0) + (25 if name != "5b" else 0)
-        yield _row(f"{name} step", side, group, options, expected, 180, gib)
+        yield _row(f"{name} step", side, group, options, expected_s=expected, limit_s=180, needs_gib=gib)
 
 
-def _decode(sizes: Sizes, name: str, release: str, size: Any, gib: float, seconds: float) -> Iterator[Row]:
+def _compiled(sizes: Sizes, compiled: bool = True) -> dict[str, Any]:
+    """Options of a row of the reference with or without `torch.compile`; in small, without a compiler behind it."""
+    return {"compiled": compiled} | ({"compile_backend": "eager"} if sizes.small else {})
+
+
+def _decode(sizes: Sizes, name: str, release: str, size: Any, *, gib: float, seconds: float) -> Iterator[Row]:
     options = _case(sizes, "decode", release, (*size[:2], sizes.chunk, 0))
-    yield _row(f"{name} first chunk decoded", "ours", f"{name} decode", options, seconds, 180, gib)
+    row = f"{name} first chunk decoded"
+    yield _row(row, "ours", f"{name} decode", options, expected_s=seconds, limit_s=180, needs_gib=gib)
 
 
-def _peer_decode(sizes: Sizes, name: str, release: str, size: Any, seconds: float, group: str) -> Iterator[Row]:
+def _peer_decode(sizes: Sizes, name: str, release: str, size: Any, group: str, *, seconds: float) -> Iterator[Row]:
     options = _case(sizes, "decode", release, (*size[:2], sizes.chunk, 0))
-    yield _row(f"{name} first chunk decoded", "diffusers", group, options, seconds, 120, 12)
+    row = f"{name} first chunk decoded"
+    yield _row(row, "diffusers", group, options, expected_s=seconds, limit_s=120, needs_gib=12)
+
+
+def _compiled_decode(sizes: Sizes) -> Iterator[Row]:
+    options = _case(sizes, "decode", "cogvideox-5b", (*sizes.five[:2], sizes.chunk, 0)) | _compiled(sizes)
+    row = "480p first chunk decoded"
+    yield _row(row, "diffusers compiled", "torch compiled decode", options, expected_s=90, limit_s=240, needs_gib=12)
 
 
 def _text(sizes: Sizes) -> Iterator[Row]:
     options = _case(sizes, "text_encoder", "cogvideox-5b", sizes.five)
-    yield _row("text encoder", "ours", "text encoder", options, 25, 120, 9.5)
-    yield _row("text encoder", "diffusers", "torch text", options, 12, 120, 10)
+    yield _row("text encoder", "ours", "text encoder", options, expected_s=25, limit_s=120, needs_gib=9.5)
+    yield _row("text encoder", "diffusers", "torch text", options, expected_s=12, limit_s=120, needs_gib=10)
 
 
-def _exact(sizes: Sizes) -> Iterator[Row]:
+def _exact(sizes: Sizes, part: str) -> Iterator[Row]:
     """Both sides in float32, few layers and frames at the released widths: the difference must be rounding."""
     height, width = sizes.five[:2]
-    for part, gib in (("transformer", 6), ("decode", 6)):
-        size = (height, width, 3, 0) if part == "transformer" or sizes.small else (height // 2, width // 2 - 4, 3, 0)
-        options = _case(sizes, part, "cogvideox-5b", size, layers=2, dtype="float32", repeat=1)
-        name = f"{part}, float32" if part == "decode" else f"{part}, 2 layers of float32"
-        yield _row(name, "ours", f"exact {part}", options, 30, 120, gib)
-        yield _row(name, "diffusers", f"exact torch {part}", options, 8, 90, gib)
+    if part == "decode" and not sizes.small:
+        height, width = height // 2, width // 2 - 4
+    options = _case(sizes, part, "cogvideox-5b", (height, width, 3, 0), layers=2, dtype="float32", repeat=1)
+    name = f"{part}, float32" if part == "decode" else f"{part}, 2 layers of float32"
+    yield _row(name, "ours", f"exact {part}", options, expected_s=30, limit_s=120, needs_gib=6)
+    yield _row(name, "diffusers", f"exact torch {part}", options, expected_s=8, limit_s=90, needs_gib=6)
 
 
 def _in_float32(sizes: Sizes) -> Iterator[Row]:
-    """The reference in float32, from which both sides' bfloat16 is measured."""
-    step = _case(sizes, "transformer", "cogvideox-5b", sizes.five, dtype="float32", repeat=1)
-    yield _row("5b step", "diffusers float32", "torch float32", step, 45, 180, 34)
-    chunk = _case(sizes, "decode", "cogvideox-5b", (*sizes.five[:2], sizes.chunk, 0), dtype="float32", repeat=1)
-    yield _row("480p first chunk decoded", "diffusers float32", "torch float32", chunk, 12, 90, 36)
+    """The reference in float32 on weights and inputs rounded to bfloat16: the exact result of the bfloat16 rows, from
+    which the error of computing in bfloat16 is measured on both sides."""
+    exact = {"dtype": "float32", "repeat": 1, "rounded_to": "bfloat16"}
+    group, side = "torch float32", "diffusers float32"
+    step = _case(sizes, "transformer", "cogvideox-5b", sizes.five, **exact)
+    yield _row("5b step", side, group, step, expected_s=45, limit_s=180, needs_gib=34)
+    chunk = _case(sizes, "decode", "cogvideox-5b", (*sizes.five[:2], sizes.chunk, 0), **exact)
+    yield _row("480p first chunk decoded", side, group, chunk, expected_s=12, limit_s=90, needs_gib=36)
 
 
 def _whole_decode(sizes: Sizes) -> Iterator[Row]:
     options = _case(sizes, "decode", "cogvideox-5b", sizes.five, repeat=2)
-    yield _row("480p all frames decoded", "ours", "480p whole", options, 90, 240, 9)
+    yield _row("480p all frames decoded", "ours", "480p whole", options, expected_s=90, limit_s=240, needs_gib=9)

@@ -1,4 +1,4 @@
-"""Rows in processes of their own, within a budget: one that crashes, hangs or runs out of memory costs itself only."""
+"""Runs rows in processes of their own, within a budget: a crash, a hang or an end of memory costs one row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 
 from benchmarks.gpu_proof import machine
 from benchmarks.gpu_proof.process import ROOT, Died, Worker
-from benchmarks.gpu_proof.record import Record, beside, line
+from benchmarks.gpu_proof.record import Record, comparison_line, line
 from benchmarks.gpu_proof.rows import Row
 
-GRACE_S = 20.0
+GRACE_S = 10.0
 """Seconds after the budget in which a row that was started may still end."""
 
-START_S = {"ours": 5.0, "torch": 6.0, "diffusers": 8.0}
-"""Seconds until a new process runs its first row, about."""
+START_S = {"ours": 5.0, "diffusers": 8.0}
+"""Side -> seconds until a new process runs its first row, about."""
+
+IMPORT_LIMIT_S = 180.0
+"""Seconds after which a worker that still imports is killed; the first time, libraries come from a cold disk."""
 
 PREFETCH_CORES = 8
 """From so many cores on, the next group's process imports its libraries while a row runs."""
@@ -51,7 +54,7 @@ def environment(folder: Path, dry_run: bool) -> dict[str, str]:
 
 
 class Memory:
-    """The most that the GPU's memory was used by everybody, as `nvidia-smi` says, while a row ran."""
+    """Peak GPU memory of all processes, polled from nvidia-smi."""
 
     def __init__(self, ask: Callable[[], float | None]):
         self._ask, self._most, self._stop = ask, 0.0, threading.Event()
@@ -84,8 +87,9 @@ class Memory:
 class Setting:
     """What rows are given.
 
-    folder: for what one leaves another. budget: seconds. env: of their processes. free_gib: of the GPU; None if not
-    known. missing: packages that are not there. known: key -> what an earlier run found of a row, which is taken over.
+    folder: for what one leaves another. budget: seconds from `started`, a time of `time.monotonic`. env: of their
+    processes. free_gib: of the GPU; None if not known. missing: packages that are not there. known: key -> result of
+    an earlier run, which is taken over.
     """
 
     folder: Path
@@ -94,6 +98,7 @@ class Setting:
     free_gib: float | None = None
     missing: frozenset[str] = frozenset()
     known: dict[str, dict[str, Any]] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
 
 class Runner:
@@ -109,20 +114,19 @@ class Runner:
         used_mib: Callable[[], float | None] = machine.used_mib,
     ):
         self.rows, self.record, self.setting, self.say = rows, record, setting, say
-        self._start = time.monotonic()
         self._worker: Worker | None = None
         self._group = ""
         self._next: tuple[str, Worker] | None = None
-        self._blind: dict[str, str] = {}
+        self._unavailable: dict[str, str] = {}
         self._memory = Memory(used_mib)
         record.expect((row.key, row.about()) for row in rows)
-        self.known = {row.key for row in rows if not (row.opens or row.always)} & set(setting.known)
+        self.known = {row.key for row in rows if not (row.required or row.always)} & set(setting.known)
         for key in self.known:
             record.rows[key] = setting.known[key] | {"output": None, "kept": True}  # its output is gone
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self._start
+        return time.monotonic() - self.setting.started
 
     def run(self) -> None:
         """Every row that can be tried; processes end however this ends."""
@@ -136,7 +140,7 @@ class Runner:
                 self._run(row, self.rows[i + 1 :])
                 self.say(line(self.record.rows[row.key]))
                 for comparison in self.record.compare(row.name, self.setting.folder):
-                    self.say(beside(comparison))
+                    self.say(comparison_line(comparison))
                 self.record.keep()
         finally:
             self.close()
@@ -145,12 +149,12 @@ class Runner:
         """Why a row is not tried; None if it is."""
         if lacking := [name for name in row.packages if name in self.setting.missing]:
             return f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed"
-        if row.side_key in self._blind:
-            return self._blind[row.side_key]
+        if row.side_key in self._unavailable:
+            return self._unavailable[row.side_key]
         free = self.setting.free_gib
         if free is not None and row.needs_gib > free:
             return f"it needs about {row.needs_gib:.0f} GiB, {free:.0f} are free"
-        expected = row.expected_s + (0 if row.group == self._group else START_S[row.process])
+        expected = row.expected_s + (0 if row.group == self._group else START_S.get(row.process, 0))
         budget = self.setting.budget
         left = budget - self.elapsed
         if expected > left:
@@ -163,29 +167,42 @@ class Runner:
         self._memory.reset()
         known: dict[str, Any] = {}
         start = time.monotonic()
-        limit = min(row.limit_s, self.setting.budget + GRACE_S - self.elapsed)
 
         def partly(found: dict[str, Any]) -> None:
             known.update(found)
             self.record.set(row.key, **known, status="running", reason="the run ended in it")
 
         options = row.options | {"folder": str(self.setting.folder)}
+        by_budget = False
+
+        def limit(own: float) -> float:
+            """Seconds for the next wait: its own limit, or what the budget leaves."""
+            nonlocal by_budget
+            left = self.setting.budget + GRACE_S - self.elapsed
+            by_budget = left < own
+            return min(own, left)
+
         try:
-            worker.start(max(limit, 1))
-            found = worker.ask(row.function, options, max(limit, 1), partly)
+            worker.start(limit(IMPORT_LIMIT_S))
+            found = worker.ask(row.function, options, limit(row.limit_s), partly)
         except Died as e:
             found = {"status": e.status, "reason": str(e)}
+            if e.status == "timed out" and by_budget:
+                found = {"status": "not tried", "reason": "the budget ended in it"}
+            self._drop()
         is_fault = found["status"] not in ("ok", "wrong", "not tried")
-        errors = worker.errors() if is_fault or (row.opens and found["status"] != "ok") else ""
+        errors = worker.errors() if is_fault or (row.required and found["status"] != "ok") else ""
         if is_fault and not found.pop("alive", False):
-            self._drop()  # whatever it holds is not known
+            self._drop()  # its state is unknown
         note = "; ".join(filter(None, (known.get("note"), found.get("note"))))
-        values = known | found | {"smi_gib": self._memory.most_gib(), "wall_s": round(time.monotonic() - start, 2)}
+        values = known | found | {"wall_s": round(time.monotonic() - start, 2)}
+        if row.is_model:
+            values["smi_gib"] = self._memory.most_gib()
         self.record.set(row.key, **values | ({"note": note} if note else {}) | ({"stderr": errors} if errors else {}))
-        if row.opens and found["status"] != "ok":
+        if row.required and found["status"] != "ok":
             last = errors.strip().splitlines()[-1:]  # a plugin that does not start says why there
             why = "; ".join([found.get("reason") or f"{row.name}: {found['status']}", *last])
-            self._blind[row.side_key] = why[:600]
+            self._unavailable[row.side_key] = why[:600]
             self.record.set(row.key, reason=why[:600])
 
     def _worker_of(self, row: Row) -> Worker:

@@ -72,7 +72,7 @@ def reference_tensors(folder: str | None, component: str, release: str, layers: 
     return {name: shape for name, shape in shapes.items() if layers is None or number.get(name, 0) < layers}
 
 
-def filled(component: str, config: Any, dtype: str, shapes: Shapes | None) -> Any:
+def random_module(component: str, config: Any, dtype: str, shapes: Shapes | None) -> Any:
     """The module with random weights on JAX's device.
 
     Args:
@@ -84,12 +84,12 @@ def filled(component: str, config: Any, dtype: str, shapes: Shapes | None) -> An
     """
     if component == "vae":
         return _on_host(component, config, dtype, shapes)
-    abstract, make, seeds = maker(component, config, dtype, shapes)
+    abstract, make, seeds = random_weights_program(component, config, dtype, shapes)
     return jax.tree.unflatten(jax.tree.structure(abstract), jax.jit(make)(seeds))
 
 
 def _on_host(component: str, config: Any, dtype: str, shapes: Shapes | None) -> Any:
-    """`filled` by the CPU, for many small arrays of many shapes: a program that makes them takes longer to compile."""
+    """`random_module` on the CPU, for many small arrays of many shapes: compiling a program for them takes longer."""
     abstract = checkpoint.cast(checkpoint.abstract(component, config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:
@@ -117,10 +117,10 @@ def _sources(component: str, config: Any, shapes: Shapes) -> tuple[dict[str, lis
     return {target: [name for _, name in sorted(pairs)] for target, pairs in found.items()}, moves
 
 
-def maker(
+def random_weights_program(
     component: str, config: Any, dtype: str, shapes: Shapes | None
 ) -> tuple[Any, Callable[[list[np.ndarray]], list[jax.Array]], list[np.ndarray]]:
-    """The module in shapes, f(seeds) that makes its arrays in one program, and the seeds of each array's tensors."""
+    """The abstract module, f(seeds) that makes its arrays in one program, and the seeds of each array's tensors."""
     abstract = checkpoint.cast(checkpoint.abstract(component, config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:

@@ -23,10 +23,9 @@ from benchmarks.gpu_proof.errors import NotTried
 
 IMPORTS = {
     "ours": ("benchmarks.gpu_proof.attention", "benchmarks.gpu_proof.convolution", "benchmarks.gpu_proof.models"),
-    "torch": ("benchmarks.gpu_proof.peers",),
     "diffusers": ("benchmarks.gpu_proof.peers", "benchmarks.gpu_proof.peer_models"),
 }
-"""Side -> what takes seconds to import and starts no device, so that it is done while another row runs."""
+"""Side -> modules that take seconds to import and start no device: imported while another row runs."""
 
 MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OutOfMemory")
 
@@ -35,7 +34,8 @@ def main() -> None:
     """Serve the parent until it closes the line or dies."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes where errors go
-    faulthandler.register(signal.SIGUSR1)  # asked before this process is killed for hanging
+    # asked before this process is killed for hanging; the signal comes to the main thread, which runs the rows
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     with suppress(OSError, AttributeError):  # Linux: end with the parent, whatever ends it
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -75,7 +75,7 @@ def run(function: str, options: dict[str, Any], report: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: numbers that are none become null, and other things their text."""
+    """As JSON: NaN and infinity become null."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

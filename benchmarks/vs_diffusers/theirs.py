@@ -47,8 +47,11 @@ def _device(case: Case) -> str:
     return "cuda" if case.device == "gpu" else "cpu"
 
 
-def _put(x: np.ndarray, case: Case) -> Any:
-    return torch.tensor(x).to(_device(case), getattr(torch, case.dtype) if x.dtype == np.float32 else torch.long)
+def _put(x: np.ndarray, case: Case, rounded_to: str | None = None) -> Any:
+    """On the device, in the case's dtype; rounded_to: a dtype that numbers are rounded to first."""
+    if x.dtype != np.float32:
+        return torch.tensor(x).to(_device(case), torch.long)
+    return torch.tensor(x).to(_device(case), getattr(torch, rounded_to or case.dtype)).to(getattr(torch, case.dtype))
 
 
 def fetch(x: Any) -> np.ndarray:
@@ -80,12 +83,12 @@ def _video(case: Case, load: Callable[[str], Any]) -> Callable[[], np.ndarray]:
     return _without_gradients(video)
 
 
-def part(case: Case, module: Any, **text: int) -> Callable[[], Any]:
+def part(case: Case, module: Any, rounded_to: str | None = None, **text: int) -> Callable[[], Any]:
     """A function that computes any part but the whole video: a tensor in our layout, which may still be under way.
 
-    text: as for `inputs`.
+    rounded_to: a dtype that the inputs are rounded to first. text: as for `inputs`.
     """
-    given = {name: _put(x, case) for name, x in inputs(case, **text).items()}
+    given = {name: _put(x, case, rounded_to) for name, x in inputs(case, **text).items()}
     if case.part == "text_encoder":
         return _without_gradients(lambda: module(given["ids"])[0])
     if case.part == "encode":

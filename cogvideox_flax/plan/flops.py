@@ -1,6 +1,6 @@
 """Floating-point operations of a function, counted in its jaxpr: exact, and loops count as often as they run.
 
-The compiler's own cost analysis counts the body of a loop once and a Pallas kernel not at all.
+The compiler's own cost analysis counts the body of a loop once, and a Pallas kernel or cuDNN's attention not at all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from cogvideox_flax.models import winograd
 
+CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
+"""Primitive of cuDNN's attention -> its products of queries x keys x head size; backwards computes the scores again."""
+
 
 @dataclass(frozen=True)
 class Flops:
-    """A multiply-add is two. `kernels` is the part inside Pallas kernels; `rest` all other products."""
+    """A multiply-add is two. `kernels` is the part inside Pallas kernels and cuDNN's attention; `rest` all others."""
 
     rest: int = 0
     kernels: int = 0
@@ -66,6 +69,12 @@ def _count(jaxpr: Jaxpr) -> Flops:
             if params.get("cost_estimate") is None:
                 raise ValueError(f"the kernel {params.get('name')} does not say what it costs")
             total += Flops(kernels=int(params["cost_estimate"].flops))
+        elif name in CUDNN_PRODUCTS:
+            batch, queries, heads, dim = shapes[0]
+            keys = shapes[1][1]
+            if params["layout"]:  # 1: B N S K; 0: B S N K
+                queries, heads, keys = heads, queries, shapes[1][2]
+            total += Flops(kernels=CUDNN_PRODUCTS[name] * 2 * batch * heads * queries * keys * dim)
         elif name == "scan":
             total += _count(params["jaxpr"].jaxpr) * params["length"]
         elif name == "cond":
