@@ -16,6 +16,7 @@ import sentencepiece
 from jaxtyping import Int32
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.values import shown
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +68,11 @@ class Tokenizer:
             kept, cut = tokens[: self.max_length - 1], tokens[self.max_length - 1 :]
             if cut:
                 log.warning(
-                    "the prompt has %d tokens and the model reads %d; the last %d are cut: %r",
+                    "the prompt has %d tokens and the model reads %d; the last %d are cut: %s",
                     len(tokens),
                     self.max_length - 1,
                     len(cut),
-                    self._decode(cut),
+                    shown(self._decode(cut), 200),
                 )
             row[: len(kept) + 1] = [*kept, EOS]
         return ids

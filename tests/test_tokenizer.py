@@ -155,6 +155,9 @@ def test_cut_text_is_reported(small, caplog):
     assert "6 tokens" in record.message
     assert "reads 3" in record.message
     assert "last 3 are cut: 'moves<extra_id_7> left'" in record.message
+    caplog.clear()
+    tokenizer(["circle " * 5000])
+    assert len(caplog.text) < 500
 
 
 def test_sentinels_that_the_model_has_no_rows_for_are_text(small):
