@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
 
-_DISK_FULL = (EDQUOT, EFBIG, ENOSPC)
-_NO_ACCESS = (EACCES, EIO, EPERM, EROFS)
+_ADVICE = {
+    **dict.fromkeys((EDQUOT, EFBIG, ENOSPC), "free some space"),
+    **dict.fromkeys((EACCES, EPERM, EROFS), "allow access to it"),
+    EIO: "check the disk",
+}
+"""Error numbers of a disk, or of a place on it -> what to do."""
 
 
 class InputError(ValueError):
@@ -41,9 +45,7 @@ class DivergedError(InputError):
 
 def describe_file_error(error: OSError) -> str | None:
     """A message for an error of a disk, or of a place on it; None for any other, which is a fault of this program."""
+    if error.errno not in _ADVICE:
+        return None
     where = f"{error.filename}: " if error.filename else ""
-    if error.errno in _DISK_FULL:
-        return f"{where}{error.strerror}; free some space or choose another place"
-    if error.errno in _NO_ACCESS:
-        return f"{where}{error.strerror}; allow access to it or choose another place"
-    return None
+    return f"{where}{error.strerror}; {_ADVICE[error.errno]} or choose another place"

@@ -23,11 +23,25 @@ os.environ["COGVIDEOX_HOME"] = _cache.name
 
 
 def pytest_addoption(parser):
-    parser.addoption("--optimized", action="store_true", help="compile as for users: for kernels, convolutions, norms")
+    parser.addoption("--optimized", action="store_true", help="the tests marked so, compiled as for users")
 
 
 def pytest_configure(config):
-    """Tests compile for longer than they run, so without optimisation; the slow ones, and with --optimized, as users
-    do."""
-    if config.option.markexpr == "not slow" and not config.option.optimized:
+    """Tests compile for longer than they run, so without optimisation; the slow ones and the optimized as users do."""
+    if _compiles_quickly(config):
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """The tests marked `optimized` are left to the run with --optimized, which runs no others, unless they alone are
+    asked for."""
+    marked = [item for item in items if item.get_closest_marker("optimized")]
+    others = [item for item in items if not item.get_closest_marker("optimized")]
+    if config.option.markexpr == "not slow" and marked and others:
+        wanted, left = (marked, others) if config.option.optimized else (others, marked)
+        config.hook.pytest_deselected(items=left)
+        items[:] = wanted
+
+
+def _compiles_quickly(config):
+    return config.option.markexpr == "not slow" and not config.option.optimized

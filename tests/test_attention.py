@@ -17,6 +17,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.sharding.tokens import group_of
 
+pytestmark = pytest.mark.optimized
+
 
 def textbook(q, k, v, kv_len=None):
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))

@@ -22,6 +22,8 @@ from cogvideox_flax.sharding import picture
 ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
 """Stride -> zeros around a whole picture."""
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize(("taps", "stride"), [(3, 1), (1, 1), (1, 2)])
 @pytest.mark.parametrize("with_residual", [False, True])

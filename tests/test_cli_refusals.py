@@ -653,13 +653,16 @@ def test_a_profile_that_cannot_be_written(refused, layout, tmp_path):
     assert "Not a directory" in refused(*generate(layout, tmp_path / "x.mp4", "--profile", tmp_path / "file" / "trace"))
 
 
-def test_a_disk_that_fails_anywhere_is_a_message(run, layout, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "advice"), [(5, "check the disk"), (13, "allow access to it"), (28, "free some space")]
+)
+def test_a_disk_that_fails_anywhere_is_a_message(run, layout, tmp_path, monkeypatch, number, advice):
     def fail(*args, **kwargs):
-        raise OSError(5, "Input/output error", "/a/file")
+        raise OSError(number, os.strerror(number), "/a/file")
 
     monkeypatch.setattr("cogvideox_flax.hub.peek", fail)
     code, _, err = run(*generate(layout, tmp_path / "x.mp4"))
-    assert code == 2 and "error: /a/file: Input/output error; free some space or choose another place" in err
+    assert code == 2 and f"error: /a/file: {os.strerror(number)}; {advice} or choose another place" in err
 
 
 # --- starts ---

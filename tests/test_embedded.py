@@ -94,6 +94,7 @@ def test_the_second_sampler_follows_too(pipe):
         assert found[name] >= least - 10, found
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_videos(frames):
     on_mesh = CogVideoXPipeline.from_pretrained(None, dtype="float32", mesh=sharding.make_mesh(2, 2, 2))
     count = 4

@@ -13,6 +13,8 @@ from reference import ROUNDING_BAR, random, relative_error
 
 from cogvideox_flax.models.group_norm import GroupNormSiLU, SpatialNormSiLU
 
+pytestmark = pytest.mark.optimized
+
 
 def naive_spatial_norm(norm, x, z):
     frames, height, width = x.shape[1:4]

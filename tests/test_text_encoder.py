@@ -126,6 +126,7 @@ def widths_agree(folder: Path, layers: int, length: int, dtypes: tuple[str, ...]
         assert rms_error(ours, exact) <= rms_error(theirs, exact)
 
 
+@pytest.mark.slow
 def test_released_widths(large_files):
     widths_agree(large_files, layers=1, length=40, dtypes=("float32",))
 
