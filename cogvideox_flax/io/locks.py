@@ -67,8 +67,10 @@ def _open(path: Path) -> int:
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)  # NFS locks only what is open for writing
-    except PermissionError:  # another user's, left behind: elsewhere it can be locked all the same
-        return os.open(path, os.O_RDONLY | flags)
+    except PermissionError:
+        if not os.path.lexists(path):
+            raise
+        return os.open(path, os.O_RDONLY | flags)  # another user's, left behind; all but NFS lock it all the same
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
