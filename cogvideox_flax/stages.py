@@ -42,7 +42,7 @@ from cogvideox_flax.pipeline import CogVideoXPipeline
 from cogvideox_flax.programs import DenoiseState
 from cogvideox_flax.result import Video
 from cogvideox_flax.schedulers import make_scheduler
-from cogvideox_flax.sizes import resolve_size
+from cogvideox_flax.sizes import MAX_FPS, resolve_size
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,6 @@ LATENTS_FILE = "stage2_latents.safetensors"
 STATE_FILE = "stage2_state.safetensors"
 VIDEO_FILE = "output_video.mp4"
 LOCK_FILE = ".lock"
-
-MAX_FPS = 1000
 
 # what of the settings each stage's result depends on, beside the weights of its component and the stage before
 _ENCODE_FIELDS = ("prompt", "negative_prompt", "dtype")
