@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.denoiser import Denoiser
-from cogvideox_flax import hub
-from cogvideox_flax.training import world
+from cogvideox_flax.checkpoint import hub
+from weights.toy_world import world
 
 TIMESTEPS = (300, 400, 500, 600, 700, 800)
 SEED = 123_456_789

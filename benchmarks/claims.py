@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.world import BACKGROUNDS, COLOURS
+from weights.toy_world.world import BACKGROUNDS, COLOURS
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _compiled(case: Case, f: Any) -> tuple[Any, float]:
 
 def kernel(dump: Path, case: Case) -> dict[str, float]:
     """Ours."""
-    from cogvideox_flax.models import conv_kernel
+    from cogvideox_flax.nn.conv import conv_kernel
 
     tpu.empty(dump)
     _, seconds = _compiled(case, lambda x, kernel, bias: conv_kernel.convolve(x, kernel, bias, None))
@@ -126,7 +126,7 @@ def kernel(dump: Path, case: Case) -> dict[str, float]:
 
 def xla(case: Case) -> dict[str, float]:
     """The compiler's own."""
-    from cogvideox_flax.models.causal_conv import _native
+    from cogvideox_flax.nn.conv.causal_conv import _native
 
     f = lambda x, kernel, bias: (_native(x, kernel, stride=1, padding=((1, 1), (1, 1))) + bias).astype(x.dtype)  # noqa: E731
     compiled, seconds = _compiled(case, f)

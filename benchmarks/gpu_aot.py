@@ -25,7 +25,7 @@ from benchmarks.gpu import GPUS, device, prepare
 from cogvideox_flax import plan
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import get_release
-from cogvideox_flax.execution import GIB, bytes_needed, compiler_options
+from cogvideox_flax.runtime.execution import GIB, bytes_needed, compiler_options
 
 CASES = {
     "5b": ("cogvideox-5b", 480, 720, 49),

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.preview import SPACE, TIME, apply_linear_map, fit_linear_map
+from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_contact_sheet
-from cogvideox_flax.preview import SPACE, TIME, apply_linear_map, fit_linear_map
-from cogvideox_flax.tensorfile import TensorFile
 
 ROOT = Path(__file__).resolve().parents[1]
 LATENTS = "input_480x720_49f.latents.safetensors"

@@ -39,8 +39,8 @@ from benchmarks.judge import ATTRIBUTES, compare, rates
 from benchmarks.machine import machine
 from benchmarks.seeing import Seen, SeenThing, see
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.world import FRAMES, UNIT, Clip, Split, sample_clip
 from cogvideox_flax.version import __version__
+from weights.toy_world.world import FRAMES, UNIT, Clip, Split, sample_clip
 
 MODES = ("default", "unguided", "shuffled", "reconstruction", "truth")
 NEEDS_MODEL = {"default", "unguided", "reconstruction"}
@@ -324,7 +324,7 @@ def measure(args: argparse.Namespace) -> None:
     if NEEDS_MODEL & set(wanted):
         import jax
 
-        from cogvideox_flax.pipeline import CogVideoXPipeline
+        from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 
         pipe = CogVideoXPipeline.from_pretrained(args.model, args.dtype)
         if args.guidance_scale is None:

@@ -67,7 +67,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     import jax
 
     from cogvideox_flax.checkpoint import LOADERS, WEIGHTS_FILE
-    from cogvideox_flax.execution import compiler_options
+    from cogvideox_flax.runtime.execution import compiler_options
 
     forms = write(component, args.release, args.layers, folder)
     call, given = inputs(component, args.height, args.width)
@@ -99,7 +99,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
 def write(component: str, release: str, layers: int, folder: Path) -> dict[str, Path]:
     """The same random weights in each form: name -> native checkpoint."""
     from benchmarks.released_layout import build, randomise
-    from cogvideox_flax.quantization import quantize_checkpoint
+    from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
     from conversion.convert import convert
 
     module = randomise(build(component, release, small=False, num_layers=layers))

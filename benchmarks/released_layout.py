@@ -24,7 +24,7 @@ import transformers
 from diffusers.schedulers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from cogvideox_flax.config import RELEASES
-from cogvideox_flax.tensorfile import TensorWriter
+from cogvideox_flax.io.tensor_file import TensorWriter
 from conversion.convert import FLOATS
 
 SHARD_BYTES = 5_000_000_000  # as the released checkpoints are cut

@@ -5,7 +5,7 @@ across the grey axis) is the coverage of the coloured thing there times that col
 however blurred, and unmoved by brightness. Components of one hue are followed through the clip; size, motion and shape
 come from their soft coverage. What cannot be read well is None, which no prompt claims: nothing is right by accident.
 
-Lengths are in units of a 64-pixel frame, as in `cogvideox_flax.training.world`.
+Lengths are in units of a 64-pixel frame, as in `weights.toy_world.world`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.world import (
+from weights.toy_world.world import (
     AREAS,
     BACKGROUNDS,
     COLOURS,

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from cogvideox_flax import sharding
-from cogvideox_flax.libtpu import ENVIRONMENT
 from cogvideox_flax.plan.chips import topology_devices
+from cogvideox_flax.runtime.libtpu import ENVIRONMENT
 
 CLOCK = 1.75e9
 """Cycles per second of a v6e core: 918 TFLOP/s at 2 x 256 x 256 multiply-adds x 2 a cycle."""

@@ -8,20 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import cogvideox_flax.source_code  # noqa: F401  (first: it looks at the files as they are now)
+import cogvideox_flax.runtime.source_code  # noqa: F401  (first: it looks at the files as they are now)
 
 if TYPE_CHECKING:
     from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError
-    from cogvideox_flax.pipeline import CogVideoXPipeline
-    from cogvideox_flax.result import Video
+    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+    from cogvideox_flax.generate.result import Video
     from cogvideox_flax.version import __version__
 
 _HOME = {
-    "CogVideoXPipeline": "pipeline",
+    "CogVideoXPipeline": "generate.pipeline",
     "InputError": "errors",
     "RELEASES": "config",
-    "Video": "result",
+    "Video": "generate.result",
     "__version__": "version",
 }
 

@@ -46,8 +46,8 @@ from cogvideox_flax.io.atomic import write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorWriter
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.tensorfile import DTYPES, TensorFile, TensorWriter
 from conversion.mapping import Plan, plan
 from conversion.source import Source, check_against_hub, components_of, is_hf_layout, read_json
 

@@ -12,8 +12,8 @@ import numpy as np
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.tensor_file import TensorFile, TensorInfo
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.tensorfile import TensorFile, TensorInfo
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

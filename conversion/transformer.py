@@ -1,4 +1,4 @@
-"""diffusers `CogVideoXTransformer3DModel` -> `cogvideox_flax.models.transformer.Transformer`."""
+"""diffusers `CogVideoXTransformer3DModel` -> `cogvideox_flax.models.cogvideox.transformer.Transformer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""diffusers `AutoencoderKLCogVideoX` -> `cogvideox_flax.models.autoencoder.Autoencoder`."""
+"""diffusers `AutoencoderKLCogVideoX` -> `cogvideox_flax.models.cogvideox.autoencoder.Autoencoder`."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from reference import save_layout
 
-from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
-from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from conversion.convert import convert
 
 PROMPT = "a small red circle moves to the left"

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from cogvideox_flax import libtpu
+from cogvideox_flax.runtime import libtpu
 
 pytest.register_assert_rewrite("commands")
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -18,8 +18,8 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
-from cogvideox_flax.models.tiling import Tiling
+from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
+from cogvideox_flax.models.cogvideox.tiling import Tiling
 from conversion.mapping import plan
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation

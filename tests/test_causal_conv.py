@@ -14,10 +14,10 @@ from reference import ROUNDING_BAR, random, relative_error
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models import causal_conv, conv_kernel, winograd
-from cogvideox_flax.models.causal_conv import CausalConv3d, conv3d
+from cogvideox_flax.nn.conv import causal_conv, conv_kernel, winograd
+from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, conv3d
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.sharding import picture
+from cogvideox_flax.sharding import spatial_parallel
 
 ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
 """Stride -> zeros around a whole picture."""
@@ -300,6 +300,6 @@ def test_gradients_go_back_over_the_edges():
     ],
 )
 def test_how_a_picture_is_split(height, width, mesh, rows, columns):
-    found = picture._split(height, width, tuple(n for n in zip(sharding.AXES, mesh, strict=True) if n[1] > 1))
+    found = spatial_parallel._split(height, width, tuple(n for n in zip(sharding.AXES, mesh, strict=True) if n[1] > 1))
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     assert tuple(np.prod([sizes[n] for n in names], dtype=int) for names in found) == (rows, columns)

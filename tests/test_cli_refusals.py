@@ -16,7 +16,8 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
-from cogvideox_flax import stages, tensorfile
+from cogvideox_flax.generate import stages
+from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.locks import file_lock
 
 pytest_plugins = ["commands"]
@@ -527,7 +528,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensorfile, "save_file", full)
+        patch.setattr(tensor_file, "save_file", full)
         code, _, err = run(*generate(native, tmp_path / "x.npz"))
         assert code == 2
         assert "No space left on device" in err
@@ -660,7 +661,7 @@ def test_a_disk_that_fails_anywhere_is_a_message(run, layout, tmp_path, monkeypa
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number), "/a/file")
 
-    monkeypatch.setattr("cogvideox_flax.hub.peek", fail)
+    monkeypatch.setattr("cogvideox_flax.checkpoint.hub.peek", fail)
     code, _, err = run(*generate(layout, tmp_path / "x.mp4"))
     assert code == 2 and f"error: /a/file: {os.strerror(number)}; {advice} or choose another place" in err
 

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cogvideox_flax import source_code
-from cogvideox_flax.compile_cache import SUFFIX, CompileCache, program_name
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.private import NotPrivateError
-from cogvideox_flax.pipeline import CogVideoXPipeline
+from cogvideox_flax.runtime import source_code
+from cogvideox_flax.runtime.compile_cache import SUFFIX, CompileCache, program_name
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,9 +59,9 @@ def test_a_program_comes_back_with_the_structure_of_its_results(cache):
 GENERATE = """
 import sys
 from pathlib import Path
-from cogvideox_flax.compile_cache import CompileCache, program_name
+from cogvideox_flax.runtime.compile_cache import CompileCache, program_name
 import jax, jax.numpy as jnp
-module = Path(sys.argv[1]) / "cogvideox_flax" / "rope.py"
+module = Path(sys.argv[1]) / "cogvideox_flax" / "nn" / "rope.py"
 cache = CompileCache(Path(sys.argv[2]))
 for edited in (False, True):
     if edited:

@@ -12,7 +12,6 @@ import pytest
 from reference import SHARED
 
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.checks import check_model
 from cogvideox_flax.config import (
     RELEASES,
     SchedulerConfig,
@@ -24,8 +23,9 @@ from cogvideox_flax.config import (
     get_release,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate.checks import check_model
+from cogvideox_flax.models.cogvideox.sizes import resolve_size
 from cogvideox_flax.sharding import make_mesh
-from cogvideox_flax.sizes import resolve_size
 
 CONFIGS = SHARED / "spec" / "configs"
 KINDS = {

@@ -29,7 +29,7 @@ import conversion.convert
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
 from cogvideox_flax.config import RELEASES, TextEncoderConfig, VAEConfig
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
-from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.io.tensor_file import TensorFile
 from conversion.__main__ import main
 from conversion.convert import convert
 from conversion.mapping import plan

@@ -13,7 +13,9 @@ import pytest
 
 from benchmarks.judge import rates, score
 from benchmarks.prompt_following import make_items
-from cogvideox_flax import CogVideoXPipeline, execution, hub, sharding
+from cogvideox_flax import CogVideoXPipeline, sharding
+from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.runtime import execution
 from cogvideox_flax.schedulers import DDIMScheduler
 
 STEPS = 20

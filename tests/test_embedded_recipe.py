@@ -9,15 +9,14 @@ import pytest
 from flax import nnx
 from reference import relative_error
 
-from cogvideox_flax import hub
-from cogvideox_flax.checkpoint import read_manifest
+from cogvideox_flax.checkpoint import hub, read_manifest
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.autoencoder import Autoencoder
-from cogvideox_flax.training import world
-from cogvideox_flax.training.embedded.autoencoder import standardise
-from cogvideox_flax.training.embedded.diffusion import repeated
-from cogvideox_flax.training.embedded.settings import Run
+from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from weights.toy_world import world
+from weights.toy_world.autoencoder import standardise
+from weights.toy_world.diffusion import repeated
+from weights.toy_world.settings import Run
 
 
 def test_standardise_moves_the_latent_and_not_the_video():

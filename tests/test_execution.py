@@ -15,23 +15,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import (
-    CogVideoXPipeline,
-    checkpoint,
-    cli,
-    compile_cache,
-    execution,
-    fits,
-    layers,
-    programs,
-    sharding,
-)
+from cogvideox_flax import CogVideoXPipeline, checkpoint, cli, sharding
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import Program, Watch, stoppable
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.generate import programs
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.nn import layers
 from cogvideox_flax.plan import bytes_per_device
+from cogvideox_flax.runtime import compile_cache, execution
+from cogvideox_flax.runtime.execution import Program, Watch, stoppable
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 

@@ -15,7 +15,7 @@ from functools import partial
 from benchmarks.gpu import GPUS, device, prepare
 prepare()
 from cogvideox_flax.attention import attend
-from cogvideox_flax.models.causal_conv import conv3d
+from cogvideox_flax.nn.conv.causal_conv import conv3d
 for name, one in GPUS.items():
     where = jax.sharding.SingleDeviceSharding(device(one))
     def of(*shape, dtype=jnp.bfloat16):

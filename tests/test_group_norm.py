@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from reference import ROUNDING_BAR, random, relative_error
 
-from cogvideox_flax.models.group_norm import GroupNormSiLU, SpatialNormSiLU
+from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
 
 pytestmark = pytest.mark.optimized
 

@@ -188,7 +188,7 @@ def environment(server, tmp_path):
 
 CLIENT = """
 import json, sys
-from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import InputError
 answers = []
 for name, where, revision in json.loads(sys.argv[1]):

@@ -21,7 +21,7 @@ from cogvideox_flax.io.home import expand_user, private_cache_dir
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.tensorfile import TensorFile, write_tensors
+from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,7 +13,7 @@ from benchmarks.fidelity import psnr, ssim
 from benchmarks.judge import ATTRIBUTES, compare, rates, score, wilson
 from benchmarks.seeing import SeenThing, see
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.world import (
+from weights.toy_world.world import (
     BACKGROUNDS,
     COLOURS,
     FRAMES,

@@ -21,6 +21,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (
     ATTENTION,
@@ -33,7 +34,6 @@ from cogvideox_flax.lora import (
     save_lora,
     with_parameters,
 )
-from cogvideox_flax.pipeline import CogVideoXPipeline
 
 pytest_plugins = ["commands"]
 

@@ -11,8 +11,8 @@ from test_training import SMALL, TEXT
 
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.training.loop import LoopConfig
 from cogvideox_flax.training.optimizer import OptimizerConfig, _decayed, learning_rate, make_optimizer
 

@@ -17,8 +17,8 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import abstract
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.execution import compiler_options
 from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.runtime.execution import compiler_options
 from conversion.convert import convert
 
 PROMPTS = ["a small red circle moves to the left", "a blue square on white ground"]

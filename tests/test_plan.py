@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cogvideox_flax import cli, sharding
 from cogvideox_flax.attention import attend, splash
 from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
+from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.plan import STAGES, Request, best_mesh, choose_mesh, forecast, meshes, program_of
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of

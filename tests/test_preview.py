@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.preview import apply_linear_map, fit_linear_map
+from cogvideox_flax.generate.preview import apply_linear_map, fit_linear_map
 
 
 def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from PIL import Image
 from benchmarks import prompt_following
 from benchmarks.prompt_following import Records, main, make_items, run, shuffled, summary, table
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.world import held_out
+from weights.toy_world.world import held_out
 
 SETTINGS = {"steps": 2}
 

@@ -19,11 +19,11 @@ import pytest
 from PIL import Image
 from reference import convert_component, make_vae, relative_error
 
-from cogvideox_flax import stages
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.config import RELEASES
+from cogvideox_flax.generate import stages
+from cogvideox_flax.generate.preview import fit_linear_map
 from cogvideox_flax.io.video import read_video
-from cogvideox_flax.preview import fit_linear_map
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -20,7 +20,7 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
-from cogvideox_flax.sharding.tokens import group_of
+from cogvideox_flax.sharding.sequence_parallel import group_of
 from conversion.convert import convert
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True), (2, 2, 2, True)]

@@ -14,10 +14,10 @@ from commands import PROMPT, ROOT, SIZE, generate
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
-from cogvideox_flax import stages
+from cogvideox_flax.generate import stages
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video
-from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.tensorfile import TensorFile
 from conversion.convert import convert
 
 pytest_plugins = ["commands"]

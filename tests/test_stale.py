@@ -16,11 +16,13 @@ from commands import ROOT, generate
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file
 
-from cogvideox_flax import checkpoint, hub, stages
+from cogvideox_flax import checkpoint
+from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate import stages
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
-from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.quantization import quantize_checkpoint
 from conversion import convert as conversion_module
 from conversion.convert import convert
 
@@ -122,7 +124,7 @@ def test_a_flipped_bit_in_a_finished_stage_is_noticed(paths, own, tmp_path, work
 
 RUN = """
 import os, signal, sys
-from cogvideox_flax import stages
+from cogvideox_flax.generate import stages
 from cogvideox_flax.cli import main
 stages._StateKeeper.MIN_INTERVAL_S, stages._StateKeeper.MAX_TIME_SHARE = 0.0, 1.0
 keep, steps = stages._StateKeeper.keep, int(sys.argv.pop(1))
@@ -168,12 +170,12 @@ def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
             raise KeyboardInterrupt
         real(path, *args)
 
-    real = stages.stagefiles.save
+    real = stages.stage_files.save
     with monkeypatch.context() as patch:
         if stopped_in == "the last step":
             patch.setattr(stages._StateKeeper, "keep", stop)
         else:
-            patch.setattr(stages.stagefiles, "save", save)
+            patch.setattr(stages.stage_files, "save", save)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 3))
     assert code == 130 and (tmp_path / "run" / stages.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 3)

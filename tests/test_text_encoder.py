@@ -20,7 +20,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from cogvideox_flax.checkpoint import load_text_encoder
 from cogvideox_flax.config import TextEncoderConfig
 from cogvideox_flax.errors import ConversionError
-from cogvideox_flax.models.text_encoder import GatedMLP, TextEncoder, position_buckets
+from cogvideox_flax.models.t5 import GatedMLP, TextEncoder, position_buckets
 from cogvideox_flax.tokenizer import Tokenizer
 from conversion.convert import convert
 from conversion.mapping import plan

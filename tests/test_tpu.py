@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import tpu
 from cogvideox_flax.attention import Blocks, attend
 from cogvideox_flax.attention.blocks import choose_blocks
-from cogvideox_flax.models import conv_kernel
-from cogvideox_flax.models.causal_conv import conv3d
+from cogvideox_flax.nn.conv import conv_kernel
+from cogvideox_flax.nn.conv.causal_conv import conv3d
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
 

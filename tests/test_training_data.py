@@ -7,9 +7,9 @@ import pytest
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.tokenizer import Tokenizer
+from cogvideox_flax.training.latent_cache import Store, prepare
 from cogvideox_flax.training.order import examples_of_step
-from cogvideox_flax.training.store import Store, prepare
-from cogvideox_flax.training.vocabulary import word_model
+from weights.toy_world.vocabulary import word_model
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():

@@ -14,7 +14,7 @@ from reference import ARCHITECTURES, convert_component, make_transformer, relati
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import MLP
+from cogvideox_flax.nn.layers import MLP
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import caption_cost
 from benchmarks.word_shift import TIMESTEPS, shifts
-from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.schedulers import DDIMScheduler
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks.claims import read_prompt
-from cogvideox_flax.training import world
-from cogvideox_flax.training.world import Scene, Thing
+from weights.toy_world import world
+from weights.toy_world.world import Scene, Thing
 
 
 def scenes(n, split="train"):

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import conversion.__main__
-from cogvideox_flax import cli, stages
+from cogvideox_flax import cli
+from cogvideox_flax.generate import stages
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
 
 keeper = stages._StateKeeper

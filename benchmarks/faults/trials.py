@@ -12,9 +12,10 @@ from pathlib import Path
 from benchmarks.faults.bench import STEPS, Bench, key_of
 from benchmarks.faults.child import Ended
 from benchmarks.faults.damage import damage
-from cogvideox_flax import checkpoint, stages
+from cogvideox_flax import checkpoint
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.tensorfile import TensorFile
+from cogvideox_flax.generate import stages
+from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.training.metrics import read_metrics
 
 IMPORTS_S = 3.0

@@ -18,8 +18,8 @@ from benchmarks.gpu_proof.attention import timed
 from benchmarks.gpu_proof.cases import NATIVE_CONV3D, TAPS, Convolution
 from benchmarks.gpu_proof.errors import error, save, verdict
 from benchmarks.gpu_proof.values import Values, in_jax
-from cogvideox_flax.models import causal_conv
-from cogvideox_flax.models.causal_conv import conv3d
+from cogvideox_flax.nn.conv import causal_conv
+from cogvideox_flax.nn.conv.causal_conv import conv3d
 
 
 def inputs(case: Convolution) -> tuple[Array, Array, Array]:

@@ -19,8 +19,8 @@ from benchmarks.gpu_proof.weights import config_of, random_module, reference_ten
 from benchmarks.vs_diffusers import ours
 from benchmarks.vs_diffusers.cases import COMPONENT, Case
 from cogvideox_flax import checkpoint
-from cogvideox_flax.execution import GIB, bytes_needed, fetch
 from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.runtime.execution import GIB, bytes_needed, fetch
 
 
 def case_of(options: dict[str, Any]) -> tuple[Case, bool]:

@@ -13,10 +13,10 @@ import numpy as np
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.checkpoint import LOADERS, read_manifest
-from cogvideox_flax.execution import GIB, Program, compiler_options, fetch
-from cogvideox_flax.layers import precision
+from cogvideox_flax.generate.programs import encoding, few_tokens
+from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.programs import Recipe, always, encoding, few_tokens, never
+from cogvideox_flax.runtime.execution import GIB, Program, Recipe, always, compiler_options, fetch, never
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:

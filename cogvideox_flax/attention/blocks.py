@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import round_up
+from cogvideox_flax.nn.layers import round_up
 
 VMEM = 96 * 2**20
 """Bytes of fast memory that a kernel may plan with; the chips have 95 (v5p) to 128 MiB (v5e, v6e)."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int
 
 from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.masks import NEVER, attended
-from cogvideox_flax.layers import precision, round_up
+from cogvideox_flax.nn.layers import precision, round_up
 
 TILE = 2**22
 """Scores held at a time: 16 MiB in float32."""

@@ -42,7 +42,7 @@ from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.attention.masks import NEVER
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import precision
+from cogvideox_flax.nn.layers import precision
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 """What the compiler for TPUs takes in a kernel. In float16, bounded probabilities would overflow, too."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from cogvideox_flax.attention import splash as ours
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import round_up
+from cogvideox_flax.nn.layers import round_up
 
 Q_BLOCK, KV_BLOCK, COMPUTE = 2048, 2048, 1024
 """Best of its tile sizes at 45,106 tokens by the static schedule for v6e."""

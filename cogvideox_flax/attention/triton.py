@@ -25,7 +25,7 @@ from cogvideox_flax.attention import nvidia
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.attention.masks import NEVER
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import precision
+from cogvideox_flax.nn.layers import precision
 
 NAME = "cogvideox_flash"
 

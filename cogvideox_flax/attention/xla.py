@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import cpu
 from cogvideox_flax.attention.masks import NEVER, attended
-from cogvideox_flax.layers import precision, round_up
+from cogvideox_flax.nn.layers import precision, round_up
 
 TILE = 1024, 1024
 """Queries and keys of one tile of scores at most."""

@@ -9,9 +9,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from cogvideox_flax import libtpu
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.errors import InputError, describe_file_error
+from cogvideox_flax.runtime import libtpu
 
 
 def main(argv: Sequence[str] | None = None) -> int:

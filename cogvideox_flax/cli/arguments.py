@@ -8,11 +8,11 @@ from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
-from cogvideox_flax.cli.opening import DYNAMIC_CFG
+from cogvideox_flax.cli.setup import DYNAMIC_CFG
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.sizes import MAX_FPS
+from cogvideox_flax.models.cogvideox.sizes import MAX_FPS
 from cogvideox_flax.version import __version__
 
 STAGES = ("encode", "denoise", "decode")

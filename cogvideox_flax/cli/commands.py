@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_flax.cli.opening import (
+from cogvideox_flax.cli.setup import (
     EMBEDDED,
     check_output,
     check_run,
@@ -42,8 +42,8 @@ TRAINING_OPTIONS = {
 
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
-    from cogvideox_flax import stages
-    from cogvideox_flax.fits import checked_stages
+    from cogvideox_flax.generate import stages
+    from cogvideox_flax.generate.memory import checked_stages
 
     prompts = read_prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
@@ -77,7 +77,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def encode(args: argparse.Namespace) -> None:
     """Stage 1 alone."""
-    from cogvideox_flax import stages
+    from cogvideox_flax.generate import stages
 
     prompts = read_prompts(args)
     stages.check_folder(args.dir)
@@ -90,7 +90,7 @@ def encode(args: argparse.Namespace) -> None:
 
 def denoise(args: argparse.Namespace) -> None:
     """Stage 2 alone, with the directory's model and settings unless told otherwise."""
-    from cogvideox_flax import stages
+    from cogvideox_flax.generate import stages
 
     before = take_over(args)
     run = check_run(args, args.dir, **before)
@@ -104,8 +104,8 @@ def denoise(args: argparse.Namespace) -> None:
 
 def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone."""
-    from cogvideox_flax import stages
-    from cogvideox_flax.checks import check_model
+    from cogvideox_flax.generate import stages
+    from cogvideox_flax.generate.checks import check_model
 
     before = take_over(args)
     out = args.out or args.dir / stages.VIDEO_FILE
@@ -148,8 +148,7 @@ def train(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace) -> None:
     """Forecast a run: each stage is compiled for chips that need not be there."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
-    from cogvideox_flax import hub
-    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.checkpoint import Manifest, hub
     from cogvideox_flax.plan import Forecast, Request, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
 
@@ -188,7 +187,7 @@ def _tried(mesh: MeshShape, found: Any) -> str:
 
 def quantize(args: argparse.Namespace) -> None:
     """Write a checkpoint again with weights of 8 bits."""
-    from cogvideox_flax.quantization import quantize_checkpoint
+    from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 
     quantize_checkpoint(args.src, args.dst, args.component, args.kind)
     print(args.dst)
@@ -196,8 +195,7 @@ def quantize(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Describe a checkpoint without loading or converting it."""
-    from cogvideox_flax import hub
-    from cogvideox_flax.checkpoint import abstract, parameters
+    from cogvideox_flax.checkpoint import abstract, hub, parameters
 
     manifest = hub.peek(args.where, args.revision)
     release: Release | None = manifest.release

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, Order, precision, same_arrays
-from cogvideox_flax.models.quantized import QuantizedLinear, kind_of
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.nn.layers import Linear, Order, precision, same_arrays
+from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 
 TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
 """What can be adapted: name of a linear map -> the part of a block that holds it."""

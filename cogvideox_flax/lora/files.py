@@ -23,10 +23,10 @@ from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora.adapters import TARGETS, adapters, plain_linear, with_adapter
-from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.tensorfile import TensorFile, write_tensors
+from cogvideox_flax.models.cogvideox.transformer import Transformer
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_flax import checkpoint, programs, sharding
-from cogvideox_flax.checks import check_dtype, check_model
+from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import bytes_needed, compiler_options
+from cogvideox_flax.generate import programs
+from cogvideox_flax.generate.checks import check_dtype, check_model
+from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.plan.chips import GIB, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
@@ -30,9 +31,8 @@ from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.plan.wire import bytes_over_busiest_link
-from cogvideox_flax.programs import Recipe
+from cogvideox_flax.runtime.execution import Recipe, bytes_needed, compiler_options
 from cogvideox_flax.schedulers import Scheduler, guidance_scales, make_scheduler
-from cogvideox_flax.sizes import Size, resolve_size
 
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""

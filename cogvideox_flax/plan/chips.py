@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import jax
 
-from cogvideox_flax import libtpu
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime import libtpu
 
 GIB = 2**30
 

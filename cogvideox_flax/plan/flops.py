@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from cogvideox_flax.models import winograd
+from cogvideox_flax.nn.conv import winograd
 
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 """Primitive of cuDNN's attention -> its products of queries x keys x head size; backwards computes the scores again."""

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.sizes import Size
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
-from cogvideox_flax.sharding.tokens import group_of
-from cogvideox_flax.sizes import Size
+from cogvideox_flax.sharding.sequence_parallel import group_of
 
 _DENSE_RATE = 0.85  # of the matrix rate that products reach
 _MOVED = 78  # bytes per token and channel of a layer

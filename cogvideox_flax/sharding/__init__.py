@@ -4,7 +4,8 @@ Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (hea
 which has none of these but the batch, splits pictures over all of them. Everything else names logical axes only.
 """
 
-from cogvideox_flax.sharding.picture import Padding, over_picture, split_picture
+from cogvideox_flax.sharding.sequence_parallel import over_heads, pad_tokens
+from cogvideox_flax.sharding.spatial_parallel import Padding, over_picture, split_picture
 from cogvideox_flax.sharding.tables import (
     AXES,
     PARAMS,
@@ -22,7 +23,6 @@ from cogvideox_flax.sharding.tables import (
     parameter_sharding,
     parse_mesh,
 )
-from cogvideox_flax.sharding.tokens import over_heads, pad_tokens
 
 __all__ = [
     "AXES",

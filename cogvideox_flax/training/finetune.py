@@ -28,27 +28,28 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Key
 
-from cogvideox_flax import checkpoint, hub, sharding, stagefiles, stages
-from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.checks import check_model, check_prompts, check_sampling
+from cogvideox_flax import checkpoint, sharding
+from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.execution import compiler_options
+from cogvideox_flax.generate import stage_files, stages
+from cogvideox_flax.generate.checks import check_model, check_prompts, check_sampling
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.programs import OFS
 from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.io.video import from_uint8, save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
-from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.programs import OFS
+from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.runtime.execution import compiler_options
 from cogvideox_flax.schedulers import make_scheduler
-from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.training import clips as clip_folder
 from cogvideox_flax.training.clips import Clip
+from cogvideox_flax.training.latent_cache import Store, prepare
 from cogvideox_flax.training.loop import State, train
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.order import examples_of_step
 from cogvideox_flax.training.recipe import FinetuneConfig, settings
-from cogvideox_flax.training.store import Store, prepare
 
 log = logging.getLogger(__name__)
 
@@ -319,9 +320,9 @@ def _prompt_features(plan: Plan, pipe: CogVideoXPipeline, progress: bool) -> Flo
     path = plan.config.out / "prepared" / "prompts.safetensors"
     prompts = ["", *plan.config.sample.prompts]
     key = json.dumps([prompts, pipe.dtype, [pipe.fingerprints()[name] for name in ("tokenizer", "text_encoder")]])
-    if not stagefiles.is_fresh(path, key):
-        stagefiles.save(path, {"features": _encode_texts(pipe, prompts, progress)}, {"settings": key})
-    return stagefiles.load(path, ("features",), "cogvideox train")[0]["features"]
+    if not stage_files.is_fresh(path, key):
+        stage_files.save(path, {"features": _encode_texts(pipe, prompts, progress)}, {"settings": key})
+    return stage_files.load(path, ("features",), "cogvideox train")[0]["features"]
 
 
 def _prepare_latents(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> Store:

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt32
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.io.video import to_uint8
-from cogvideox_flax.models.autoencoder import Autoencoder, Tiling
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder, Tiling
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.runtime.execution import Recipe, always
 from cogvideox_flax.schedulers import Plan, Scheduler
 
 OFS = 2.0
@@ -41,40 +42,6 @@ class DenoiseState:
     step: int
     latents: Float32[Any, "B T h w C"]
     sampler: Any
-
-
-def always(*args: Any) -> bool:
-    """For `Recipe.apart`."""
-    return True
-
-
-def never(*args: Any) -> bool:
-    """For `Recipe.apart`."""
-    return False
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a program is made. Equal recipes make the same program.
-
-    name: for people.
-    make, given: `make(*given)` is the function to be jitted.
-    donate: arguments whose memory the result may take.
-    quickly: it runs once in a run, and takes longer to compile than to run.
-    apart: of the arguments: whether the layers of the first, a model, are on one CPU better given one by one
-        (`layers.apart`).
-    """
-
-    name: str
-    make: Callable[..., Callable[..., Any]]
-    given: tuple[Any, ...] = ()
-    donate: tuple[int, ...] = ()
-    quickly: bool = False
-    apart: Callable[..., bool] = never
-
-    def function(self) -> Callable[..., Any]:
-        """To be jitted."""
-        return self.make(*self.given)
 
 
 def encode(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.tensorfile import TensorFile, write_tensors
+from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 
 log = logging.getLogger(__name__)
 

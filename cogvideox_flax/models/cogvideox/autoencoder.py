@@ -19,11 +19,11 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, stack
-from cogvideox_flax.models.causal_conv import CausalConv3d, SpatialConv
-from cogvideox_flax.models.group_norm import GroupNormSiLU, SpatialNormSiLU
-from cogvideox_flax.models.resample import double_frames, halve_frames, repeat_space
-from cogvideox_flax.models.tiling import Plan, Tiling, tiled
+from cogvideox_flax.models.cogvideox.tiling import Plan, Tiling, tiled
+from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
+from cogvideox_flax.nn.layers import Linear, stack
+from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
+from cogvideox_flax.nn.resample import double_frames, halve_frames, repeat_space
 
 ENCODE_CHUNK = 8
 """Video frames per encoder chunk."""

@@ -17,12 +17,17 @@ from jaxtyping import Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import SPIECE_FILE, Manifest, load_text_encoder, load_transformer, parameters, save
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.tokenizer import Tokenizer
-from cogvideox_flax.training import world
-from cogvideox_flax.training.embedded.autoencoder import train_vae, world_clips
-from cogvideox_flax.training.embedded.settings import (
+from cogvideox_flax.training.latent_cache import Store, prepare
+from cogvideox_flax.training.loop import State, to_the_end
+from cogvideox_flax.training.metrics import plot_metrics
+from cogvideox_flax.training.objectives import Focus, drop_captions, sample_latents, v_prediction
+from cogvideox_flax.training.order import examples_of_step
+from weights.toy_world import world
+from weights.toy_world.autoencoder import train_vae, world_clips
+from weights.toy_world.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
     CLIPS,
@@ -42,12 +47,7 @@ from cogvideox_flax.training.embedded.settings import (
     VAE,
     Run,
 )
-from cogvideox_flax.training.loop import State, to_the_end
-from cogvideox_flax.training.metrics import plot_metrics
-from cogvideox_flax.training.objectives import Focus, drop_captions, sample_latents, v_prediction
-from cogvideox_flax.training.order import examples_of_step
-from cogvideox_flax.training.store import Store, prepare
-from cogvideox_flax.training.vocabulary import word_model
+from weights.toy_world.vocabulary import word_model
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +179,7 @@ def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> No
         tokenizer=TOKENIZER,
         guidance_scale=GUIDANCE,
     )
-    source = {"recipe": "cogvideox_flax.training.embedded", "seed": SEED, "steps": steps}
+    source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(run.folder / "checkpoint", manifest, modules, DTYPES, source, spiece=run.folder / TOKENIZER_FILE)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TextEncoderConfig
-from cogvideox_flax.layers import TransposedLinear, precision, stack, through
+from cogvideox_flax.nn.layers import TransposedLinear, precision, stack, through
 
 
 class TextEncoder(nnx.Module):

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import Linear, Order, TransposedLinear, same_arrays, times_transposed
+from cogvideox_flax.nn.layers import Linear, Order, TransposedLinear, same_arrays, times_transposed
 
 
 @dataclass(frozen=True)

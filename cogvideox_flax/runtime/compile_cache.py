@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.private import NotPrivateError, make_private, read_private
-from cogvideox_flax.source_code import code_fingerprint
+from cogvideox_flax.runtime.source_code import code_fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax.layers import Linear
-from cogvideox_flax.models.resample import repeat_frames, repeat_space
+from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.resample import repeat_frames, repeat_space
 
 _SUBLANES = 8  # rows of a TPU's register
 

@@ -15,9 +15,9 @@ from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
-from cogvideox_flax.models.autoencoder import Autoencoder
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
+from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
 
 log = logging.getLogger(__name__)
 

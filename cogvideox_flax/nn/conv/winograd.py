@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from cogvideox_flax.layers import precision
+from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.sharding import Padding
 
 CHANNELS = 128

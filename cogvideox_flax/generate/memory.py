@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from cogvideox_flax.execution import Programs, memory_limit
+from cogvideox_flax.models.cogvideox.sizes import Size
 from cogvideox_flax.plan import Request, bytes_per_device, placed, program_of
-from cogvideox_flax.sizes import Size
+from cogvideox_flax.runtime.execution import Programs, memory_limit
 
 ADVICE = {
     "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,sharded), or take int8 ones.",

@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.checkpoint import Manifest, load_vae, save
 from cogvideox_flax.io.video import from_uint8
-from cogvideox_flax.models.autoencoder import Autoencoder
-from cogvideox_flax.models.group_norm import SpatialNormSiLU
-from cogvideox_flax.training import world
-from cogvideox_flax.training.embedded.settings import (
+from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.nn.norms import SpatialNormSiLU
+from cogvideox_flax.training.loop import to_the_end
+from cogvideox_flax.training.objectives import reconstruction
+from weights.toy_world import world
+from weights.toy_world.settings import (
     DENSE_SHARE,
     FINE_DENSE_SHARE,
     FRAMES,
@@ -35,8 +37,6 @@ from cogvideox_flax.training.embedded.settings import (
     VIDEO_STOP,
     Run,
 )
-from cogvideox_flax.training.loop import to_the_end
-from cogvideox_flax.training.objectives import reconstruction
 
 
 def vae_batch(

@@ -22,10 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from tqdm import tqdm
 
-from cogvideox_flax.compile_cache import CompileCache
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import apart
-from cogvideox_flax.programs import Recipe
+from cogvideox_flax.nn.layers import apart
+from cogvideox_flax.runtime.compile_cache import CompileCache
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +91,40 @@ class Watch:
             say(f"after the {name}: {describe_memory()}", True)
 
 
+def always(*args: Any) -> bool:
+    """For `Recipe.apart`."""
+    return True
+
+
+def never(*args: Any) -> bool:
+    """For `Recipe.apart`."""
+    return False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a program is made. Equal recipes make the same program.
+
+    name: for people.
+    make, given: `make(*given)` is the function to be jitted.
+    donate: arguments whose memory the result may take.
+    quickly: it runs once in a run, and takes longer to compile than to run.
+    apart: of the arguments: whether the layers of the first, a model, are on one CPU better given one by one
+        (`layers.apart`).
+    """
+
+    name: str
+    make: Callable[..., Callable[..., Any]]
+    given: tuple[Any, ...] = ()
+    donate: tuple[int, ...] = ()
+    quickly: bool = False
+    apart: Callable[..., bool] = never
+
+    def function(self) -> Callable[..., Any]:
+        """To be jitted."""
+        return self.make(*self.given)
+
+
 class Programs:
     """The compiled programs of a pipeline.
 
@@ -109,7 +142,10 @@ class Programs:
         if recipe not in self._programs:
             options = compiler_options(self.dtype, quickly=recipe.quickly)
             # a user-defined sampler may change between runs, so its programs are not kept
-            ours = all(type(part).__module__.partition(".")[0] in ("builtins", __package__) for part in recipe.given)
+            ours = all(
+                type(part).__module__.partition(".")[0] in ("builtins", __name__.partition(".")[0])
+                for part in recipe.given
+            )
             what = repr((recipe.make.__qualname__, recipe.given, recipe.donate, self.model, options))
             self._programs[recipe] = Program(recipe, options, self.mesh, what, self.kept if ours else None)
         return self._programs[recipe]
@@ -122,6 +158,11 @@ class Programs:
         if jax.process_count() == 1:
             return jax.device_put(tree, everywhere)
         return jax.tree.map(lambda x: _put_on_all_hosts(x, everywhere), tree)
+
+
+def _is_ours(kind: type) -> bool:
+    """Whether a class is Python's or this package's."""
+    return kind.__module__.partition(".")[0] in ("builtins", __name__.partition(".")[0])
 
 
 class Program:

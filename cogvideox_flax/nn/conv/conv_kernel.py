@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import precision, round_up
+from cogvideox_flax.nn.layers import precision, round_up
 from cogvideox_flax.sharding import Padding
 
 NAME = "cogvideox_conv"

@@ -24,12 +24,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32
 
-from cogvideox_flax import sharding, stagefiles
+from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.checks import check_model, check_prompts, check_sampling
 from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.execution import fetch
+from cogvideox_flax.generate import stage_files
+from cogvideox_flax.generate.checks import check_model, check_prompts, check_sampling
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.programs import DenoiseState
+from cogvideox_flax.generate.result import Video
 from cogvideox_flax.io.atomic import atomic_write, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.locks import file_lock
@@ -38,11 +41,9 @@ from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_count, is_finite_number
 from cogvideox_flax.lora import LoRARecord, describe_lora
-from cogvideox_flax.pipeline import CogVideoXPipeline
-from cogvideox_flax.programs import DenoiseState
-from cogvideox_flax.result import Video
+from cogvideox_flax.models.cogvideox.sizes import MAX_FPS, resolve_size
+from cogvideox_flax.runtime.execution import fetch
 from cogvideox_flax.schedulers import make_scheduler
-from cogvideox_flax.sizes import MAX_FPS, resolve_size
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class Settings:
 
     def write(self, folder: Path) -> None:
         """Write `generation_config.json`; one prompt is written as the reference does."""
-        prompts = {name: stagefiles.one_or_all(getattr(self, name)) for name in ("prompt", "negative_prompt")}
+        prompts = {name: stage_files.one_or_all(getattr(self, name)) for name in ("prompt", "negative_prompt")}
         raw = dataclasses.asdict(self) | prompts
         write_record(folder / CONFIG_FILE, raw)
 
@@ -276,12 +277,12 @@ def encode(pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progres
     settings.write(folder)
     path = folder / EMBEDDINGS_FILE
     key = settings.key(_ENCODE_FIELDS, ("tokenizer", "text_encoder"))
-    if stagefiles.is_fresh(path, key):
+    if stage_files.is_fresh(path, key):
         return
     context, negative = pipe.encode_prompts(settings.prompt, settings.negative_prompt, progress=progress)
     assert negative is not None
     tensors = {"prompt_embeds": fetch(context), "negative_prompt_embeds": fetch(negative)}
-    stagefiles.save(
+    stage_files.save(
         path,
         tensors,
         {
@@ -303,12 +304,12 @@ def read_embeddings(
     """
     path = folder / EMBEDDINGS_FILE
     again = "run `cogvideox encode` again"
-    tensors, metadata = stagefiles.load(path, ("prompt_embeds", "negative_prompt_embeds"), "cogvideox encode")
+    tensors, metadata = stage_files.load(path, ("prompt_embeds", "negative_prompt_embeds"), "cogvideox encode")
     shape = (len(prompt), config.text_length, config.text_width)
     for name, value in tensors.items():
         if value.shape != shape:
             raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shape)}; {again}")
-    stagefiles.check_made_for(path, metadata, {"prompt": prompt, "negative_prompt": negative_prompt}, again)
+    stage_files.check_made_for(path, metadata, {"prompt": prompt, "negative_prompt": negative_prompt}, again)
     return tensors
 
 
@@ -327,7 +328,7 @@ def denoise(
     path = folder / LATENTS_FILE
     made_of = hashlib.sha256(b"".join(embeddings[name].tobytes() for name in sorted(embeddings))).hexdigest()
     key = settings.key(_DENOISE_FIELDS, ("transformer", "scheduler"), embeddings=made_of)
-    if stagefiles.is_fresh(path, key):
+    if stage_files.is_fresh(path, key):
         return
     size = pipe.size(settings.frames, settings.height, settings.width)
     with _StateKeeper(folder / STATE_FILE, key) as keeper:
@@ -347,7 +348,7 @@ def denoise(
         )
         kept = np.ascontiguousarray(fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3))
         metadata = {"settings": key, **_of_latents(dataclasses.asdict(settings))}
-        stagefiles.save(path, {"latents": kept}, metadata)  # before the state is removed
+        stage_files.save(path, {"latents": kept}, metadata)  # before the state is removed
 
 
 class _StateKeeper:
@@ -379,9 +380,9 @@ class _StateKeeper:
 
     def found(self) -> DenoiseState | None:
         """The state that a run with the same settings left."""
-        if not stagefiles.is_fresh(self._path, self._key):
+        if not stage_files.is_fresh(self._path, self._key):
             return None
-        tensors, metadata = stagefiles.load(self._path, None, "cogvideox denoise")
+        tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
         state = DenoiseState(int(metadata["step"]), tensors["latents"], tensors.get("sampler"))
         log.info("going on after step %d", state.step)
         return state
@@ -403,7 +404,7 @@ class _StateKeeper:
         tensors = {"latents": fetch(state.latents)}
         if state.sampler is not None:
             tensors["sampler"] = fetch(state.sampler)
-        stagefiles.save(self._path, tensors, {"settings": self._key, "step": state.step})
+        stage_files.save(self._path, tensors, {"settings": self._key, "step": state.step})
         self._last = None
 
 
@@ -418,12 +419,12 @@ def read_latents(folder: Path, settings: dict[str, Any], config: VAEConfig) -> F
     """
     path = folder / LATENTS_FILE
     again = "run `cogvideox denoise` again"
-    tensors, metadata = stagefiles.load(path, ("latents",), "cogvideox denoise")
+    tensors, metadata = stage_files.load(path, ("latents",), "cogvideox denoise")
     latents = tensors["latents"]
     if latents.ndim != 5 or latents.shape[1] != config.latent_channels or 0 in latents.shape:
         expected = f"[B, {config.latent_channels}, T, H, W]"
         raise InputError(f"{path}: latents are {list(latents.shape)}, expected {expected}; {again}")
-    stagefiles.check_made_for(path, metadata, _of_latents(settings), again)
+    stage_files.check_made_for(path, metadata, _of_latents(settings), again)
     if len(latents) != len(settings["prompt"]):
         raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
     return latents.transpose(0, 2, 3, 4, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1]
 
 
 def _state() -> dict[str, tuple[int, int, int, int]]:

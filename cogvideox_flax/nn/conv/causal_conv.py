@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
-from cogvideox_flax.layers import precision
-from cogvideox_flax.models import conv_kernel, winograd
+from cogvideox_flax.nn.conv import conv_kernel, winograd
+from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.sharding import Padding
 
 TAPS = 3

@@ -18,9 +18,9 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from jax.sharding import Mesh
 
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.execution import Watch
-    from cogvideox_flax.pipeline import CogVideoXPipeline
-    from cogvideox_flax.stages import Settings
+    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+    from cogvideox_flax.generate.stages import Settings
+    from cogvideox_flax.runtime.execution import Watch
 
 log = logging.getLogger("cogvideox_flax")
 
@@ -73,7 +73,7 @@ class Run:
 
 def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
     """Check a run as far as is possible before anything is converted or loaded."""
-    from cogvideox_flax import stages
+    from cogvideox_flax.generate import stages
     from cogvideox_flax.io.paths import check_writable
 
     manifest = peek(args)
@@ -106,8 +106,8 @@ def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
 
 
 def peek(args: argparse.Namespace) -> Manifest:
-    from cogvideox_flax import hub
-    from cogvideox_flax.checks import check_tiling
+    from cogvideox_flax.checkpoint import hub
+    from cogvideox_flax.generate.checks import check_tiling
 
     manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
     if getattr(args, "tiling", False) and manifest.vae is not None:
@@ -126,8 +126,8 @@ def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str,
     devices = jax.devices()
     if len(devices) == 1 or (args.mesh is None and devices[0].platform == "cpu"):
         return None
+    from cogvideox_flax.models.cogvideox.sizes import resolve_size
     from cogvideox_flax.plan import chip_of_device, choose_mesh
-    from cogvideox_flax.sizes import resolve_size
 
     if manifest.transformer is None or manifest.vae is None or manifest.text_encoder is None:
         return None  # no model for a run, as will be said
@@ -156,8 +156,8 @@ def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Set
 
 def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
     """Open a model that was checked, converting it if that was not done yet."""
-    from cogvideox_flax import hub
-    from cogvideox_flax.pipeline import CogVideoXPipeline
+    from cogvideox_flax.checkpoint import hub
+    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 
     pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
     pipe.watch = make_watch(args)
@@ -182,7 +182,7 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
 
 
 def make_watch(args: argparse.Namespace) -> Watch:
-    from cogvideox_flax.execution import Watch
+    from cogvideox_flax.runtime.execution import Watch
 
     profile = (args.profile, args.profile_steps) if "profile" in args else ()
     return Watch(not args.no_jit, args.memory, *profile)
@@ -190,7 +190,7 @@ def make_watch(args: argparse.Namespace) -> Watch:
 
 def take_over(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the stage before left; its model becomes this command's, unless another is named."""
-    from cogvideox_flax.stages import read_settings
+    from cogvideox_flax.generate.stages import read_settings
 
     before = read_settings(args.dir)
     model, revision = before.pop("model_id"), before.pop("revision", None)

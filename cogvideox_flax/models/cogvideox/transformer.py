@@ -14,11 +14,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from cogvideox_flax import rope, sharding
+from cogvideox_flax import sharding
 from cogvideox_flax.attention import attend
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid, stack, through
+from cogvideox_flax.nn import rope
+from cogvideox_flax.nn.layers import (
+    MLP,
+    AdaLNZero,
+    LayerNorm,
+    Linear,
+    TimestepMLP,
+    per_stream,
+    sinusoid,
+    stack,
+    through,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.models.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.sizes import Size, check_text_to_video
 from cogvideox_flax.schedulers import Scheduler
-from cogvideox_flax.sizes import Size, check_text_to_video
 
 DTYPES = ("bfloat16", "float32", "float16")
 

@@ -24,8 +24,8 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.tensorfile import TensorFile
 from cogvideox_flax.tokenizer import Tokenizer
 from conversion.convert import LOCK_FILE, WORK_DIR, convert, read_configs
 from conversion.download import Download, download, files_read
@@ -33,7 +33,7 @@ from conversion.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "weights" / "embedded"
+EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 """The small checkpoint that comes with the source tree, and with an installed package."""
 
 

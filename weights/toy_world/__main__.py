@@ -1,8 +1,8 @@
 """Train the embedded model.
 
-python -m cogvideox_flax.training.embedded RUN                # every stage, in order; ends with RUN/checkpoint
-python -m cogvideox_flax.training.embedded RUN vae            # up to one stage
-python -m cogvideox_flax.training.embedded RUN --from weights/embedded    # trains a finished model on
+python -m weights.toy_world RUN                # every stage, in order; ends with RUN/checkpoint
+python -m weights.toy_world RUN vae            # up to one stage
+python -m weights.toy_world RUN --from weights/embedded    # trains a finished model on
 
 RUN is a folder. Each stage goes on from where it stopped, and is passed over once it is done.
 """
@@ -20,9 +20,9 @@ import jax
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.training.embedded.autoencoder import train_vae, train_vae_images
-from cogvideox_flax.training.embedded.diffusion import export, prepare_latents, train_transformer
-from cogvideox_flax.training.embedded.settings import DIFFUSION_AGAIN, DIFFUSION_STOP, Run
+from weights.toy_world.autoencoder import train_vae, train_vae_images
+from weights.toy_world.diffusion import export, prepare_latents, train_transformer
+from weights.toy_world.settings import DIFFUSION_AGAIN, DIFFUSION_STOP, Run
 
 STAGES: dict[str, Callable[[Run], Any]] = {
     "vae-images": train_vae_images,
@@ -37,7 +37,7 @@ STAGES: dict[str, Callable[[Run], Any]] = {
 def main() -> int:
     """Parse, run, and say how it ended: 0 done, 2 cannot be done, 130 stopped."""
     parser = argparse.ArgumentParser(
-        prog="python -m cogvideox_flax.training.embedded",
+        prog="python -m weights.toy_world",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

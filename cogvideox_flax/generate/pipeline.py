@@ -17,22 +17,31 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 from tqdm import tqdm
 
-from cogvideox_flax import checkpoint, hub, programs, sharding
-from cogvideox_flax.checks import check_arrays, check_loop, check_model, check_prompts, check_sampling, check_tiling
-from cogvideox_flax.compile_cache import CompileCache
-from cogvideox_flax.components import Components
+from cogvideox_flax import checkpoint, sharding
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.execution import Program, Programs, Watch, fetch, say, stoppable
-from cogvideox_flax.fits import check_fits, checked_stages
+from cogvideox_flax.generate import programs
+from cogvideox_flax.generate.checks import (
+    check_arrays,
+    check_loop,
+    check_model,
+    check_prompts,
+    check_sampling,
+    check_tiling,
+)
+from cogvideox_flax.generate.components import Components
+from cogvideox_flax.generate.memory import check_fits, checked_stages
+from cogvideox_flax.generate.programs import DenoiseState
+from cogvideox_flax.generate.result import Video
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
-from cogvideox_flax.models.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.plan import STAGES, Request
-from cogvideox_flax.programs import DenoiseState
-from cogvideox_flax.result import Video
+from cogvideox_flax.runtime.compile_cache import CompileCache
+from cogvideox_flax.runtime.execution import Program, Programs, Watch, fetch, say, stoppable
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
-from cogvideox_flax.sizes import Size, resolve_size
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
 

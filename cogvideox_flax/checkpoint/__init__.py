@@ -41,13 +41,13 @@ from cogvideox_flax.config import (
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import atomic_directory, sync_file
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
+from cogvideox_flax.io.tensor_file import TensorFile, TensorWriter, aligned_empty
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.models import quantized
-from cogvideox_flax.models.autoencoder import Autoencoder
-from cogvideox_flax.models.text_encoder import TextEncoder
-from cogvideox_flax.models.transformer import Transformer
-from cogvideox_flax.tensorfile import TensorFile, TensorWriter, aligned_empty
+from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.nn import quantized
 from cogvideox_flax.version import RESULTS
 
 log = logging.getLogger(__name__)
