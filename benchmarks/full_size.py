@@ -80,7 +80,7 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
     import jax.numpy as jnp
 
     from cogvideox_flax.checkpoint import LOADERS
-    from cogvideox_flax.runtime.execution import compiler_options
+    from cogvideox_flax.runtime.compile import compiler_options
 
     module = LOADERS[component](native, dtype=dtype)
     key = jax.random.key(0)

@@ -22,10 +22,12 @@ from typing import Any
 import jax
 
 from benchmarks.gpu import GPUS, device, prepare
-from cogvideox_flax import plan
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import get_release
-from cogvideox_flax.runtime.execution import GIB, bytes_needed, compiler_options
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
 
 CASES = {
     "5b": ("cogvideox-5b", 480, 720, 49),
@@ -62,12 +64,13 @@ def main() -> int:
 def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, Any]:
     """Bytes and calls of one stage's program."""
     release, height, width, frames = CASES[case]
-    request = plan.Request(Manifest.of_release(get_release(release)), num_frames=frames, height=height, width=width)
-    recipe, args, _ = plan.program_of(stage, request, request.size())
-    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), arg) for _, arg in args]
+    manifest = Manifest.of_release(get_release(release))
+    request = GenerationRequest("", num_frames=frames, height=height, width=width, scheduler="ddim").resolve(manifest)
+    ((spec, args, _),) = RunPrograms(manifest, request, "bfloat16").abstract(stage)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
-    options = compiler_options(request.dtype, platform="gpu", quickly=recipe.quickly)
-    program = jax.jit(recipe.function(), compiler_options=options).lower(*shapes).compile()
+    options = compiler_options("bfloat16", platform="gpu", fast_compile=spec.fast_compile)
+    program = jax.jit(spec.function(), compiler_options=options).lower(*shapes).compile()
     seconds = time.perf_counter() - start
     memory, text = program.memory_analysis(), program.as_text()
     assert memory is not None and text is not None
@@ -77,7 +80,7 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
         if (match := re.search(r"= \((\w+)\[.*custom_call_target=\"__cudnn\$(fmha|conv)", line))
     )
     plain = [x for x in jax.tree.leaves(shapes) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
-    held = plan.bytes_per_device(plain)  # weights that the program does not use among them
+    held = bytes_per_device(plain)  # weights that the program does not use among them
     return {
         "argument_gib": held / GIB,
         "temp_gib": memory.temp_size_in_bytes / GIB,

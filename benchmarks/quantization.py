@@ -67,7 +67,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     import jax
 
     from cogvideox_flax.checkpoint import LOADERS, WEIGHTS_FILE
-    from cogvideox_flax.runtime.execution import compiler_options
+    from cogvideox_flax.runtime.compile import compiler_options
 
     forms = write(component, args.release, args.layers, folder)
     call, given = inputs(component, args.height, args.width)

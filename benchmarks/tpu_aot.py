@@ -79,23 +79,22 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from cogvideox_flax import plan
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.config import get_release
+    from cogvideox_flax.generate.programs import RunPrograms
+    from cogvideox_flax.generate.request import GenerationRequest
 
     release = get_release(case.release)
-    request = plan.Request(
-        Manifest.of_release(release), num_frames=case.num_frames, height=case.height, width=case.width
-    )
+    manifest = Manifest.of_release(release)
+    request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler="ddim")
+    run = RunPrograms(manifest, request.resolve(manifest), "bfloat16")
     rows = []
-    for stage in plan.forecast(request, case.topology, case.mesh, stages):
+    for stage in plan.forecast(run, case.topology, case.mesh, stages):
         row: dict[str, Any] = asdict(case) | asdict(stage)
         row["seconds"] = row.pop("estimated_s") / stage.runs
         if stage.name == "denoise":
-            config, size = release.transformer, request.size()
+            config, tokens = release.transformer, manifest.family.workload(manifest.configs, run.size).tokens
             dp, sp, tp, *_ = case.mesh
-            tokens = config.text_length + (
-                size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
-            ) // (config.patch_size**2)
             heads = -(-(config.heads // tp) // sp)
-            shape = attention.Shape(tokens, heads * request.batch // dp, config.head_dim)
+            shape = attention.Shape(tokens, heads * run.denoiser_batch // dp, config.head_dim)
             row["kernels_s"] = config.layers * attention.forecast(dump, shape).bounded_ms / 1e3
             row["seconds"] = row["kernels_s"] + stage.outside_s + stage.wire_s
         rows.append(row)

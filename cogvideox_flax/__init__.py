@@ -13,19 +13,30 @@ import cogvideox_flax.runtime.source_code  # noqa: F401  (first: it looks at the
 if TYPE_CHECKING:
     from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError
-    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
-    from cogvideox_flax.generate.result import Video
+    from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
+    from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.result import GenerationResult
     from cogvideox_flax.version import __version__
 
 _HOME = {
     "CogVideoXPipeline": "generate.pipeline",
+    "GenerationRequest": "generate.request",
+    "GenerationResult": "generate.result",
     "InputError": "errors",
+    "Pipeline": "generate.pipeline",
     "RELEASES": "config",
-    "Video": "generate.result",
     "__version__": "version",
 }
 
-__all__ = ["RELEASES", "CogVideoXPipeline", "InputError", "Video", "__version__"]
+__all__ = [
+    "RELEASES",
+    "CogVideoXPipeline",
+    "GenerationRequest",
+    "GenerationResult",
+    "InputError",
+    "Pipeline",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,9 @@ from cogvideox_flax.io.values import shown
 
 log = logging.getLogger(__name__)
 
+SPIECE_FILE = "tokenizer/spiece.model"
+"""In a checkpoint of either layout."""
+
 PAD, EOS, UNKNOWN = 0, 1, 2
 MAX_SENTINELS = 100
 _NORMALIZER_FIELD = 3  # of SentencePiece's ModelProto, written after all pieces

@@ -16,7 +16,7 @@ from reference import save_layout
 
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.pipeline import Pipeline
 from conversion.convert import convert
 
 PROMPT = "a small red circle moves to the left"
@@ -112,8 +112,8 @@ def work(monkeypatch):
 
         return record
 
-    for name in ("encode_prompts", "denoise", "decode_latents"):
-        monkeypatch.setattr(CogVideoXPipeline, name, recorded(name, getattr(CogVideoXPipeline, name)))
+    for name in ("encode", "denoise", "decode"):
+        monkeypatch.setattr(Pipeline, name, recorded(name, getattr(Pipeline, name)))
     return done
 
 
@@ -121,11 +121,11 @@ def work(monkeypatch):
 def cheap_decoder(monkeypatch):
     """In place of the VAE, for tests of what is around it: each latent frame's first channel, in grey."""
 
-    def decode_latents(self, latents, **_):
+    def decode(self, latents, **_):
         frames = np.repeat(np.asarray(latents)[..., :1], 4, 1)[:, 3 * (latents.shape[1] % 2) :]
         return np.clip(60 * np.repeat(frames.repeat(8, 2).repeat(8, 3), 3, -1) + 128, 0, 255).astype(np.uint8)
 
-    monkeypatch.setattr(CogVideoXPipeline, "decode_latents", decode_latents)
+    monkeypatch.setattr(Pipeline, "decode", decode)
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:
@@ -144,7 +144,7 @@ def refused(run, tmp_path, monkeypatch):
             def begun(*args, **kwargs):
                 raise AssertionError("heavy work was begun")
 
-            patch.setattr(CogVideoXPipeline, "component", begun)
+            patch.setattr(Pipeline, "component", begun)
             if not converts:
                 patch.setattr(hub, "convert", begun)
             before = tree(tmp_path)

@@ -14,7 +14,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import Blocks, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.blocks import choose_blocks
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.runtime.execution import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding.sequence_parallel import group_of
 
 pytestmark = pytest.mark.optimized

@@ -136,7 +136,7 @@ def test_npz_holds_latents_that_decode_to_the_video(paths, native, tmp_path):
     assert json.loads(str(data["metadata"]))["prompt"] == PROMPT
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     (folder,) = paths(*generate(native, tmp_path / "pngs"))
-    assert (read_video(folder)[0] == np.asarray(pipe.decode_latents(data["latents"], progress=False))[0]).all()
+    assert (read_video(folder)[0] == np.asarray(pipe.decode(data["latents"], progress=False))[0]).all()
 
 
 def test_several_prompts_and_a_prompt_file(paths, native, tmp_path, cheap_decoder):

@@ -16,7 +16,7 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
-from cogvideox_flax.generate import stages
+from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.locks import file_lock
 
@@ -398,7 +398,7 @@ def test_nan_in_the_weights(run, tmp_path, request):
         model.proj_out.bias[3] = torch.nan
     layout = save_layout(tmp_path / "nan", "cogvideox-2b", transformer=model)
     work = request.getfixturevalue("work")
-    for expected in (["encode_prompts", "denoise"], ["denoise"]):
+    for expected in (["encode", "denoise"], ["denoise"]):
         work.clear()
         code, out, err = run(*generate(layout, tmp_path / "v.mp4"))
         assert (code, out) == (2, "")
@@ -426,12 +426,12 @@ def test_nan_in_the_text_encoder(run, layout, tmp_path):
 
 
 def test_stages_that_are_not_there(refused, copied, tmp_path):
-    (copied / stages.LATENTS_FILE).unlink()
+    (copied / run_dir.LATENTS_FILE).unlink()
     assert "stage2_latents.safetensors is missing; run `cogvideox denoise` first" in refused("decode", "--dir", copied)
-    (copied / stages.EMBEDDINGS_FILE).unlink()
+    (copied / run_dir.EMBEDDINGS_FILE).unlink()
     message = refused("denoise", "--dir", copied)
     assert "stage1_embeddings.safetensors is missing; run `cogvideox encode` first" in message
-    (copied / stages.CONFIG_FILE).unlink()
+    (copied / run_dir.CONFIG_FILE).unlink()
     for command in ("denoise", "decode"):
         assert "run `cogvideox encode` first" in refused(command, "--dir", copied)
         assert "run `cogvideox encode` first" in refused(command, "--dir", tmp_path / "nowhere")
@@ -454,7 +454,7 @@ def test_stages_that_are_not_there(refused, copied, tmp_path):
     ],
 )
 def test_damaged_settings(refused, copied, text, message):
-    (copied / stages.CONFIG_FILE).write_bytes(text.encode("latin-1"))
+    (copied / run_dir.CONFIG_FILE).write_bytes(text.encode("latin-1"))
     for command in ("denoise", "decode"):
         assert message in refused(command, "--dir", copied)
 
@@ -462,7 +462,7 @@ def test_damaged_settings(refused, copied, text, message):
 @pytest.mark.parametrize("spoil", ["cut", "header", "pickle", "directory", "names", "shape", "nan"])
 @pytest.mark.parametrize(
     ("file", "command", "maker"),
-    [(stages.EMBEDDINGS_FILE, "denoise", "encode"), (stages.LATENTS_FILE, "decode", "denoise")],
+    [(run_dir.EMBEDDINGS_FILE, "denoise", "encode"), (run_dir.LATENTS_FILE, "decode", "denoise")],
 )
 def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
     path = copied / file
@@ -491,14 +491,14 @@ def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
 
 
 def test_a_damaged_stage_is_made_again_by_generate(paths, native, copied, work, caplog):
-    (copied / stages.EMBEDDINGS_FILE).write_bytes((copied / stages.EMBEDDINGS_FILE).read_bytes()[:-10])
+    (copied / run_dir.EMBEDDINGS_FILE).write_bytes((copied / run_dir.EMBEDDINGS_FILE).read_bytes()[:-10])
     paths(*generate(native, copied / "x.npz", "--dir", copied))
-    assert work == ["encode_prompts"]  # its latents were made from the very same embeddings
+    assert work == ["encode"]  # its latents were made from the very same embeddings
     assert "making stage1_embeddings.safetensors again" in caplog.text
 
 
 def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
-    config = copied / stages.CONFIG_FILE
+    config = copied / run_dir.CONFIG_FILE
     before = config.read_text()
     config.write_text(json.dumps(json.loads(before) | {"prompt": "something else"}))
     assert "'something else'" in refused("denoise", "--dir", copied)
@@ -512,12 +512,12 @@ def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
 
 
 def test_two_runs_do_not_share_a_directory(refused, native, copied):
-    with file_lock(copied / stages.LOCK_FILE, busy=""):
+    with file_lock(copied / run_dir.LOCK_FILE, busy=""):
         assert "another run is at work" in refused(*generate(native, copied / "x.npz", "--dir", copied))
 
 
 def test_the_model_of_a_run_is_gone(refused, copied, tmp_path):
-    config = copied / stages.CONFIG_FILE
+    config = copied / run_dir.CONFIG_FILE
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_id": str(tmp_path / "gone")}))
     for command in ("denoise", "decode"):
         assert "gone does not exist" in refused(command, "--dir", copied)
@@ -539,7 +539,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
     assert code == 2
     assert "No space left on device" in err
     kept = {p.name for p in (tmp_path / "x.npz.stages").iterdir()} - {".lock"}
-    assert kept == {stages.CONFIG_FILE, stages.EMBEDDINGS_FILE, stages.LATENTS_FILE}
+    assert kept == {run_dir.CONFIG_FILE, run_dir.EMBEDDINGS_FILE, run_dir.LATENTS_FILE}
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -617,7 +617,7 @@ def test_a_model_of_millions_of_layers(refused, layout, damaged, tmp_path):
 def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
     for path, argv in (
-        (copied / stages.LATENTS_FILE, ("decode", "--dir", copied)),
+        (copied / run_dir.LATENTS_FILE, ("decode", "--dir", copied)),
         (tmp_path / "lora.safetensors", generate(native, tmp_path / "x.mp4", "--lora", tmp_path / "lora.safetensors")),
     ):
         path.write_bytes(data)
@@ -636,7 +636,7 @@ def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     ],
 )
 def test_settings_beyond_all_numbers(refused, copied, text, message):
-    path = copied / stages.CONFIG_FILE
+    path = copied / run_dir.CONFIG_FILE
     kept = {k: v for k, v in json.loads(path.read_text()).items() if k in ("prompt", "negative_prompt", "model_id")}
     path.write_text(json.dumps(kept)[:-1] + f", {text}}}")
     for command in ("denoise", "decode"):

@@ -15,7 +15,7 @@ from benchmarks.judge import rates, score
 from benchmarks.prompt_following import make_items
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.checkpoint import hub
-from cogvideox_flax.runtime import execution
+from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.schedulers import DDIMScheduler
 
 STEPS = 20
@@ -41,10 +41,10 @@ def generate(pipe, prompts=PROMPTS, **settings):
 @pytest.fixture(scope="module", autouse=True)
 def as_users_compile():
     """These run for longer than they compile."""
-    own = execution.compiler_options
+    own = compiling.compiler_options
     with pytest.MonkeyPatch.context() as patch:
         level = {"xla_backend_optimization_level": 3}
-        patch.setattr(execution, "compiler_options", lambda *args, **options: own(*args, **options) | level)
+        patch.setattr(compiling, "compiler_options", lambda *args, **options: own(*args, **options) | level)
         yield
 
 

@@ -15,16 +15,19 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
-from cogvideox_flax import CogVideoXPipeline, checkpoint, cli, sharding
+from cogvideox_flax import CogVideoXPipeline, GenerationRequest, checkpoint, cli, sharding
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import programs
+from cogvideox_flax.generate import memory
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import layers
-from cogvideox_flax.plan import bytes_per_device
-from cogvideox_flax.runtime import compile_cache, execution
-from cogvideox_flax.runtime.execution import Program, Watch, stoppable
+from cogvideox_flax.runtime import compile as compiling
+from cogvideox_flax.runtime import compile_cache, devices
+from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
+from cogvideox_flax.runtime.devices import bytes_per_device
+from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.runtime.terminal import stoppable
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 
@@ -45,9 +48,10 @@ def pipe(native):
 
 def test_operation_by_operation_gives_the_same(pipe):
     expected = pipe("red", **SMALL, output_type="float").frames
-    pipe.watch = Watch(jit=False)
+    pipe.profiling = ProfilingOptions(jit=False)
     seen = []
-    program = pipe._programs.get(programs.encoding())
+    plan = pipe.plan(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
+    program = pipe._programs.get(plan.encode(pipe.manifest.family.text[0]))
     jitted = program._f
     program._f = lambda *args: seen.append(args[1]) or jitted(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
@@ -57,7 +61,7 @@ def test_operation_by_operation_gives_the_same(pipe):
 @pytest.mark.slow
 def test_operation_by_operation_on_a_mesh(native, pipe):
     spread = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
-    spread.watch = Watch(jit=False)
+    spread.profiling = ProfilingOptions(jit=False)
     expected, found = (
         each("red", **SMALL | {"num_inference_steps": 1}, output_type="float").frames for each in (pipe, spread)
     )
@@ -67,12 +71,12 @@ def test_operation_by_operation_on_a_mesh(native, pipe):
 def test_arrays_of_several_devices_are_counted_once():
     place = NamedSharding(sharding.make_mesh(2, 2, 2), PartitionSpec())
     x = jax.device_put(np.zeros(2**22, np.float32), place)
-    first = execution.describe_memory()
-    assert x.addressable_shards[0].data.nbytes == 2**24 and execution.describe_memory() == first
+    first = devices.describe_memory()
+    assert x.addressable_shards[0].data.nbytes == 2**24 and devices.describe_memory() == first
 
 
 def test_memory_is_said_after_each_stage(pipe, capsys):
-    pipe.watch = Watch(memory=True)
+    pipe.profiling = ProfilingOptions(memory=True)
     pipe("red", **SMALL)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after the ")]
     assert [line.split(":")[0] for line in lines] == [
@@ -90,7 +94,7 @@ def test_only_the_named_steps_are_profiled(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(
         jax.profiler, "StepTraceAnnotation", lambda name, step_num: marks.append(step_num) or annotation(name)
     )
-    pipe.watch = Watch(profile=tmp_path / "trace", profile_steps=(1, 2))
+    pipe.profiling = ProfilingOptions(profile=tmp_path / "trace", profile_steps=(1, 2))
     pipe("red", **SMALL)
     assert marks == [1, 2]
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
@@ -98,7 +102,7 @@ def test_only_the_named_steps_are_profiled(pipe, tmp_path, monkeypatch):
 
 def test_a_trace_is_written_however_the_steps_end(pipe, tmp_path):
     for n in range(2):  # a second trace could not start if the first were still open
-        pipe.watch = Watch(profile=tmp_path / str(n), profile_steps=(0, 2))
+        pipe.profiling = ProfilingOptions(profile=tmp_path / str(n), profile_steps=(0, 2))
         pipe("red", **SMALL, callback=lambda step, *_: step == 0)
         assert list((tmp_path / str(n)).rglob("*.xplane.pb"))
 
@@ -108,31 +112,32 @@ def test_a_trace_is_written_however_the_steps_end(pipe, tmp_path):
     [((3, 3), {}, "the run has 3, counted from 0"), ((0, 1), {"compiled_loop": True}, "leave compiled_loop")],
 )
 def test_steps_that_cannot_be_profiled_are_refused(pipe, tmp_path, steps, options, message):
-    pipe.watch = Watch(profile=tmp_path, profile_steps=steps)
+    pipe.profiling = ProfilingOptions(profile=tmp_path, profile_steps=steps)
     with pytest.raises(InputError, match=message):
         pipe("red", **SMALL, **options)
     with pytest.raises(InputError, match="got 2 and 1"):
-        Watch(profile_steps=(2, 1))
+        ProfilingOptions(profile_steps=(2, 1))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatch):
-    assert execution.memory_limit(None) is None  # a CPU does not say
-    monkeypatch.setattr(fits, "memory_limit", lambda mesh: 10_000)
+    assert devices.memory_limit(None) is None  # a CPU does not say
+    request = GenerationRequest("red", num_frames=1, height=32, width=48)
+    monkeypatch.setattr(memory, "memory_limit", lambda mesh: 10_000)
     with pytest.raises(InputError, match=r"text encoder needs .* GiB on each device, which has"):
         pipe("red", **SMALL)
     assert not pipe._loaded
     # what stays loaded counts: the text encoder's weights are too much for the next stage
     assert bytes_per_device({"a": jnp.zeros((3, 5)), "b": jnp.zeros(2, jnp.int8)}) == 62
-    monkeypatch.setattr(fits, "memory_limit", lambda mesh: 40 * 2**20)
-    pipe.check_memory(pipe.size(1, 32, 48))
-    monkeypatch.setattr(fits, "bytes_per_device", lambda tree: 40 * 2**20)
+    monkeypatch.setattr(memory, "memory_limit", lambda mesh: 40 * 2**20)
+    pipe.check_memory(request)
+    monkeypatch.setattr(memory, "bytes_per_device", lambda tree: 40 * 2**20)
     with pytest.raises(InputError, match=r"denoising step needs .* beside 0\.04 GiB of other weights"):
-        pipe.check_memory(pipe.size(1, 32, 48))
+        pipe.check_memory(request)
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, caplog, staged):
-    monkeypatch.setattr(fits, "memory_limit", lambda mesh: 2**40)
+    monkeypatch.setattr(memory, "memory_limit", lambda mesh: 2**40)
     with caplog.at_level("INFO", logger="cogvideox_flax"):
         if staged:
             command = ["generate", "red", "--model", str(native), "--dtype", "bfloat16", "--steps", "2", "--quiet"]
@@ -167,7 +172,7 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
             taken.append(type(module))
         return result
 
-    monkeypatch.setattr(execution, "apart", watched)
+    monkeypatch.setattr(compiling, "apart", watched)
     again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
     found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -178,15 +183,15 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
 def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
     assert layers.apart(pipe.text_encoder) is pipe.text_encoder  # small
     monkeypatch.setattr(layers, "APART_FROM", 0)
-    ids = jnp.ones((1, 226), jnp.int32)
+
+    def plan(frames):
+        return pipe.plan(GenerationRequest("red", num_frames=frames, height=448, width=448))
+
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
-        program = Program(programs.encoding(), {}, mesh, "", None)
-        (encoder, _) = program.as_it_takes((pipe.text_encoder, ids))
-        assert isinstance(encoder.blocks, nnx.List) == (mesh is None)
-    program = Program(programs.denoising_step(DDIMScheduler(pipe.scheduler.config)), {}, None, "", None)
-    for frames, few in ((1, True), (27, False)):  # 28x28 patches of each
-        both, x = jnp.ones((2, 226, 32)), jnp.zeros((1, frames, 56, 56, 16))
-        transformer, *_ = program.as_it_takes((pipe.transformer, both, None, None, None, 0, (x, None)))
+        program = Program(plan(1).encode(pipe.manifest.family.text[0]), mesh=mesh)
+        assert isinstance(program.model_argument(pipe.text_encoder).blocks, nnx.List) == (mesh is None)
+    for frames, few in ((1, True), (9, False)):  # 28x28 patches in each latent frame
+        transformer = Program(plan(frames).denoise).model_argument(pipe.transformer)
         assert isinstance(transformer.blocks, nnx.List) == few
 
 
@@ -194,7 +199,8 @@ def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
 def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     config = dataclasses.replace(RELEASES["cogvideox-5b"].text_encoder, layers=2)
     encoder = checkpoint.cast(checkpoint.abstract("text_encoder", config), dtype)
-    program = Program(programs.encoding(), execution.compiler_options(dtype), None, "", None)
+    spec = ProgramSpec("text encoder", lambda: lambda encoder, ids: encoder(ids), tokens=226)
+    program = Program(spec, compiler_options(dtype))
     compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32), announce=False)
     least = 4 * config.width * config.mlp_width  # the largest kernel in float32
     # bfloat16 is multiplied in float32 here, one kernel at a time

@@ -26,7 +26,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, add_lora, describe_lora, lora_parameters, with_parameters
-from cogvideox_flax.runtime.execution import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import loop
 from cogvideox_flax.training.clips import find_clips, load_clip

@@ -21,7 +21,8 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
+from cogvideox_flax.generate.programs import DenoiseState
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (
     ATTENTION,
@@ -424,12 +425,14 @@ def cheap_loop(monkeypatch):
     """In place of denoising: latents that only tell which weights there were. Lists the calls."""
     calls = []
 
-    def denoise(self, context, negative, size, **_):
-        calls.append(size)
+    def denoise(self, conditioning, request, **_):
+        plan = self.plan(request)
+        calls.append(plan.size)
         total = sum(np.abs(x).sum() for x in parameters(self.transformer).values())
-        return np.full(self.latent_shape(size, len(context)), total / 1e3, np.float32), 2
+        latents = np.full(plan.size.latent_shape(conditioning.batch), total / 1e3, np.float32)
+        yield DenoiseState(np.int32(2), latents, None)
 
-    monkeypatch.setattr(CogVideoXPipeline, "denoise", denoise)
+    monkeypatch.setattr(Pipeline, "denoise", denoise)
     return calls
 
 

@@ -18,7 +18,7 @@ from cogvideox_flax.checkpoint import abstract
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.io.video import read_metadata, read_video
-from cogvideox_flax.runtime.execution import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
 from conversion.convert import convert
 
 PROMPTS = ["a small red circle moves to the left", "a blue square on white ground"]
@@ -91,7 +91,7 @@ def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=Fa
 def test_against_diffusers(layout, kind, options, monkeypatch):
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype="float32")
     random = np.random.default_rng(0)
-    shape = pipe.latent_shape(pipe.size(**SIZE), 2)
+    shape = pipe.plan(cogvideox_flax.GenerationRequest(PROMPTS, **SIZE)).size.latent_shape(2)
     assert shape[1] == (4 if "1.5" in str(layout) else 3)
     latents = random.normal(size=shape).astype(np.float32)
     noise = random.normal(size=(options["num_inference_steps"], *shape)).astype(np.float32)
@@ -163,7 +163,8 @@ def test_tiled_against_diffusers(tmp_path, monkeypatch):
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype="float32")
     size = {"num_frames": 9, "height": 64, "width": 96}
     options = {"num_inference_steps": 2, "guidance_scale": 6.0}
-    latents = np.random.default_rng(0).normal(size=pipe.latent_shape(pipe.size(**size), 1)).astype(np.float32)
+    shape = pipe.plan(cogvideox_flax.GenerationRequest(PROMPTS[0], **size)).size.latent_shape(1)
+    latents = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     runs = [
         pipe(PROMPTS[0], latents=latents, tiling=tiling, output_type="float", progress=False, **size, **options).frames
         for tiling in (True, False)
@@ -264,7 +265,7 @@ def test_same_video_on_a_mesh_of_some_devices(pipe, native):
 def test_components_are_loaded_when_needed_and_let_go(native):
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(native, dtype="float32")
     assert not pipe._loaded
-    pipe.encode_prompts(PROMPTS, progress=False)
+    pipe.encode(cogvideox_flax.GenerationRequest(PROMPTS, guidance_scale=1), progress=False)
     assert set(pipe._loaded) == {"text_encoder"}
     pipe.release("text_encoder")
     assert not pipe._loaded

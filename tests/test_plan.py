@@ -16,7 +16,9 @@ from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.plan import STAGES, Request, best_mesh, choose_mesh, forecast, meshes, program_of
+from cogvideox_flax.generate.programs import STAGES, RunPrograms
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
 from cogvideox_flax.plan.flops import Flops, count_flops
@@ -113,7 +115,7 @@ def test_types_are_read():
     assert sizes("(f32[4]{0:T(128)S(1)}, f32[2]{0})", hbm_only=True) == [8]
 
 
-def test_time_of_products_grows_with_their_number(request_):
+def test_time_of_products_grows_with_their_number(run):
     (mesh,) = [sharding.make_mesh(devices=topology_devices("v6e:2x4"))]
     place = NamedSharding(mesh, PartitionSpec())
 
@@ -145,50 +147,55 @@ def test_an_update_in_place_moves_the_update():
 # --- stages
 
 
+def run_of(manifest, dtype="bfloat16", prompts=1, **options):
+    """A run as the planner takes it."""
+    return RunPrograms(manifest, GenerationRequest([""] * prompts, **options).resolve(manifest), dtype)
+
+
 @pytest.fixture(scope="module")
-def request_(request):
+def run():
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
-    return Request(read_manifest(EMBEDDED), dtype="float32", num_inference_steps=10)
+    return run_of(read_manifest(EMBEDDED), "float32", num_inference_steps=10)
 
 
-def test_stages_of_the_embedded_model(request_):
-    one = {stage.name: stage for stage in forecast(request_, "v6e:1x1", (1, 1, 1), ["encode", "denoise"])}
+def test_stages_of_the_embedded_model(run):
+    one = {stage.name: stage for stage in forecast(run, "v6e:1x1", (1, 1, 1), ["encode", "denoise"])}
     assert list(one) == ["encode", "denoise"] and one["denoise"].runs == 10
-    weights = sum(leaf.size for leaf in jax.tree.leaves(abstract("transformer", request_.manifest.transformer))) * 4
+    weights = sum(leaf.size for leaf in jax.tree.leaves(abstract("transformer", run.manifest.transformer))) * 4
     for stage in one.values():
         assert stage.fits and not stage.collectives and stage.flops > 0 and stage.estimated_s > 0
         assert stage.hbm_gib_per_chip >= stage.argument_gib + stage.temp_gib > 0
     assert weights / 2**30 <= one["denoise"].argument_gib < 1.2 * weights / 2**30 + 0.01
 
-    split = {stage.name: stage for stage in forecast(request_, "v6e:2x4", (2, 2, 2), ["denoise"])}["denoise"]
+    split = {stage.name: stage for stage in forecast(run, "v6e:2x4", (2, 2, 2), ["denoise"])}["denoise"]
     assert split.flops == one["denoise"].flops and split.collective_bytes > 0
     assert split.argument_gib < one["denoise"].argument_gib
 
 
-def test_the_whole_run_does_what_its_stages_do(request_):
+def test_the_whole_run_does_what_its_stages_do(run):
     def work(name):
-        recipe, args, runs = program_of(name, request_, request_.size())
-        return runs * count_flops(recipe.function(), *(arg for _, arg in args)).total
+        ((spec, args, runs),) = run.abstract(name)
+        return runs * count_flops(spec.function(), *args).total
 
-    text = request_.manifest.text_encoder
-    position_bias = 2 * text.position_buckets * text.heads * request_.manifest.transformer.text_length**2
+    text = run.manifest.text_encoder
+    position_bias = 2 * text.position_buckets * text.heads * run.manifest.transformer.text_length**2
     # guidance encodes two prompts: one after the other, or, in the whole run, at once with one position bias
     assert work("run") + position_bias == sum(map(work, STAGES)) > 0
 
 
 @pytest.mark.slow  # the decoder takes minutes to compile
-def test_decoder_and_whole_run_compile(request_):
-    for stage in forecast(request_, "v6e:1x1", (1, 1, 1), ["decode", "run"]):
+def test_decoder_and_whole_run_compile(run):
+    for stage in forecast(run, "v6e:1x1", (1, 1, 1), ["decode", "run"]):
         assert stage.fits and stage.flops > 0 and not stage.collectives
 
 
-def test_what_does_not_fit_is_said(request_, monkeypatch):
+def test_what_does_not_fit_is_said(run, monkeypatch):
     monkeypatch.setitem(CHIPS, "v6e", dataclasses.replace(CHIPS["v6e"], hbm=2**20))
-    (stage,) = forecast(request_, "v6e:1x1", (1, 1, 1), ["encode"])
+    (stage,) = forecast(run, "v6e:1x1", (1, 1, 1), ["encode"])
     assert not stage.fits
     tried: list[tuple[int, int, int]] = []
     with pytest.raises(InputError, match="no mesh of v6e:1x1 fits"):
-        best_mesh(request_, "v6e:1x1", lambda mesh, found: tried.append(mesh))
+        best_mesh(run, "v6e:1x1", lambda mesh, found: tried.append(mesh))
     assert tried == [(1, 1, 1)]
 
 
@@ -196,10 +203,9 @@ def test_meshes_are_all_factorings():
     assert len(meshes(8)) == 10 and all(a * b * c == 8 for a, b, c in meshes(8))
 
 
-def layout_of(release, frames, height, width, devices, batch=2):
-    manifest = Manifest.of_release(RELEASES[release])
-    size = Request(manifest, num_frames=frames, height=height, width=width).size()
-    return choose_mesh(manifest, size, batch, devices, CHIPS["v6e"])
+def layout_of(release, frames, height, width, devices, guidance_scale=6.0):
+    options = {"num_frames": frames, "height": height, "width": width, "guidance_scale": guidance_scale}
+    return choose_mesh(run_of(Manifest.of_release(RELEASES[release]), **options), devices, CHIPS["v6e"])
 
 
 def test_the_mesh_of_a_run_is_chosen_without_compiling():
@@ -208,10 +214,10 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
     # kernels, other operations and wire of the compiled forecast come to 1.1 s
     assert big.seconds == pytest.approx(1.1, rel=0.1) and 10 * 2**30 < big.nbytes < 15 * 2**30
     assert layout_of("cogvideox1.5-5b", 81, 768, 1360, 1).mesh == (1, 1, 1)
-    assert layout_of("cogvideox-2b", 49, 480, 720, 4, batch=1).mesh == (1, 4, 1)
+    assert layout_of("cogvideox-2b", 49, 480, 720, 4, guidance_scale=1).mesh == (1, 4, 1)
     with pytest.raises(InputError, match=r"needs .* GiB on each of 1 devices"):
         manifest = Manifest.of_release(RELEASES["cogvideox1.5-5b"])
-        choose_mesh(manifest, Request(manifest).size(), 2, 1, CHIPS["v5e"])
+        choose_mesh(run_of(manifest), 1, CHIPS["v5e"])
     assert layout_of("cogvideox-2b", 9, 480, 720, 7).mesh == (1, 7, 1)  # which nothing else divides over
 
 
@@ -224,12 +230,12 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
         ("v6e:3x9x1", (1, 1, 1), "no topology"),
     ],
 )
-def test_what_cannot_be_is_refused_before_compiling(request_, topology, mesh, message):
+def test_what_cannot_be_is_refused_before_compiling(run, topology, mesh, message):
     with pytest.raises(InputError, match=message):
-        next(forecast(request_, topology, mesh))
+        next(forecast(run, topology, mesh))
 
 
-def test_command(request_, capsys):
+def test_command(run, capsys):
     command = ["plan", "--topology", "v6e:1x1", "--mesh", "1,1,1", "--stages", "encode", "--quiet"]
     assert cli.main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -246,7 +252,7 @@ def test_command(request_, capsys):
 
 @pytest.mark.parametrize("mesh", [["--mesh", "1,1,1"], []])
 def test_float16_is_refused_before_compiling(mesh, capsys, monkeypatch):
-    monkeypatch.setattr("cogvideox_flax.plan._stage", lambda *_: pytest.fail("something was compiled"))
+    monkeypatch.setattr("cogvideox_flax.plan.forecast._compile", lambda *_: pytest.fail("something was compiled"))
     command = ["plan", "--dtype", "float16", "--release", "cogvideox-2b", "--topology", "v6e:1x1", *mesh]
     assert cli.main(command) == 2
     out, err = capsys.readouterr()

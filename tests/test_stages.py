@@ -14,8 +14,9 @@ from commands import PROMPT, ROOT, SIZE, generate
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
-from cogvideox_flax.generate import stages
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate import run_dir
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video
 from conversion.convert import convert
@@ -25,11 +26,11 @@ pytest_plugins = ["commands"]
 
 def test_three_stages_are_one_run(paths, native, staged, tmp_path):
     (npz,) = paths(*generate(native, tmp_path / "x.npz"))
-    latents = load_file(staged / stages.LATENTS_FILE)["latents"]
+    latents = load_file(staged / run_dir.LATENTS_FILE)["latents"]
     assert (latents.transpose(0, 2, 3, 4, 1) == np.load(npz)["latents"]).all()
     (video,) = paths(*generate(native, tmp_path / "v.mp4"))
-    assert (read_video(video)[0] == read_video(staged / stages.VIDEO_FILE)[0]).all()
-    assert read_metadata(video) == read_metadata(staged / stages.VIDEO_FILE)
+    assert (read_video(video)[0] == read_video(staged / run_dir.VIDEO_FILE)[0]).all()
+    assert read_metadata(video) == read_metadata(staged / run_dir.VIDEO_FILE)
 
 
 def test_stage_files_are_the_reference_systems(staged, native):
@@ -66,7 +67,7 @@ def test_the_extra_frame_of_1_5_is_dropped(paths, tmp_path):
     paths("encode", PROMPT, "--model", layout, "--dir", run, "--dtype", "float32")
     paths("denoise", "--dir", run, *SIZE, "--steps", 2)
     pipe = CogVideoXPipeline.from_pretrained(layout, dtype="float32")
-    assert pipe.size(9, 64, 96).latent_frames == 4
+    assert pipe.plan(GenerationRequest(PROMPT, num_frames=9, height=64, width=96)).size.latent_frames == 4
     assert load_file(run / "stage2_latents.safetensors")["latents"].shape == (1, 16, 3, 8, 12)
     assert json.loads((run / "generation_config.json").read_text())["fps"] == 16
 
@@ -117,9 +118,9 @@ def test_denoise_keeps_the_directorys_settings(paths, copied, work):
 @pytest.mark.parametrize(
     ("stage", "left"),
     [
-        ("encode_prompts", ["encode_prompts", "denoise", "decode_latents"]),
-        ("denoise", ["denoise", "decode_latents"]),
-        ("decode_latents", ["decode_latents"]),
+        ("encode", ["encode", "denoise", "decode"]),
+        ("denoise", ["denoise", "decode"]),
+        ("decode", ["decode"]),
     ],
 )
 def test_interrupted_runs_go_on(run, paths, native, tmp_path, monkeypatch, caplog, work, stage, left):
@@ -128,16 +129,16 @@ def test_interrupted_runs_go_on(run, paths, native, tmp_path, monkeypatch, caplo
 
     command = generate(native, tmp_path / "v.mp4")
     with monkeypatch.context() as patch:
-        patch.setattr(CogVideoXPipeline, stage, interrupt)
+        patch.setattr(Pipeline, stage, interrupt)
         code, out, err = run(*command)
     assert code == 130
     assert out == ""
     assert "the same command goes on" in err
     folder = tmp_path / "v.mp4.stages"
-    if stage == "encode_prompts":
+    if stage == "encode":
         assert not folder.exists()
     else:
-        latents = " and stage2_latents.safetensors" if stage == "decode_latents" else ""
+        latents = " and stage2_latents.safetensors" if stage == "decode" else ""
         assert f"stage1_embeddings.safetensors{latents} in {folder}: kept" in caplog.text
     work.clear()
     assert paths(*command) == [tmp_path / "v.mp4"]
@@ -155,8 +156,8 @@ def test_interrupted_runs_go_on(run, paths, native, tmp_path, monkeypatch, caplo
         (["--dynamic-cfg", "timestep"], ["denoise"]),
         (["--scheduler", "dpm"], ["denoise"]),
         (["--height", 80], ["denoise"]),
-        (["--negative-prompt", "red"], ["encode_prompts", "denoise"]),
-        (["--dtype", "bfloat16"], ["encode_prompts", "denoise"]),
+        (["--negative-prompt", "red"], ["encode", "denoise"]),
+        (["--dtype", "bfloat16"], ["encode", "denoise"]),
         (["--fps", 4], []),
     ],
     ids=lambda value: " ".join(map(str, value)) or "nothing",
@@ -168,7 +169,7 @@ def test_only_matching_stages_are_taken_over(paths, native, copied, work, change
 
 def test_another_prompt_takes_nothing_over(paths, native, copied, work):
     paths(*generate(native, copied / "x.npz", "--dir", copied, prompts=["another prompt"]))
-    assert work == ["encode_prompts", "denoise"]
+    assert work == ["encode", "denoise"]
 
 
 def test_another_checkpoint_makes_the_stages_again(paths, layout, native, copied, tmp_path, work):
@@ -182,7 +183,7 @@ def test_another_checkpoint_makes_the_stages_again(paths, layout, native, copied
 
 
 def test_replaced_embeddings_are_noticed(paths, copied, work):
-    file = copied / stages.EMBEDDINGS_FILE
+    file = copied / run_dir.EMBEDDINGS_FILE
     with TensorFile(file) as old:
         metadata = old.metadata
     del metadata["checksum"]  # which only this library writes

@@ -20,7 +20,7 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate import stages
+from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
 from conversion import convert as conversion_module
@@ -77,7 +77,7 @@ def test_another_tokenizer_makes_the_embeddings_again(paths, own, tmp_path, work
     (own / "config.json").write_text(json.dumps(raw))
     work.clear()
     latents(paths, own, tmp_path)
-    assert work == ["encode_prompts", "denoise"]
+    assert work == ["encode", "denoise"]
 
 
 @pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae", "tokenizer"])
@@ -110,7 +110,7 @@ def test_weights_that_are_replaced_while_a_run_goes_on(own, tmp_path):
 
 def test_a_flipped_bit_in_a_finished_stage_is_noticed(paths, own, tmp_path, work):
     first = latents(paths, own, tmp_path)
-    for name, made_again in ((stages.LATENTS_FILE, ["denoise"]), (stages.EMBEDDINGS_FILE, ["encode_prompts"])):
+    for name, made_again in ((run_dir.LATENTS_FILE, ["denoise"]), (run_dir.EMBEDDINGS_FILE, ["encode"])):
         path = tmp_path / "run" / name
         data = bytearray(path.read_bytes())
         data[-1001] ^= 4
@@ -124,7 +124,7 @@ def test_a_flipped_bit_in_a_finished_stage_is_noticed(paths, own, tmp_path, work
 
 RUN = """
 import os, signal, sys
-from cogvideox_flax.generate import stages
+from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.cli import main
 stages._StateKeeper.MIN_INTERVAL_S, stages._StateKeeper.MAX_TIME_SHARE = 0.0, 1.0
 keep, steps = stages._StateKeeper.keep, int(sys.argv.pop(1))
@@ -148,8 +148,8 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert killed.returncode == -9, killed.stderr
-    state = tmp_path / "run" / stages.STATE_FILE
-    assert state.exists() and not (tmp_path / "run" / stages.LATENTS_FILE).exists()
+    state = tmp_path / "run" / run_dir.STATE_FILE
+    assert state.exists() and not (tmp_path / "run" / run_dir.LATENTS_FILE).exists()
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
     assert "going on after step 4" in caplog.text or "going on after step 3" in caplog.text
@@ -166,7 +166,7 @@ def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
             raise KeyboardInterrupt
 
     def save(path, *args):
-        if path.name == stages.LATENTS_FILE:
+        if path.name == run_dir.LATENTS_FILE:
             raise KeyboardInterrupt
         real(path, *args)
 
@@ -177,11 +177,11 @@ def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
         else:
             patch.setattr(stages.stage_files, "save", save)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 3))
-    assert code == 130 and (tmp_path / "run" / stages.STATE_FILE).exists()
+    assert code == 130 and (tmp_path / "run" / run_dir.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 3)
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, "--steps", 3), expected)
-    assert "going on after step 3" in caplog.text and not (tmp_path / "run" / stages.STATE_FILE).exists()
+    assert "going on after step 3" in caplog.text and not (tmp_path / "run" / run_dir.STATE_FILE).exists()
 
 
 def test_a_state_of_other_settings_is_not_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
@@ -193,11 +193,11 @@ def test_a_state_of_other_settings_is_not_gone_on_from(paths, run, native, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(stages._StateKeeper, "keep", interrupt)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 4))
-    assert code == 130 and (tmp_path / "run" / stages.STATE_FILE).exists()
+    assert code == 130 and (tmp_path / "run" / run_dir.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 4, "--seed", 5)
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, "--steps", 4, "--seed", 5), expected)
-    assert "going on" not in caplog.text and not (tmp_path / "run" / stages.STATE_FILE).exists()
+    assert "going on" not in caplog.text and not (tmp_path / "run" / run_dir.STATE_FILE).exists()
 
 
 # --- conversion ---

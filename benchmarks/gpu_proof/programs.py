@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from benchmarks.gpu_proof import attention, cases, convolution, models
 from benchmarks.gpu_proof.rows import RELEASED, Row, rows
 from benchmarks.vs_diffusers import ours
-from cogvideox_flax.runtime.execution import GIB, bytes_needed, compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
 CALLS = re.compile(r'custom_call_target="(__cudnn\$\w+|__gpu\$xla.gpu.triton)"')
 

@@ -13,10 +13,13 @@ import numpy as np
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.checkpoint import LOADERS, read_manifest
-from cogvideox_flax.generate.programs import encoding, few_tokens
+from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.runtime.execution import GIB, Program, Recipe, always, compiler_options, fetch, never
+from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
+from cogvideox_flax.runtime.devices import GIB
+from cogvideox_flax.runtime.hosts import fetch
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
@@ -26,15 +29,18 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     if case.part == "video":
         pipe = CogVideoXPipeline.from_pretrained(native, case.dtype)
         jax.block_until_ready((pipe.text_encoder, pipe.transformer, pipe.vae))  # loading is not timed
-        size = pipe.size(case.frames, case.height, case.width)
-        encode = _program(encoding(), case)
+        request = GenerationRequest(
+            "", "", case.frames, case.height, case.width, STEPS, 6.0, False, "ddim", latents=given["latents"]
+        )
+        extra = pipe.plan(request).size.extra_latents
+        encode = _program("text encoder", FUNCTIONS["text_encoder"], case, given["ids"].size)
 
         def video() -> np.ndarray:
             context = encode(pipe.text_encoder, given["ids"], announce=False)
             negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]), announce=False)
-            steps: dict[str, Any] = {"num_inference_steps": STEPS, "guidance_scale": 6.0, "latents": given["latents"]}
-            x, _ = pipe.denoise(context, negative, size, scheduler="ddim", progress=False, **steps)
-            return fetch(pipe.decode_latents(x[:, size.extra_latents :], output_type="float", progress=False))
+            conditioning = Conditioning({"prompt_embeds": context}, {"prompt_embeds": negative})
+            *_, last = pipe.denoise(conditioning, request)
+            return fetch(pipe.decode(last.latents[:, extra:], output_type="float", progress=False))
 
         return video
     component = COMPONENT.get(case.part, case.part)
@@ -51,13 +57,17 @@ def arguments(case: Case, **text: int) -> dict[str, jax.Array]:
 
 def program_of(case: Case) -> Program:
     """Of any part but the whole video; its arguments are the module and the inputs."""
-    component = COMPONENT.get(case.part, case.part)
-    return _program(Recipe(case.part, lambda: FUNCTIONS[case.part], apart=APART.get(component, never)), case)
+    return _program(case.part, FUNCTIONS[case.part], case, _tokens(case))
 
 
-def _program(recipe: Recipe, case: Case) -> Program:
+def _program(name: str, function: Callable[..., Any], case: Case, tokens: int | None) -> Program:
     """As the pipeline makes it."""
-    return Program(recipe, compiler_options(case.dtype), None, "", None)
+    return Program(ProgramSpec(name, lambda: function, tokens=tokens), compiler_options(case.dtype))
+
+
+def _tokens(case: Case) -> int | None:
+    """How many go through each layer of the part's model, both halves of guidance included."""
+    return {"text_encoder": 226, "transformer": 2 * case.tokens}.get(case.part)
 
 
 def _both_halves(module: Any, x: Any, context: Any) -> Any:
@@ -72,13 +82,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "decode": lambda module, z: module.decode(z),
 }
 """Part -> what our side computes."""
-
-
-APART: dict[str, Callable[..., bool]] = {
-    "text_encoder": always,
-    "transformer": lambda module, x, context: few_tokens(module.config, x, context),
-}
-"""Component -> `Recipe.apart`, as in the pipeline's programs."""
 
 
 def flops_of(case: Case, folder: Path) -> int:

@@ -45,9 +45,12 @@ from cogvideox_flax.io.tensor_file import TensorFile, TensorWriter, aligned_empt
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.family import ModelFamily
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import quantized
+from cogvideox_flax.tokenizer import SPIECE_FILE
 from cogvideox_flax.version import RESULTS
 
 log = logging.getLogger(__name__)
@@ -55,7 +58,6 @@ log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-SPIECE_FILE = "tokenizer/spiece.model"
 
 READERS = 8
 """Layers of a parameter that are read and cast side by side."""
@@ -79,6 +81,15 @@ class Manifest:
     guidance_scale: float | None = None  # what suits this model best, where its authors say so here
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # component -> dtype, sha256, source, quantized
     spiece_sha256: str | None = None  # of the tokenizer's file; checkpoints of older versions do not say
+
+    @property
+    def family(self) -> ModelFamily:
+        return COGVIDEOX
+
+    @property
+    def configs(self) -> dict[str, Any]:
+        """Component, "tokenizer" or "scheduler" -> its config, where there is one."""
+        return {name: config for name in CONFIG_TYPES if (config := getattr(self, name)) is not None}
 
     @property
     def release(self) -> Release | None:
@@ -491,6 +502,7 @@ LOADERS: dict[str, Callable[..., Any]] = {
 __all__ = [
     "COMPONENTS",
     "LOADERS",
+    "SPIECE_FILE",
     "Manifest",
     "check_weights",
     "load_text_encoder",

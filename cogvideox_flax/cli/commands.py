@@ -15,20 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.cli.setup import (
     EMBEDDED,
+    automatic_mesh,
     check_output,
     check_run,
+    explicit_mesh,
+    given_options,
     load,
-    mesh_of,
     open_run,
     peek,
     read_prompts,
-    take_over,
+    resume,
 )
 from cogvideox_flax.config import COMPONENTS, Release, get_release
 from cogvideox_flax.errors import InputError
 
 if TYPE_CHECKING:
     from cogvideox_flax.sharding import MeshShape
+
+PLANNED = (
+    *("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "scheduler"),
+    "compiled_loop",
+)
+"""Options of a request that a forecast depends on."""
 
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
@@ -43,82 +51,91 @@ TRAINING_OPTIONS = {
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.memory import checked_stages
+    from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
+    from cogvideox_flax.io.paths import item_paths
 
     prompts = read_prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
-    check_output(args.out, len(prompts), latents_only)
+    batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
+    several = (args.num_videos or 1) > 1
+    paths = item_paths(args.out, batch * max(args.num_videos or 1, 1))
+    check_output(paths, latents_only)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
-    stages.check_folder(folder)
-    run = check_run(args, folder, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
-    pipe, settings = open_run(args, run)
+    check_folder(folder)
+    run = check_run(args, folder, {"prompt": prompts})
+    pipe, record = open_run(args, run)
     quiet = {"progress": not args.quiet}
-    pipe.check_memory(
-        pipe.size(settings.frames, settings.height, settings.width),
-        len(prompts),
-        num_inference_steps=settings.num_inference_steps,
-        guidance_scale=settings.guidance_scale,
-        scheduler=settings.scheduler,
-        stages=checked_stages(denoise=not args.compiled_loop, decode=not latents_only and not args.tiling),
-        keep=False,
-        **quiet,
-    )
-    with stages.run_dir_lock(folder, temporary=args.dir is None):
-        stages.encode(pipe, settings, folder, **quiet)
-        pipe.release("text_encoder")
-        stages.denoise(pipe, settings, folder, compiled_loop=args.compiled_loop, **quiet)
-        pipe.release("transformer")
-        if latents_only:
-            paths = [stages.save_latents(pipe, folder, args.out)]
-        else:
-            paths = stages.decode(pipe, folder, tiling=args.tiling, **quiet).save(args.out)
+    wanted = ("encode", "denoise") if latents_only else ("encode", "denoise", "decode")
+    pipe.check_memory(record.request, wanted, keep=False, **quiet)
+    with run_dir_lock(folder, temporary=args.dir is None):
+        stages.encode(pipe, record, folder, **quiet)
+        pipe.release()
+        videos = [(one, video_dir(folder, one, several)) for one in record.videos()]
+        for one, own in videos:
+            own.mkdir(exist_ok=True)
+            stages.denoise(pipe, one, own, embeddings=folder, **quiet)
+        pipe.release()
+        for i, (_, own) in enumerate(videos):
+            these = paths[i * batch : (i + 1) * batch]
+            if latents_only:
+                stages.save_latents(pipe, own, *these)
+            else:
+                stages.decode(pipe, own, tiling=record.request.tiling, **quiet).save_items(these)
     print("\n".join(map(str, paths)))
 
 
 def encode(args: argparse.Namespace) -> None:
     """Stage 1 alone."""
     from cogvideox_flax.generate import stages
+    from cogvideox_flax.generate.run_dir import EMBEDDINGS_FILE, check_folder, run_dir_lock
 
     prompts = read_prompts(args)
-    stages.check_folder(args.dir)
-    run = check_run(args, args.dir, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
-    pipe, settings = open_run(args, run)
-    with stages.run_dir_lock(args.dir):
-        stages.encode(pipe, settings, args.dir, progress=not args.quiet)
-    print(args.dir / stages.EMBEDDINGS_FILE)
+    check_folder(args.dir)
+    pipe, record = open_run(args, check_run(args, args.dir, {"prompt": prompts}))
+    pipe.check_memory(record.request, ["encode"], progress=not args.quiet)
+    with run_dir_lock(args.dir):
+        stages.encode(pipe, record, args.dir, progress=not args.quiet)
+    print(args.dir / EMBEDDINGS_FILE)
 
 
 def denoise(args: argparse.Namespace) -> None:
     """Stage 2 alone, with the directory's model and settings unless told otherwise."""
     from cogvideox_flax.generate import stages
+    from cogvideox_flax.generate.run_dir import LATENTS_FILE, run_dir_lock
 
-    before = take_over(args)
-    run = check_run(args, args.dir, **before)
-    assert run.manifest.transformer
-    stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, run.manifest.transformer)
-    pipe, settings = open_run(args, run)
-    with stages.run_dir_lock(args.dir):
-        stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
-    print(args.dir / stages.LATENTS_FILE)
+    run = check_run(args, args.dir, resume(args))
+    stages.read_embeddings(args.dir, run.record, run.manifest)
+    pipe, record = open_run(args, run)
+    pipe.check_memory(record.request, ["denoise"], progress=not args.quiet)
+    with run_dir_lock(args.dir):
+        stages.denoise(pipe, record, args.dir, progress=not args.quiet)
+    print(args.dir / LATENTS_FILE)
 
 
 def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone."""
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.checks import check_model
+    from cogvideox_flax.generate.request import check_fps
+    from cogvideox_flax.generate.run_dir import VIDEO_FILE, check_folder
+    from cogvideox_flax.io.paths import item_paths
 
-    before = take_over(args)
-    out = args.out or args.dir / stages.VIDEO_FILE
-    check_output(out, len(before["prompt"]), latents_only=False)
-    stages.check_folder(out.absolute().parent)
+    before = resume(args)
+    out = args.out or args.dir / VIDEO_FILE
+    check_output(item_paths(out, len(before["prompt"])))
+    check_fps(args.fps)
+    check_folder(out.absolute().parent)
     manifest = peek(args)
-    mesh = mesh_of(args, manifest, before)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
+    mesh = automatic_mesh(args, manifest, None, dtype) if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
-    assert manifest.vae
-    stages.read_latents(args.dir, before, manifest.vae)
+    how = {"tiling": bool(args.tiling), "progress": not args.quiet}
+    if args.tiling:
+        manifest.family.check_tiling(manifest.configs)
+    latents = stages.read_latents(args.dir, before, manifest.family.latent_channels(manifest.configs))
     pipe = load(args, dtype, mesh)
-    video = stages.decode(pipe, args.dir, fps=args.fps, tiling=args.tiling, progress=not args.quiet)
+    pipe.check_decode_memory(latents.shape, **how)
+    video = stages.decode(pipe, args.dir, fps=args.fps, **how)
     print("\n".join(map(str, video.save(out))))
 
 
@@ -149,7 +166,9 @@ def plan(args: argparse.Namespace) -> None:
     """Forecast a run: each stage is compiled for chips that need not be there."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
     from cogvideox_flax.checkpoint import Manifest, hub
-    from cogvideox_flax.plan import Forecast, Request, best_mesh, describe, forecast
+    from cogvideox_flax.generate.programs import RunPrograms
+    from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.plan import Forecast, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
 
     def say(message: str) -> None:
@@ -157,18 +176,17 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    same = ("num_frames", "height", "width", "prompts", "num_inference_steps", "guidance_scale", "scheduler")
-    request = Request(manifest, args.dtype or manifest.default_dtype, **{name: getattr(args, name) for name in same})
-    size = request.size()
+    request = GenerationRequest([""] * args.prompts, **given_options(args)).resolve(manifest)
+    run = RunPrograms(manifest, request, args.dtype or manifest.default_dtype)
     if args.mesh:
         mesh = parse_mesh(args.mesh)
     else:
-        mesh = best_mesh(request, args.topology, lambda tried, found: say(_tried(tried, found)))
+        mesh = best_mesh(run, args.topology, lambda tried, found: say(_tried(tried, found)))
     stages = []
-    for stage in forecast(request, args.topology, mesh, args.stages):
+    for stage in forecast(run, args.topology, mesh, args.stages):
         say(f"compiled {stage.name} in {stage.compile_s:.0f} s")
         stages.append(stage)
-    found = Forecast(args.topology, mesh, size, tuple(stages))
+    found = Forecast(args.topology, mesh, run.size, tuple(stages))
     if args.json:
         print(json.dumps(dataclasses.asdict(found) | {"fits": found.fits, "estimated_s": found.estimated_s}, indent=2))
     else:

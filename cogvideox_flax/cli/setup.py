@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +18,15 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from jax.sharding import Mesh
 
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
-    from cogvideox_flax.generate.stages import Settings
-    from cogvideox_flax.runtime.execution import Watch
+    from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.generate.request import ResolvedRequest
+    from cogvideox_flax.generate.run_dir import RunRecord
+    from cogvideox_flax.runtime.profiling import ProfilingOptions
 
 log = logging.getLogger("cogvideox_flax")
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
-
-SAME_NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "scheduler", "seed", "lora")
-"""Options that are called the same on the command line and in the settings."""
-
-DYNAMIC_CFG: dict[str, Any] = {"off": False, "timestep": True, "index": "index"}
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -48,124 +44,124 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def check_output(out: Path, count: int, latents_only: bool) -> None:
+def check_output(paths: Sequence[Path], latents_only: bool = False) -> None:
     """Refuse names that could not be written at the end of the run."""
-    from cogvideox_flax.io.paths import check_writable, item_paths
+    from cogvideox_flax.io.paths import check_writable
     from cogvideox_flax.io.video import check_output_path
 
-    if not latents_only:
-        for path in item_paths(out, count):
+    for path in paths:
+        if not latents_only:
             check_output_path(path)
-        return
-    check_writable(out)
-    if out.is_dir():
-        raise InputError(f"{out} is a directory; give the name of a file to write")
+            continue
+        check_writable(path)
+        if path.is_dir():
+            raise InputError(f"{path} is a directory; give the name of a file to write")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run that its configs allow; nothing is converted or loaded yet."""
 
-    settings: Settings
+    record: RunRecord
     manifest: Manifest
     mesh: Mesh | None
 
 
-def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
-    """Check a run as far as is possible before anything is converted or loaded."""
-    from cogvideox_flax.generate import stages
+def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any]) -> Run:
+    """Check a run as far as is possible before anything is converted or loaded.
+
+    before: fields of the request, and `dtype`, which the options override.
+    """
+    from cogvideox_flax.generate import checks, run_dir
+    from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.io.paths import check_writable
 
     manifest = peek(args)
-    given = {
-        "dtype": args.dtype,
-        "frames": getattr(args, "num_frames", None),
-        "fps": getattr(args, "fps", None),
-        "use_dynamic_cfg": DYNAMIC_CFG.get(getattr(args, "dynamic_cfg", None) or ""),
-    }
-    given |= {name: getattr(args, name, None) for name in SAME_NAMES}
-    given = {name: value for name, value in given.items() if value is not None}
-    mesh = mesh_of(args, manifest, settings | given)
+    dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     model = EMBEDDED if args.model is None else args.model
+    given = {**before, **given_options(args)}
+    given.pop("dtype", None)
+    mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
+    checks.check_model(manifest, model, dtype, mesh)
+    request = GenerationRequest(**given).resolve(manifest)
+    if mesh is None:
+        mesh = automatic_mesh(args, manifest, request, dtype)
+        checks.check_model(manifest, model, dtype, mesh)
+    checks.check_run(request, mesh, profiling_options(args))
     path = expand_user(model)
-    resolved = stages.Settings.for_model(
-        manifest,
-        mesh,
-        **{"dtype": manifest.default_dtype}
-        | settings
-        | {name: value for name, value in given.items() if value is not None},
-        model_id=os.path.abspath(path) if args.model is not None and os.path.exists(path) else model,
-        revision=args.revision,
-    )
-    stages.check_folder(folder, stages.space_needed(resolved, manifest))
+    model_id = os.path.abspath(path) if args.model is not None and os.path.exists(path) else model
+    record = run_dir.RunRecord(request=request, model_id=model_id, revision=args.revision, dtype=dtype)
+    run_dir.check_folder(folder, run_dir.space_needed(request, manifest))
     if getattr(args, "profile", None) is not None:
         check_writable(args.profile / "trace")
-    if hasattr(args, "compiled_loop"):
-        make_watch(args).check(resolved.num_inference_steps, args.compiled_loop)
-    return Run(resolved, manifest, mesh)
+    return Run(record, manifest, mesh)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the request that were given as options."""
+    from cogvideox_flax.generate.request import options
+
+    names = options("encode", "denoise", "decode", "generate")
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax.checkpoint import hub
-    from cogvideox_flax.generate.checks import check_tiling
 
-    manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
-    if getattr(args, "tiling", False) and manifest.vae is not None:
-        check_tiling(manifest.vae)
-    return manifest
+    return hub.peek(args.model, args.revision, progress=not args.quiet)
 
 
-def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, Any]) -> Mesh | None:
-    """The mesh that was asked for, or that the planner takes for a run of these settings; None for one device."""
+def explicit_mesh(text: str) -> Mesh:
+    from cogvideox_flax.sharding import make_mesh, parse_mesh
+
+    return make_mesh(*parse_mesh(text))
+
+
+def automatic_mesh(
+    args: argparse.Namespace, manifest: Manifest, request: ResolvedRequest | None, dtype: str
+) -> Mesh | None:
+    """The mesh over all devices that suits the command, a run's by the planner; None for one device, and on CPUs unless
+    it was asked for."""
     import jax
 
-    from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
+    from cogvideox_flax.sharding import describe_mesh, make_mesh
 
-    if args.mesh not in (None, "auto"):
-        return make_mesh(*parse_mesh(args.mesh))
     devices = jax.devices()
-    if len(devices) == 1 or (args.mesh is None and devices[0].platform == "cpu"):
-        return None
-    from cogvideox_flax.models.cogvideox.sizes import resolve_size
-    from cogvideox_flax.plan import chip_of_device, choose_mesh
-
-    if manifest.transformer is None or manifest.vae is None or manifest.text_encoder is None:
-        return None  # no model for a run, as will be said
     n = len(devices)
+    if n == 1 or (args.mesh is None and devices[0].platform == "cpu"):
+        return None
     if args.command == "decode":  # pictures go over all axes, and most easily over two of them
         return make_mesh(2, n // 2, 1) if n % 2 == 0 else make_mesh(1, n, 1)
     if args.command == "encode":
-        parts = math.gcd(n, math.gcd(manifest.text_encoder.heads, manifest.transformer.heads))
+        parts = math.gcd(n, *manifest.family.heads(manifest.configs).values())
         return make_mesh(1, n // parts, parts)
-    sides = {"num_frames": settings.get("frames")} | {name: settings.get(name) for name in ("height", "width")}
-    size = resolve_size(manifest.transformer, manifest.vae, manifest.release, **sides)
-    guidance = settings.get("guidance_scale", manifest.default_guidance)
-    batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
-    dtype = settings.get("dtype", manifest.default_dtype)
-    found = choose_mesh(manifest, size, batch, n, chip_of_device(devices[0]), dtype)
+    from cogvideox_flax.generate.programs import RunPrograms
+    from cogvideox_flax.plan import chip_of_device, choose_mesh
+
+    assert request is not None
+    found = choose_mesh(RunPrograms(manifest, request, dtype), n, chip_of_device(devices[0]))
     log.info("mesh %s (dp, sp, tp), as the planner says", describe_mesh(found.mesh))
     return make_mesh(*found.mesh)
 
 
-def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Settings]:
-    pipe = load(args, run.settings.dtype, run.mesh)
-    for record in run.settings.lora:
-        pipe.load_lora(record["file"], record["scale"])
-    return pipe, dataclasses.replace(run.settings, fingerprints=pipe.fingerprints())
+def open_run(args: argparse.Namespace, run: Run) -> tuple[Pipeline, RunRecord]:
+    pipe = load(args, run.record.dtype, run.mesh)
+    pipe.use_loras(run.record.request.lora or ())
+    return pipe, dataclasses.replace(run.record, fingerprints=pipe.fingerprints())
 
 
-def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPipeline:
+def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> Pipeline:
     """Open a model that was checked, converting it if that was not done yet."""
     from cogvideox_flax.checkpoint import hub
-    from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+    from cogvideox_flax.generate.pipeline import Pipeline
 
-    pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
-    pipe.watch = make_watch(args)
+    pipe = Pipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+    pipe.profiling = profiling_options(args)
     keep_programs(pipe)
     return pipe
 
 
-def keep_programs(pipe: CogVideoXPipeline) -> None:
+def keep_programs(pipe: Pipeline) -> None:
     """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
     import jax
 
@@ -181,16 +177,16 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
         log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
 
 
-def make_watch(args: argparse.Namespace) -> Watch:
-    from cogvideox_flax.runtime.execution import Watch
+def profiling_options(args: argparse.Namespace) -> ProfilingOptions:
+    from cogvideox_flax.runtime.profiling import ProfilingOptions
 
     profile = (args.profile, args.profile_steps) if "profile" in args else ()
-    return Watch(not args.no_jit, args.memory, *profile)
+    return ProfilingOptions(not args.no_jit, args.memory, *profile)
 
 
-def take_over(args: argparse.Namespace) -> dict[str, Any]:
+def resume(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the stage before left; its model becomes this command's, unless another is named."""
-    from cogvideox_flax.generate.stages import read_settings
+    from cogvideox_flax.generate.run_dir import read_settings
 
     before = read_settings(args.dir)
     model, revision = before.pop("model_id"), before.pop("revision", None)

@@ -1,9 +1,10 @@
-"""The parts of a checkpoint, loaded when they are first used and let go when told to."""
+"""The components of a checkpoint, loaded when they are first used and released when told to."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,37 @@ import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
-from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
-from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
-from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
-from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
 
 log = logging.getLogger(__name__)
 
 
 class Components:
-    """The components of a native checkpoint: checked at construction, loaded on first use.
+    """The components of a native checkpoint, attributes by their names: checked at construction, loaded on first use.
 
     Attributes:
         manifest: what the checkpoint says of itself.
-        loras: the adapters that are part of the transformer's weights.
+        loras: the adapters that are part of the denoiser's weights, as `LoRARecord`.
 
     Raises:
         CheckpointError: a component is missing or damaged.
     """
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        self._loaded: dict[str, Any] = {}
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
-        for component in COMPONENTS:
+        for component in self.manifest.family.components:
             checkpoint.check_weights(native_dir, component)
         checkpoint.check_contents(native_dir, self.manifest)
-        self.loras: list[LoRARecord] = []
-        self._loaded: dict[str, Any] = {}
+        self.loras: list[Mapping[str, Any]] = []
 
-    @property
-    def text_encoder(self) -> TextEncoder:
-        return self.component("text_encoder")
-
-    @property
-    def transformer(self) -> Transformer:
-        return self.component("transformer")
-
-    @property
-    def vae(self) -> Autoencoder:
-        return self.component("vae")
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.family.components:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self.component(name)
 
     def component(self, name: str) -> Any:
         """A component by its name, loaded if it is not there yet."""
@@ -61,14 +51,14 @@ class Components:
             if checkpoint.read_manifest(self.native_dir) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
             module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.loras if name == "transformer" else ():
+            for record in self.loras if name == self.manifest.family.denoiser else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
         return self._loaded[name]
 
     def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
-        """Add an adapter to the transformer's weights; several may be added, one after the other.
+        """Add an adapter to the denoiser's weights; several may be added, one after the other.
 
         Args:
             path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
@@ -78,18 +68,33 @@ class Components:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
                 not a finite number; or the weights are quantized.
         """
-        if kind := self.manifest.quantized("transformer"):
-            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
-        assert self.manifest.transformer is not None  # as was checked
-        record = describe_lora(path, scale, self.manifest.transformer)
-        if "transformer" in self._loaded:
-            self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
+        denoiser = self.manifest.family.denoiser
+        self._check_adapters_fit()
+        record = describe_lora(path, scale, self.manifest.configs[denoiser])
+        if denoiser in self._loaded:
+            self._loaded[denoiser] = self._merge(record, self._loaded[denoiser])
         self.loras.append(record)
 
-    def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
+    def use_loras(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run.
+
+        Raises:
+            InputError: the weights are quantized.
+        """
+        if list(records) == self.loras:
+            return
+        self._check_adapters_fit()
+        self.loras = list(records)
+        self.release(self.manifest.family.denoiser)
+
+    def _check_adapters_fit(self) -> None:
+        if kind := self.manifest.quantized(self.manifest.family.denoiser):
+            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
+
+    def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
-        return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
+        return merge_lora(load_lora(record["file"], denoiser, record["scale"], mesh=self.mesh))
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
@@ -99,12 +104,12 @@ class Components:
         """Run with this module in place of the checkpoint's, until `release` lets go of it.
 
         Args:
-            component: "text_encoder", "transformer" or "vae".
+            component: its name.
             module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
         """
         self._loaded[component] = module
 
     def release(self, *components: str) -> None:
-        """Let go of loaded components' memory; they load again when used."""
-        for name in components or COMPONENTS:
+        """Let go of loaded components' memory (default: of all); they load again when used."""
+        for name in components or self.manifest.family.components:
             self._loaded.pop(name, None)

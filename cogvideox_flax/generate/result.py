@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.video import save_video
+from cogvideox_flax.version import __version__
 
 
 @dataclass(frozen=True)
-class Video:
+class GenerationResult:
     """What a run returns.
 
     frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
@@ -33,14 +35,32 @@ class Video:
         Raises:
             InputError: the frames are not uint8, or the path cannot be written.
         """
+        return self.save_items(item_paths(path, len(self.frames)))
+
+    def save_items(self, paths: list[Path]) -> list[Path]:
+        """Write each item to a path of its own; errors as for `save`."""
         if self.frames.dtype != np.uint8:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames.dtype}")
-        paths = item_paths(path, len(self.frames))
         for i, (name, frames) in enumerate(zip(paths, np.asarray(self.frames), strict=True)):
-            metadata = self.metadata | {
-                key: self.metadata[key][i]
-                for key in ("prompt", "negative_prompt")
-                if isinstance(self.metadata.get(key), list)
-            }
-            save_video(name, frames, self.fps, metadata)
+            each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
+            save_video(name, frames, self.fps, self.metadata | each)
         return paths
+
+
+def describe_run(
+    manifest: Manifest, name: str, prompts: dict[str, list[str]], seed: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What is stored with a video; a list where its items differ.
+
+    Args:
+        name: of the model, where its architecture is none of a release.
+        prompts: `prompt` and `negative_prompt` of each item.
+        settings: of the sampling.
+    """
+    return {
+        **{key: texts if len(texts) > 1 else texts[0] for key, texts in prompts.items()},
+        "seed": seed,
+        "release": manifest.release.name if manifest.release else name,
+        "version": f"cogvideox-flax {__version__}",
+        "settings": settings,
+    }

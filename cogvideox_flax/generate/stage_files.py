@@ -48,14 +48,14 @@ def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: 
 
 
 def is_fresh(path: Path, key: str) -> bool:
-    """Whether a stage file is there, whole, and made from these settings."""
+    """Whether a stage file is there, whole, and made from these settings, which are JSON."""
     if not path.exists():
         return False
     try:
         with TensorFile(path) as file:
             file.check(required=True)
-            same = file.metadata.get("settings") == key
-    except CheckpointError as e:
+            same = json.loads(file.metadata.get("settings", "null")) == json.loads(key)
+    except (CheckpointError, ValueError) as e:
         log.warning("making %s again: %s", path.name, e)
         return False
     log.info("taking over %s" if same else "making %s again: it is of other settings", path)

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.sizes import Size
+from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
 from cogvideox_flax.sharding.sequence_parallel import group_of
@@ -42,56 +41,45 @@ def meshes(devices: int) -> list[tuple[int, int, int]]:
     return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
 
 
-def layouts(
-    manifest: Manifest,
-    size: Size,
-    batch: int,
-    devices: int,
-    chip: Chip,
-    dtype: str = "bfloat16",
-    shard_weights: bool = False,
-) -> list[Layout]:
-    """All meshes that can serve this batch (prompts, twice with guidance), the fastest first.
+def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> list[Layout]:
+    """All meshes that can serve this run, the fastest first.
 
-    shard_weights: split weights over dp and sp too.
+    fsdp: split weights over dp and sp too.
     """
-    config, encoder = manifest.transformer, manifest.text_encoder
-    assert config and encoder
-    bytes_each = 1 if manifest.quantized("transformer") else jnp.dtype(dtype).itemsize
-    video = size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
-    tokens = config.text_length + video // config.patch_size**2
+    manifest, batch = run.manifest, run.denoiser_batch
+    work = manifest.family.workload(manifest.configs, run.size)
+    all_heads = manifest.family.heads(manifest.configs).values()
+    bytes_each = 1 if manifest.quantized(manifest.family.denoiser) else jnp.dtype(run.dtype).itemsize
     found = []
     for dp, sp, tp in meshes(devices):
-        if batch % dp or config.heads % tp or encoder.heads % tp:
+        if batch % dp or any(heads % tp for heads in all_heads):
             continue
-        here = batch // dp * tokens / sp * config.width  # channels of tokens on a device
-        heads = config.heads // tp
+        here = batch // dp * work.tokens / sp * work.width  # channels of tokens on a device
+        heads = work.heads // tp
         group = group_of(heads, sp)  # of devices that exchange heads; keys go round the groups
-        flops = 4 * tokens**2 * config.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
+        flops = 4 * work.tokens**2 * work.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
         seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
-        seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)
+        seconds += 24 * work.width * here / tp / (_DENSE_RATE * chip.flops)
         seconds += _MOVED * here / chip.bandwidth
         wire = 2 * here / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * here * 2 * (1 - 1 / tp)
-        maps = bytes_each * 12 * config.width * (config.width / tp + config.time_width)  # of a layer; modulation whole
-        held = config.layers * maps
-        if shard_weights:
+        maps = bytes_each * 12 * work.width * (work.width / tp + work.modulation)  # of a layer; modulation whole
+        held = work.layers * maps
+        if fsdp:
             wire += maps * (1 - 1 / (dp * sp))
             held = held / (dp * sp) + 2 * maps  # the layer that computes, and the next
-        mesh = (dp, sp, tp, True) if shard_weights else (dp, sp, tp)
-        found.append(Layout(mesh, config.layers * (seconds + wire / chip.link), int(held + _HELD * here)))
+        mesh = (dp, sp, tp, True) if fsdp else (dp, sp, tp)
+        found.append(Layout(mesh, work.layers * (seconds + wire / chip.link), int(held + _HELD * here)))
     return sorted(found, key=lambda layout: layout.seconds)
 
 
-def choose_mesh(
-    manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
-) -> Layout:
+def choose_mesh(run: RunPrograms, devices: int, chip: Chip) -> Layout:
     """The fastest mesh over all devices whose share of weights and activations fits; weights are sharded if they must.
 
     Raises:
         InputError: none fits.
     """
-    for shard_weights in (False, True):
-        found = layouts(manifest, size, batch, devices, chip, dtype, shard_weights)
+    for fsdp in (False, True):
+        found = layouts(run, devices, chip, fsdp)
         fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
         if fits:
             return fits[0]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import flax
 import jax
@@ -55,6 +55,8 @@ _IRRELEVANT_SETTINGS = (
 )
 """Settings of JAX, by how their names begin, that change no program."""
 _CONFIG_LOCK = threading.RLock()
+
+T = TypeVar("T")
 
 
 class CompileCache:
@@ -162,7 +164,8 @@ def _file_header(path: Path, body: bytes | memoryview) -> bytes:
 
 
 def _describe(structure: Any) -> Any:
-    """The structure of a program's results, as JSON: tuples, lists, dictionaries, None, and arrays as "array".
+    """The structure of a program's results, as JSON: tuples, lists, dictionaries, result types, None, and arrays as
+    "array".
 
     Raises:
         TypeError: it holds something else.
@@ -173,6 +176,8 @@ def _describe(structure: Any) -> Any:
             return tree
         if type(tree) in (tuple, list):
             return {type(tree).__name__: [describe(part) for part in tree]}
+        if type(tree) in _RESULT_TYPES.values():
+            return {type(tree).__name__: {name: describe(part) for name, part in vars(tree).items()}}
         if type(tree) is dict and all(type(key) is str for key in tree):
             return {"dict": {key: describe(part) for key, part in tree.items()}}
         raise TypeError(f"results of {type(tree)}")
@@ -185,12 +190,19 @@ def _example(description: Any) -> Any:
     if description is None or description == _ARRAY:
         return description
     ((kind, parts),) = description.items()
-    if kind == "dict":
-        return {key: _example(part) for key, part in parts.items()}
+    if isinstance(parts, dict):
+        return {"dict": dict, **_RESULT_TYPES}[kind](**{key: _example(part) for key, part in parts.items()})
     return {"tuple": tuple, "list": list}[kind](map(_example, parts))
 
 
 _ARRAY = "array"
+_RESULT_TYPES: dict[str, type] = {}
+
+
+def result_type(cls: type[T]) -> type[T]:
+    """Class decorator: programs whose results hold this dataclass, a registered pytree, can be kept."""
+    _RESULT_TYPES[cls.__name__] = cls
+    return cls
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from cogvideox_flax.io.video import from_uint8, save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.runtime.execution import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.training import clips as clip_folder
 from cogvideox_flax.training.clips import Clip

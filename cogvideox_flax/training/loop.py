@@ -30,7 +30,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record
-from cogvideox_flax.runtime.execution import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer

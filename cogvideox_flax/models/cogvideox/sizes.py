@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
-
 from cogvideox_flax.config import Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
-
-log = logging.getLogger(__name__)
+from cogvideox_flax.models.family import Size
 
 MAX_FRAMES, MAX_SIDE = 2**14, 2**14
 """Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
@@ -17,28 +13,10 @@ MAX_FPS = 1000
 """Frames per second of a video that is written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """The size of one run.
-
-    `extra_latents` latent frames are denoised in front and dropped before decoding: releases that patch time (1.5)
-    need a latent count that divides, while decoding to num_frames needs an odd one.
-    """
-
-    num_frames: int
-    height: int
-    width: int
-    latent_frames: int  # those denoised, extra ones included
-    extra_latents: int
-    latent_height: int
-    latent_width: int
-
-
 def resolve_size(
     transformer: TransformerConfig,
     vae: VAEConfig,
     release: Release | None,
-    *,
     num_frames: int | None = None,
     height: int | None = None,
     width: int | None = None,
@@ -50,8 +28,6 @@ def resolve_size(
 
     Raises:
         InputError: a size that the model cannot take, with the nearest that it can.
-
-    Logs a warning for a size that it can take but was not trained on.
     """
     scale = vae.spatial_compression
     if num_frames is None:
@@ -89,8 +65,6 @@ def resolve_size(
     if faults:
         raise InputError("\n".join(faults))
 
-    if release is not None:
-        _warn_untrained(release, num_frames, height, width)
     latents = (num_frames - 1) // vae.temporal_compression + 1
     extra = -latents % (transformer.patch_size_t or 1)
     return Size(
@@ -101,6 +75,7 @@ def resolve_size(
         extra_latents=extra,
         latent_height=height // scale,
         latent_width=width // scale,
+        latent_channels=vae.latent_channels,
     )
 
 
@@ -117,20 +92,19 @@ def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig, where: o
         )
 
 
-def _warn_untrained(release: Release, num_frames: int, height: int, width: int) -> None:
+def size_warnings(release: Release, size: Size) -> list[str]:
+    """What a release was not trained for, in sentences."""
+    found = []
     if release.any_size:
-        trained = min(height, width) == release.height and max(height, width) <= release.width
+        sides = sorted((size.height, size.width))
+        trained = sides[0] == release.height and sides[1] <= release.width
         sizes = f"shorter side {release.height}, longer side up to {release.width}"
     else:
-        trained = (height, width) == (release.height, release.width)
+        trained = (size.height, size.width) == (release.height, release.width)
         sizes = f"{release.height}x{release.width}"
     if not trained:
-        log.warning("%s was trained at %s, not %dx%d: expect worse video", release.name, sizes, height, width)
-    if num_frames > release.max_frames or num_frames % release.frame_step != 1:
-        log.warning(
-            "%s was trained on %d n + 1 frames up to %d, not %d: expect worse video",
-            release.name,
-            release.frame_step,
-            release.max_frames,
-            num_frames,
-        )
+        found.append(f"{release.name} was trained at {sizes}, not {size.height}x{size.width}: expect worse video")
+    if size.num_frames > release.max_frames or size.num_frames % release.frame_step != 1:
+        frames = f"{release.frame_step} n + 1 frames up to {release.max_frames}"
+        found.append(f"{release.name} was trained on {frames}, not {size.num_frames}: expect worse video")
+    return found

@@ -1,0 +1,45 @@
+"""What steers the denoiser, beside the latents and the timestep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cogvideox_flax.models.family import Features
+from cogvideox_flax.runtime.hosts import fetch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Conditioning:
+    """What steers the denoiser: arrays, float32, one row per video.
+
+    text: features of the prompts, by name.
+    negative_text: the same of the negative prompts; None runs without guidance.
+    """
+
+    text: Features
+    negative_text: Features | None = None
+
+    @property
+    def batch(self) -> int:
+        """How many videos."""
+        return len(next(iter(self.text.values())))
+
+    @property
+    def guided(self) -> bool:
+        """Whether the denoiser sees each video twice, with the negative prompt and with the prompt."""
+        return self.negative_text is not None
+
+    def both_halves(self) -> Features:
+        """The denoiser's text features: with guidance those of the negative prompts, then those of the prompts."""
+        if self.negative_text is None:
+            return self.text
+        return jax.tree.map(lambda *halves: jnp.concatenate(halves), self.negative_text, self.text)
+
+    def on_host(self) -> Conditioning:
+        """The same as float32 NumPy arrays, as stage files hold them: one program for both ways."""
+        return jax.tree.map(lambda x: fetch(x).astype(np.float32), self)

@@ -1,0 +1,197 @@
+"""What a run will need before it runs: memory per chip, work, traffic and time, without weights and without devices.
+
+Each stage is compiled ahead of time for the chips, exactly as the pipeline would run it, and the compiler says what it
+takes. Times are modelled; `METHOD` says how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cogvideox_flax import sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.checks import check_dtype, check_model
+from cogvideox_flax.generate.memory import Compiled
+from cogvideox_flax.generate.programs import STAGES, RunPrograms
+from cogvideox_flax.models.family import Size
+from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
+from cogvideox_flax.plan.collectives import Traffic, collectives
+from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.plan.layout import meshes
+from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
+from cogvideox_flax.plan.wire import bytes_over_busiest_link
+from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.devices import GIB, bytes_needed
+
+_RATES = " and ".join(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items())
+METHOD = (
+    f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
+    "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run, on each chip unless said otherwise.
+
+    runs: how often the program runs (the denoising step: once a step); what follows is of one run.
+    hbm_gib_per_chip: arguments, results and temporaries at the peak.
+    flops: over all chips.
+    kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
+    estimated_s: of all runs; see METHOD.
+    """
+
+    name: str
+    runs: int
+    hbm_gib_per_chip: float
+    argument_gib: float
+    temp_gib: float
+    flops: int
+    collectives: dict[str, Traffic]
+    collective_bytes: int
+    compile_s: float
+    kernels_s: float
+    outside_s: float
+    wire_s: float
+    estimated_s: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All stages of a run on one mesh."""
+
+    topology: str
+    mesh: sharding.MeshShape
+    size: Size
+    stages: tuple[Stage, ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def estimated_s(self) -> float:
+        return sum(stage.estimated_s for stage in self.stages)
+
+
+def forecast(
+    run: RunPrograms, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
+) -> Iterator[Stage]:
+    """The stages one after the other, as each is compiled.
+
+    Raises:
+        InputError: the model or the mesh cannot be served; nothing is compiled then.
+    """
+    devices = topology_devices(topology)
+    on = sharding.make_mesh(*mesh, devices=devices)
+    check_model(run.manifest, "the model", run.dtype, on)
+    sharding.check_batch(on, run.denoiser_batch)
+    for stage in stages:
+        compiled = run.abstract(stage, on)
+        for each in compiled:
+            name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
+            yield _compile(name, each, run.dtype, on, chip_of(topology))
+
+
+def best_mesh(
+    run: RunPrograms, topology: str, report: Callable[[sharding.MeshShape, Stage | InputError], None]
+) -> sharding.MeshShape:
+    """The mesh over all chips of a topology with the least time for denoising among those that fit.
+
+    Weights are sharded over dp and sp only if nothing fits otherwise.
+
+    Args:
+        report: called with each mesh that was tried, and its denoising stage or why it cannot be.
+
+    Raises:
+        InputError: none fits, or the dtype is not served.
+    """
+    check_dtype(run.manifest, run.dtype, "tpu")  # once, and not for every mesh
+    whole = meshes(len(topology_devices(topology)))
+    for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
+        found: list[tuple[float, sharding.MeshShape]] = []
+        for mesh in candidates:
+            try:
+                (stage,) = forecast(run, topology, mesh, ["denoise"])
+            except InputError as e:
+                report(mesh, e)
+                continue
+            report(mesh, stage)
+            if stage.fits:
+                found.append((stage.estimated_s, mesh))
+        if found:
+            return min(found)[1]
+    raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
+
+
+def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) -> Stage:
+    spec, args, runs = compiled
+    f = spec.function()
+    start = time.perf_counter()
+    options = compiler_options(dtype, platform="tpu", fast_compile=spec.fast_compile)
+    with jax.set_mesh(mesh):
+        executable = jax.jit(f, compiler_options=options).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    memory, text = executable.memory_analysis(), executable.as_text()
+    assert memory is not None and text is not None
+    peak = bytes_needed(memory)
+    flops = count_flops(f, *jax.tree.map(_without_place, args))
+    program = Program(text)
+    traffic = collectives(program)
+    wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
+    kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
+    return Stage(
+        name=name,
+        runs=runs,
+        hbm_gib_per_chip=peak / GIB,
+        argument_gib=memory.argument_size_in_bytes / GIB,
+        temp_gib=memory.temp_size_in_bytes / GIB,
+        flops=flops.total,
+        collectives=traffic,
+        collective_bytes=sum(t.wire_bytes for t in traffic.values()),
+        compile_s=seconds,
+        kernels_s=kernels,
+        outside_s=outside,
+        wire_s=wire_s,
+        estimated_s=runs * (kernels + outside + wire_s),
+        fits=peak <= chip.hbm,
+    )
+
+
+def _without_place(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def describe(forecast: Forecast) -> str:
+    """The stages as a table, for people."""
+    size, mesh = forecast.size, forecast.mesh
+    head = (
+        f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded' if mesh[3:] == (True,) else ''}"
+    )
+    rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
+    rows += [
+        (
+            f"{s.name} x{s.runs}" if s.runs > 1 else s.name,
+            f"{s.hbm_gib_per_chip:.2f}",
+            f"{s.argument_gib:.2f}",
+            f"{s.temp_gib:.2f}",
+            f"{s.flops / 1e12:.1f}",
+            f"{s.collective_bytes / 2**20:.1f}",
+            f"{s.compile_s:.0f}",
+            f"{s.estimated_s:.2f}",
+            "yes" if s.fits else "NO",
+        )
+        for s in forecast.stages
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}"
