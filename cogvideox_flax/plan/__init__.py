@@ -1,7 +1,7 @@
 """What a run will need before it runs: forecasts from programs compiled for chips that need not be there."""
 
 from cogvideox_flax.plan.chips import topology_devices
-from cogvideox_flax.plan.forecast import Forecast, Stage, best_mesh, describe, forecast
+from cogvideox_flax.plan.forecasting import Forecast, Stage, best_mesh, describe, forecast
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 
 __all__ = [

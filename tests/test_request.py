@@ -1,0 +1,156 @@
+"""One request for all front ends: defaults, checks, warnings, several videos, the loop as a generator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+from commands import PROMPT, generate
+from reference import save_layout
+
+from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.cli.arguments import make_parser
+from cogvideox_flax.cli.setup import given_options
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import run_dir
+from cogvideox_flax.generate.request import options
+from cogvideox_flax.io.video import read_metadata, read_video
+
+pytest_plugins = ["commands"]
+
+SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("release", "expected"),
+    [
+        ("cogvideox-2b", (49, 480, 720, 50, 6.0, False, "ddim", 8)),
+        ("cogvideox-5b", (49, 480, 720, 50, 6.0, True, "dpm", 8)),
+        ("cogvideox1.5-5b", (81, 768, 1360, 50, 6.0, True, "dpm", 16)),
+    ],
+)
+def test_none_is_what_the_authors_recommend(release, expected):
+    found = GenerationRequest(PROMPT).resolve(Manifest.of_release(RELEASES[release]))
+    names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
+    assert tuple(getattr(found, name) for name in (*names, "fps")) == expected
+    assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], [])
+
+
+def test_all_faults_are_in_one_error():
+    request = GenerationRequest(
+        [], num_frames=10, num_inference_steps=0, seed=-1, fps=0, output_type="pil", use_dynamic_cfg="often"
+    )
+    with pytest.raises(InputError) as error:
+        request.resolve(Manifest.of_release(RELEASES["cogvideox-5b"]))
+    for fault in ("prompts is empty", "num_frames is 10", "seed is -1", "fps is 0", "output_type 'pil'", "'often'"):
+        assert fault in str(error.value)
+    assert "num_inference_steps is 0" in str(error.value)
+
+
+def test_what_was_resolved_stays_and_what_was_changed_is_checked_again(caplog):
+    manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
+    with caplog.at_level(logging.WARNING):
+        resolved = GenerationRequest(PROMPT, height=720).resolve(manifest)
+        assert resolved.resolve(manifest) is resolved
+        assert [one.seed for one in dataclasses.replace(resolved, num_videos=3).resolve(manifest).videos()] == [0, 1, 2]
+    assert caplog.text.count("was trained at") == 2  # once for each request
+    with pytest.raises(InputError, match="num_frames is 3"):
+        dataclasses.replace(resolved, num_frames=3).resolve(manifest)
+    other = resolved.resolve(Manifest.of_release(RELEASES["cogvideox1.5-5b"]))
+    assert other is not resolved and other.height == 720
+
+
+def test_every_option_of_the_command_line_is_a_field_of_the_request():
+    for command in ("generate", "denoise"):
+        argv = [command, *(["--dir", "x"] if command == "denoise" else ["a prompt"])]
+        assert given_options(make_parser().parse_args(argv)) == {}  # nothing was given, so all is left to `resolve`
+    argv = ["generate", "p", "--steps", "3", "--dynamic-cfg", "off", "--lora", "a.safetensors:0.5", "--tiling"]
+    found = given_options(make_parser().parse_args(argv))
+    assert found == {
+        "num_inference_steps": 3,
+        "use_dynamic_cfg": False,
+        "lora": [{"file": "a.safetensors", "scale": 0.5}],
+        "tiling": True,
+    }
+    names = {field.name for field in dataclasses.fields(GenerationRequest)}
+    assert set(options("encode", "denoise", "decode", "generate")) <= names
+
+
+def test_python_and_the_command_line_give_the_same_video(run, paths, layout_5b, tmp_path, caplog):
+    """5b: the authors' sampler and dynamic guidance on both; an untrained size is said once on each."""
+    (npz,) = paths(*generate(layout_5b, tmp_path / "x.npz"))
+    assert caplog.text.count("was trained at") == 1
+    caplog.clear()
+    size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+    pipe = CogVideoXPipeline.from_pretrained(layout_5b, dtype="float32")
+    video = pipe(PROMPT, **size, output_type="latent", progress=False)
+    assert caplog.text.count("was trained at") == 1
+    assert (video.frames == np.load(npz)["latents"]).all()
+    settings = json.loads(str(np.load(npz)["metadata"]))["settings"]
+    assert settings["scheduler"] == "dpm" and settings["use_dynamic_cfg"] is True
+    same = pipe(GenerationRequest(PROMPT, **size, output_type="latent"), progress=False)
+    assert (same.frames == video.frames).all() and same.metadata == video.metadata
+    plain = pipe(PROMPT, **size, output_type="latent", scheduler="ddim", use_dynamic_cfg=False, progress=False)
+    assert np.abs(plain.frames - video.frames).max() > 0.1
+
+
+def test_several_videos_are_those_of_the_following_seeds(paths, native, tmp_path, work):
+    found = paths(*generate(native, tmp_path / "v.mp4", "--num-videos", 2, "--seed", 4))
+    assert [path.name for path in found] == ["v-0.mp4", "v-1.mp4"]
+    assert work == ["encode", "denoise", "denoise", "decode", "decode"]
+    assert [read_metadata(path)["seed"] for path in found] == [4, 5]
+    (alone,) = paths(*generate(native, tmp_path / "alone.mp4", "--seed", 5))
+    assert (read_video(alone)[0] == read_video(found[1])[0]).all()
+    assert {path.name for path in tmp_path.iterdir()} == {"v-0.mp4", "v-1.mp4", "alone.mp4"}
+    pipe = Pipeline.from_pretrained(native, dtype="float32")
+    size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+    both = pipe([PROMPT, "red"], **size, num_videos=2, seed=4, progress=False)
+    assert both.frames.shape[0] == 4 and both.metadata["seed"] == [4, 4, 5, 5]
+    assert np.abs(both.frames[2].astype(int) - pipe(PROMPT, **size, seed=5, progress=False).frames[0]).max() <= 1
+
+
+def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native, tmp_path, monkeypatch, work):
+    command = generate(native, tmp_path / "x.npz", "--num-videos", 3)
+    real, calls = Pipeline.denoise, []
+
+    def second_is_interrupted(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "denoise", second_is_interrupted)
+        assert run(*command)[0] == 130
+    folder = tmp_path / "x.npz.stages"
+    assert run_dir.finished(folder) == [run_dir.EMBEDDINGS_FILE, f"seed-0/{run_dir.LATENTS_FILE}"]
+    work.clear()
+    assert [path.name for path in paths(*command)] == ["x-0.npz", "x-1.npz", "x-2.npz"]
+    assert work == ["denoise", "denoise"] and not folder.exists()
+
+
+def test_the_loop_belongs_to_the_caller(tmp_path):
+    pipe = Pipeline.from_pretrained(save_layout(tmp_path / "hf", "cogvideox-5b"), dtype="float32")
+    request = GenerationRequest(PROMPT, **SMALL)
+    conditioning = pipe.encode(request, progress=False)
+    states = list(pipe.denoise(conditioning, request))
+    assert [int(state.step) for state in states] == [1, 2, 3]
+    expected = pipe(request, progress=False)
+    extra = pipe.plan(request).size.extra_latents
+    assert (np.asarray(pipe.decode(states[-1].latents[:, extra:], progress=False)) == expected.frames).all()
+    resumed = list(pipe.denoise(conditioning, request, state=states[0]))
+    assert [int(state.step) for state in resumed] == [2, 3]
+    assert (np.asarray(resumed[-1].latents) == np.asarray(states[-1].latents)).all()
+    with pytest.raises(InputError, match="without negative prompts; the request has 1 and guidance_scale 6"):
+        pipe.denoise(dataclasses.replace(conditioning, negative_text=None), request)
+
+
+def test_a_pipeline_of_one_family_refuses_another(tmp_path, monkeypatch):
+    layout = save_layout(tmp_path / "hf", "cogvideox-2b")
+    monkeypatch.setattr(CogVideoXPipeline, "family", "another")
+    with pytest.raises(InputError, match="is a cogvideox model; open it with Pipeline"):
+        CogVideoXPipeline.from_pretrained(layout)
