@@ -86,7 +86,7 @@ def test_with_fewer_products_it_is_the_same_convolution(shape, taps, channels, s
 
 
 def _split_conv(x, *rest):
-    with sharding.split_picture(x) as x:
+    with sharding.spatial_split(x) as x:
         return conv3d(x, *rest)
 
 
@@ -277,7 +277,7 @@ def test_gradients_go_back_over_the_edges():
     @jax.jit
     def gradients(*args):
         def loss(x, *rest):
-            with sharding.split_picture(x) as x:
+            with sharding.spatial_split(x) as x:
                 return jnp.square(conv3d(x, *rest)).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(*args)

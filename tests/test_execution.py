@@ -21,7 +21,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import programs
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
-from cogvideox_flax.nn import layers
+from cogvideox_flax.nn import cpu
 from cogvideox_flax.plan import bytes_per_device
 from cogvideox_flax.runtime import compile_cache, execution
 from cogvideox_flax.runtime.execution import Program, Watch, stoppable
@@ -147,13 +147,13 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, monkeypatch):
+def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, loop, monkeypatch):
     expected = pipe("red", **SMALL, output_type="float").frames
-    monkeypatch.setattr(layers, "APART_FROM", 0)
+    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
     for model in (pipe.text_encoder, pipe.transformer):
-        apart = layers.apart(model)
-        assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == model.config.layers
-        for whole, *rows in zip(*map(jax.tree.leaves, (model.blocks, *apart.blocks)), strict=True):
+        unstacked = cpu.unstack_layers(model)
+        assert isinstance(unstacked.blocks, nnx.List) and len(unstacked.blocks) == model.config.layers
+        for whole, *rows in zip(*map(jax.tree.leaves, (model.blocks, *unstacked.blocks)), strict=True):
             for i, row in enumerate(rows):
                 np.testing.assert_array_equal(row, whole[i])
                 place = i * row.nbytes
@@ -162,12 +162,12 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
     taken = []
 
     def watched(module):
-        result = layers.apart(module)
+        result = cpu.unstack_layers(module)
         if result is not module:
             taken.append(type(module))
         return result
 
-    monkeypatch.setattr(execution, "apart", watched)
+    monkeypatch.setattr(execution, "unstack_layers", watched)
     again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
     found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -175,9 +175,9 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
     assert SMALL["num_inference_steps"] > 1 and taken.count(Transformer) == 1  # not in each step
 
 
-def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
-    assert layers.apart(pipe.text_encoder) is pipe.text_encoder  # small
-    monkeypatch.setattr(layers, "APART_FROM", 0)
+def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
+    assert cpu.unstack_layers(pipe.text_encoder) is pipe.text_encoder  # small
+    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
     ids = jnp.ones((1, 226), jnp.int32)
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
         program = Program(programs.encoding(), {}, mesh, "", None)

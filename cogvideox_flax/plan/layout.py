@@ -19,7 +19,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.sizes import Size
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
-from cogvideox_flax.sharding.sequence_parallel import group_of
+from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
 _DENSE_RATE = 0.85  # of the matrix rate that products reach
 _MOVED = 78  # bytes per token and channel of a layer
@@ -66,7 +66,7 @@ def layouts(
             continue
         here = batch // dp * tokens / sp * config.width  # channels of tokens on a device
         heads = config.heads // tp
-        group = group_of(heads, sp)  # of devices that exchange heads; keys go round the groups
+        group = ulysses_group(heads, sp)  # of devices that exchange heads; keys go round the groups
         flops = 4 * tokens**2 * config.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
         seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
         seconds += 24 * config.width * here / tp / (_DENSE_RATE * chip.flops)

@@ -23,7 +23,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.layers import apart
+from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.runtime.compile_cache import CompileCache
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Recipe:
     donate: arguments whose memory the result may take.
     quickly: it runs once in a run, and takes longer to compile than to run.
     apart: of the arguments: whether the layers of the first, a model, are on one CPU better given one by one
-        (`layers.apart`).
+        (`nn.cpu.unstack_layers`).
     """
 
     name: str
@@ -191,7 +191,7 @@ class Program:
 
     def as_it_takes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Arguments with the model's layers one by one where they run so; whoever calls often does this once."""
-        return (apart(args[0]), *args[1:]) if self._on_one_cpu and self._apart(*args) else args
+        return (unstack_layers(args[0]), *args[1:]) if self._on_one_cpu and self._apart(*args) else args
 
     def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
         leaves, tree = jax.tree.flatten(args)

@@ -21,9 +21,10 @@ from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.tiling import Plan, Tiling, tiled
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
-from cogvideox_flax.nn.layers import Linear, stack
+from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
 from cogvideox_flax.nn.resample import double_frames, halve_frames, repeat_space
+from cogvideox_flax.nn.stack import stack
 
 ENCODE_CHUNK = 8
 """Video frames per encoder chunk."""
@@ -306,7 +307,7 @@ def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bo
     def whole(x: Array) -> Array:
         if plan is not None and plan.applies(x):
             return tiled(run, x, plan=plan)
-        with sharding.split_picture(x, factor) as x:
+        with sharding.spatial_split(x, factor) as x:
             return run(x)
 
     if not slicing:

@@ -88,7 +88,7 @@ def conv3d(
 ) -> Float[Array, "B T H/s W/s O"]:
     """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
-    Where pictures are split over devices (`sharding.split_picture`), neighbours exchange their edges. How it is put to
+    Where pictures are split over devices (`sharding.spatial_split`), neighbours exchange their edges. How it is put to
     the compiler depends on the backend; the numbers differ by rounding only. On an NVIDIA GPU there is one more: a sum
     of 16-bit products comes in 16 bit, before bias and residual are added in float32. It has a reverse-mode
     derivative, no forward-mode one.
@@ -97,9 +97,9 @@ def conv3d(
         residual: added in float32.
         dtype: of the result; None is the residual's, or without one x's.
     """
-    reach = (1, 1) if stride == 1 else (0, 1)
+    halo = (1, 1) if stride == 1 else (0, 1)
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
-    return sharding.over_picture(partial(_conv3d, (stride, dtype)), x, residual, kernel, bias, reach=reach)
+    return sharding.spatial_parallel_conv(partial(_conv3d, (stride, dtype)), x, residual, kernel, bias, halo=halo)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 5))
