@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import tpu
 from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
-from cogvideox_flax.nn.conv import conv_kernel
+from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
@@ -110,7 +110,7 @@ def test_convolution_compiles(topology, channels):
         return conv3d(x, kernel, bias, residual)
 
     text = compile_for(topology, f, *shapes).as_text()
-    assert conv_kernel.NAME in text and " convolution(" not in text
+    assert tpu_kernel.NAME in text and " convolution(" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

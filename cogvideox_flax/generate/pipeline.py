@@ -41,7 +41,7 @@ from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.plan import STAGES, Request
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.execution import Program, Programs, Watch, fetch, say, stoppable
-from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
+from cogvideox_flax.schedulers import SCHEDULERS, Scheduler, StepTable, guidance_scales, make_scheduler
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__
 
@@ -444,7 +444,7 @@ class CogVideoXPipeline(Components):
         latents: Any | None,
         noise: Any | None,
         progress: bool,
-    ) -> tuple[Plan, Array, Array, programs.Carry]:
+    ) -> tuple[StepTable, Array, Array, programs.Carry]:
         """What the loop starts from: the sampler's tables, guidance per step, the source of noise, and the carry.
 
         schedule: number of steps, guidance scale, dynamic guidance.
@@ -460,7 +460,7 @@ class CogVideoXPipeline(Components):
         return plan, jnp.asarray(guidance), draw, (x, sampler.init_state(x))
 
     def _steps(
-        self, program: Program, fixed: tuple, carry: tuple, plan: Plan, start: int, around: Callable[[int], Any]
+        self, program: Program, fixed: tuple, carry: tuple, plan: StepTable, start: int, around: Callable[[int], Any]
     ) -> Iterator[programs.Carry]:
         """Yields the latents and the sampler's state after each step, when they are really there.
 
@@ -474,12 +474,12 @@ class CogVideoXPipeline(Components):
                 raise self._non_finite(i, plan)
             yield carry
 
-    def _non_finite(self, step: int, plan: Plan) -> NonFiniteError:
+    def _non_finite(self, step: int, plan: StepTable) -> NonFiniteError:
         hint = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return NonFiniteError(step, int(plan.timesteps[step]), len(plan), hint if self.dtype == "float32" else "")
 
     def _denoise_at_once(
-        self, sampler: Scheduler, fixed: tuple, carry: tuple, plan: Plan, progress: bool
+        self, sampler: Scheduler, fixed: tuple, carry: tuple, plan: StepTable, progress: bool
     ) -> Float32[Array, "B T h w C"]:
         """All steps as one program: a scan over the step."""
         program = self._programs.get(programs.denoising_loop(sampler))
@@ -495,7 +495,7 @@ class CogVideoXPipeline(Components):
         sampler: Scheduler,
         size: Size,
         ids: Int32[np.ndarray, "GB L"],
-        start: tuple[Plan, Array, Array, programs.Carry],
+        start: tuple[StepTable, Array, Array, programs.Carry],
         output_type: str,
         tiling: bool,
         progress: bool,

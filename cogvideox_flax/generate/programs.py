@@ -18,7 +18,7 @@ from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder, Tiling
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.runtime.execution import Recipe, always
-from cogvideox_flax.schedulers import Plan, Scheduler
+from cogvideox_flax.schedulers import Scheduler, StepTable
 
 OFS = 2.0
 """The motion scalar that the released pipeline gives to releases that take one."""
@@ -59,7 +59,7 @@ def _make_step(sampler: Scheduler) -> Callable[..., tuple[Carry, Array]]:
     def step(
         transformer: Transformer,
         both: Float[Array, "GB L E"],
-        plan: Plan,
+        plan: StepTable,
         guidance: Float32[Array, " N"],
         draw: Array,
         i: Int32[Array, ""],
@@ -130,7 +130,7 @@ def _make_run(
         transformer: Transformer,
         vae: Autoencoder,
         ids: Int32[Array, "GB L"],
-        plan: Plan,
+        plan: StepTable,
         guidance: Float32[Array, " N"],
         draw: Array,
         carry: Carry,
