@@ -21,7 +21,7 @@ PIECE_TOKENS = 2048
 float32, and they need more memory."""
 
 UNSTACK_FROM = 2**25
-"""Bytes of one layer's weights from which `unstack_layers` takes a stack apart."""
+"""The least bytes of one layer's weights for which `unstack_layers` unstacks."""
 
 
 def map_tokens(f: Callable[[Array], Array], x: Float[Array, "B S D"]) -> Float[Array, "B S O"]:
@@ -50,7 +50,7 @@ def unstack_layers(module: T) -> T:
 
     Returns:
         The module itself where it is unstacked already, or where one layer's weights are less than `UNSTACK_FROM`
-        bytes: those stay in the cache, and an unrolled loop takes longer to compile.
+        bytes: those stay in the cache, and without a scan a program takes longer to compile.
     """
     if isinstance(module.blocks, nnx.List):  # type: ignore[attr-defined]
         return module

@@ -28,7 +28,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def permuted(w: Float[Array, "*batch n"], permutation: Permutation | None) -> Float[Array, "*batch n"]:
-    """w with its last axis reordered; None leaves it as it is."""
+    """w with its last axis reordered; w itself without a permutation."""
     return w if permutation is None else permutation(w)
 
 

@@ -1,7 +1,7 @@
 """Convolutions of the video autoencoder: causal in time, zero-padded in space, with an explicit feature cache.
 
-The cache of a causal convolution is the last two frames of its padded input. Passed in again with the next chunk, it
-makes a clip cut in chunks convolve exactly like the whole clip.
+The cache of a causal convolution is the last two frames of its padded input. With it, the chunks of a clip give exactly
+the convolution of the whole clip.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TAPS = 3
 class CausalConv3d(nnx.Module):
     """3x3x3 convolution over `B T H W C`; frame t depends on frames t-2, t-1 and t.
 
-    kernel: [kt, kh, kw, in, out]; bias: [out]. Before the first frame of a clip stands that frame, repeated (not
-    zeros). Source: diffusers `CogVideoXCausalConv3d`.
+    kernel: [kt, kh, kw, in, out]; bias: [out]. A clip is padded in time with two copies of its first frame, not with
+    zeros. Source: diffusers `CogVideoXCausalConv3d`.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, rngs: nnx.Rngs):
