@@ -4,9 +4,9 @@
     python -m benchmarks.attention --search       # tries tile sizes and writes the kernel's table
 
 Each kernel is compiled ahead of time by libtpu. Its bundles times how often they run, at one a cycle of 1.75 GHz,
-give the time of one layer's attention on one chip; waits for memory are not in it. Both ways a head may run are
+give the time of one layer's attention on one chip; waits for memory are not in it. Two modes of a head are
 reported: `bounded`, where the norms of queries and keys rule out overflow, and `referred`, where each query's scores
-are taken relative to a reference. JAX's own splash attention, masked by segment ids, stands beside them.
+are relative to a reference. JAX's own splash attention, masked by segment ids, stands beside them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Forecast:
     """Milliseconds of one layer on one chip, and the seconds that it took to compile."""
 
     tokens: int
-    blocks: dict[str, int]
+    tile_sizes: dict[str, int]
     bounded_ms: float
     referred_ms: float
     floor_ms: float
@@ -62,10 +62,10 @@ def main() -> int:
         rows = [forecast(dump, shape(n)) for n in args.tokens]
         stock = [] if args.without_stock else [stock_ms(dump, shape(n)) for n in args.tokens]
     print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
-    print("| tokens | blocks (q, chunk, slice) | bounded ms | referred ms | matrix unit's least ms | jax splash ms |")
+    print("| tokens | q, chunk, slice | bounded ms | referred ms | matrix unit's least ms | jax splash ms |")
     print("|---|---|---|---|---|---|")
     for i, row in enumerate(rows):
-        sizes = ", ".join(str(row.blocks[k]) for k in ("q", "chunk", "slice"))
+        sizes = ", ".join(str(row.tile_sizes[k]) for k in ("q", "chunk", "slice"))
         other = f"{stock[i]:.1f}" if stock else ""
         print(
             f"| {row.tokens} | {sizes} | {row.bounded_ms:.2f} | {row.referred_ms:.2f} | {row.floor_ms:.2f} | {other} |"
@@ -109,23 +109,23 @@ def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.Kern
     return tpu.kernel_schedules(dump, name), time.perf_counter() - start
 
 
-def forecast(dump: Path, shape: Shape, blocks: Any = None) -> Forecast:
+def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
     """What the kernel takes with these tile sizes, or with those of its table."""
     import jax.numpy as jnp
 
     from cogvideox_flax.attention import splash
-    from cogvideox_flax.attention.blocks import choose_blocks
+    from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 
-    blocks = blocks or choose_blocks(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
-    schedules, seconds = _compile(dump, shape, partial(splash.attend, blocks=blocks), splash.NAME)
+    sizes = sizes or choose_tile_sizes(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
+    schedules, seconds = _compile(dump, shape, partial(splash.attend, tile_sizes=sizes), splash.NAME)
     bounded = referred = 0.0
-    for schedule, (queries, width) in zip(_by_size(schedules), splash.query_parts(shape.tokens, blocks.q), strict=True):
-        for_bounded, for_referred = cycles(schedule, shape.tokens, blocks)
+    for schedule, (queries, width) in zip(_by_size(schedules), splash.query_parts(shape.tokens, sizes.q), strict=True):
+        for_bounded, for_referred = cycles(schedule, shape.tokens, sizes)
         grid = shape.heads * math.ceil(queries / width)
         bounded, referred = bounded + grid * for_bounded, referred + grid * for_referred
     floor = MXU_CYCLES * shape.heads * shape.tokens**2 / 1024
     ms = 1e3 / tpu.CLOCK
-    return Forecast(shape.tokens, asdict(blocks), ms * bounded, ms * referred, ms * floor, seconds)
+    return Forecast(shape.tokens, asdict(sizes), ms * bounded, ms * referred, ms * floor, seconds)
 
 
 def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
@@ -133,9 +133,9 @@ def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
     return sorted(schedules, key=lambda s: -max(s.loops))
 
 
-def cycles(schedule: tpu.KernelSchedule, tokens: int, blocks: Any) -> tuple[int, int]:
+def cycles(schedule: tpu.KernelSchedule, tokens: int, sizes: Any) -> tuple[int, int]:
     """Cycles of one block of queries against all keys: without a reference, and with one that need not be redone."""
-    names = ["chunk", "slice", "piece"] if blocks.slice < blocks.chunk else ["chunk", "piece"]
+    names = ["chunk", "slice", "piece"] if sizes.slice < sizes.chunk else ["chunk", "piece"]
     again = [name + suffix for name in names[:-1] for suffix in ("", " again")] + ["piece"]
     if len(schedule.loops) != len(names) + len(again):
         raise SystemExit(f"the schedule at {tokens} tokens has {len(schedule.loops)} loops, not one for each part")
@@ -143,10 +143,10 @@ def cycles(schedule: tpu.KernelSchedule, tokens: int, blocks: Any) -> tuple[int,
     referred = dict(zip(again, schedule.loops[len(names) :], strict=True))
     total = []
     for kind in (free, referred):
-        spent = schedule.step * math.ceil(tokens / blocks.kv)
-        for start in range(0, tokens, blocks.kv):
-            left = min(blocks.kv, tokens - start)
-            for name, size in (("chunk", blocks.chunk), ("slice", blocks.slice), ("piece", 128)):
+        spent = schedule.step * math.ceil(tokens / sizes.kv)
+        for start in range(0, tokens, sizes.kv):
+            left = min(sizes.kv, tokens - start)
+            for name, size in (("chunk", sizes.chunk), ("slice", sizes.slice), ("piece", 128)):
                 if name in kind:
                     count = math.ceil(left / size) if name == "piece" else left // size
                     spent, left = spent + count * kind[name], left - count * size
@@ -167,21 +167,22 @@ def stock_ms(dump: Path, shape: Shape) -> float:
 
 def search(dump: Path, shapes: list[Shape]) -> None:
     """Try tile sizes at each length, first around 8 slices a chunk, then other chunks for the best; write the table."""
-    from cogvideox_flax.attention import blocks as sizes
+    from cogvideox_flax.attention import tile_sizes
     from cogvideox_flax.errors import InputError
 
-    rows = [row for row in sizes.table() if (row["tokens"], row["head_dim"]) not in {(s.tokens, s.dim) for s in shapes}]
+    searched = {(s.tokens, s.dim) for s in shapes}
+    rows = [row for row in tile_sizes.table() if (row["tokens"], row["head_dim"]) not in searched]
     for shape in shapes:
-        kv = -(-shape.tokens // sizes.LANES) * sizes.LANES
+        kv = -(-shape.tokens // tile_sizes.LANES) * tile_sizes.LANES
 
         def attempt(q: int, chunk: int, piece: int, shape: Shape = shape, kv: int = kv) -> tuple[float, Any]:
-            blocks = sizes.Blocks(q, kv, chunk, piece)
+            sizes = tile_sizes.TileSizes(q, kv, chunk, piece)
             try:
-                found = forecast(dump, shape, blocks)
+                found = forecast(dump, shape, sizes)
             except InputError as e:
                 print(f"  {e}", file=sys.stderr)
                 return math.inf, None
-            print(f"  {shape.tokens}: {blocks} {found.bounded_ms:.2f} / {found.referred_ms:.2f} ms", file=sys.stderr)
+            print(f"  {shape.tokens}: {sizes} {found.bounded_ms:.2f} / {found.referred_ms:.2f} ms", file=sys.stderr)
             return found.bounded_ms, {"q": q, "chunk": chunk, "slice": piece}
 
         tried = [attempt(q, 8 * piece, piece) for q, piece in ((1408, 512), (1536, 512), (1664, 512), (3072, 256))]
@@ -191,8 +192,8 @@ def search(dump: Path, shapes: list[Shape]) -> None:
         rows.append({"tokens": shape.tokens, "head_dim": shape.dim, **winner[1]})
     rows.sort(key=lambda row: (row["head_dim"], row["tokens"]))
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    Path(sizes.__file__).with_name("blocks.json").write_text(f'{{\n  "rows": [\n{lines}\n  ]\n}}\n')
-    sizes.table.cache_clear()
+    Path(tile_sizes.__file__).with_name("tile_sizes.json").write_text(f'{{\n  "rows": [\n{lines}\n  ]\n}}\n')
+    tile_sizes.table.cache_clear()
 
 
 if __name__ == "__main__":

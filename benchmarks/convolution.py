@@ -107,13 +107,13 @@ def _compiled(case: Case, f: Any) -> tuple[Any, float]:
 
 def kernel(dump: Path, case: Case) -> dict[str, float]:
     """Ours."""
-    from cogvideox_flax.nn.conv import conv_kernel
+    from cogvideox_flax.nn.conv import tpu_kernel
 
     tpu.empty(dump)
-    _, seconds = _compiled(case, lambda x, kernel, bias: conv_kernel.convolve(x, kernel, bias, None))
-    (schedule,) = tpu.kernel_schedules(dump, conv_kernel.NAME)
-    channels, out_channels = (max(n, conv_kernel.LANES) for n in (case.channels, case.out_channels))
-    tiles = conv_kernel.Tiles.of(case.rows, case.columns, channels, out_channels, case.taps, 2)
+    _, seconds = _compiled(case, lambda x, kernel, bias: tpu_kernel.convolve(x, kernel, bias, None))
+    (schedule,) = tpu.kernel_schedules(dump, tpu_kernel.NAME)
+    channels, out_channels = (max(n, tpu_kernel.LANES) for n in (case.channels, case.out_channels))
+    tiles = tpu_kernel.Tiles.of(case.rows, case.columns, channels, out_channels, case.taps, 2)
     groups = tiles.block // tiles.group
     steps = tiles.parts * case.frames * (case.rows // tiles.block)
     cycles = steps * (schedule.step + sum(schedule.loops) * groups)
@@ -126,9 +126,9 @@ def kernel(dump: Path, case: Case) -> dict[str, float]:
 
 def xla(case: Case) -> dict[str, float]:
     """The compiler's own."""
-    from cogvideox_flax.nn.conv.causal_conv import _native
+    from cogvideox_flax.nn.conv.xla import convolve
 
-    f = lambda x, kernel, bias: (_native(x, kernel, stride=1, padding=((1, 1), (1, 1))) + bias).astype(x.dtype)  # noqa: E731
+    f = lambda x, kernel, bias: (convolve(x, kernel, stride=1, padding=((1, 1), (1, 1))) + bias).astype(x.dtype)  # noqa: E731
     compiled, seconds = _compiled(case, f)
     cycles = sum(int(n) for n in re.findall(r'"estimated_cycles":"?(\d+)', compiled.as_text()))
     return {"xla_ms": 1e3 * cycles / tpu.CLOCK, "xla_compile_s": seconds}

@@ -272,9 +272,9 @@ def test_official_tiles():
     config = VAEConfig()
     tiling = Tiling.official(config)
     tiling.check(config.spatial_compression)
-    decode_plan, encode_plan = tiling.decode_plan(8), tiling.encode_plan(8)
-    assert decode_plan == ((30, 25, 40, 200), (45, 36, 72, 288))
-    assert encode_plan == ((240, 200, 5, 25), (360, 288, 9, 36))
+    decode_layout, encode_layout = tiling.decode_layout(8), tiling.encode_layout(8)
+    assert decode_layout == ((30, 25, 40, 200), (45, 36, 72, 288))
+    assert encode_layout == ((240, 200, 5, 25), (360, 288, 9, 36))
 
 
 @pytest.mark.parametrize(

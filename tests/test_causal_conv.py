@@ -14,8 +14,9 @@ from reference import ROUNDING_BAR, random, relative_error
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.conv import causal_conv, conv_kernel, winograd
+from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, winograd, xla
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, conv3d
+from cogvideox_flax.nn.conv.frames import convolve_frames
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.sharding import spatial_parallel
 
@@ -32,7 +33,7 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
     residual = random(4, 2, 4, 6 // stride, 10 // stride, 7) if with_residual else None
 
     def native(x, kernel, bias, residual):
-        y = causal_conv._native(x, kernel, stride=stride, padding=ZEROS[stride]) + bias
+        y = xla.convolve(x, kernel, stride=stride, padding=ZEROS[stride]) + bias
         return y if residual is None else y + residual
 
     ours = partial(conv3d, stride=stride)
@@ -41,15 +42,15 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
     assert expected.shape == (2, 4, 6 // stride, 10 // stride, 7)
     assert relative_error(jax.jit(ours)(*args), expected) < ROUNDING_BAR
     how = {"stride": stride, "padding": ZEROS[stride], "dtype": x.dtype}
-    on_gpus = jax.jit(partial(causal_conv._by_frame, causal_conv._taps_at_once, **how))(x, residual, kernel, bias)
+    on_gpus = jax.jit(partial(cuda.forward, **how))(x, residual, kernel, bias)
     assert relative_error(on_gpus, expected) < ROUNDING_BAR
 
     dy = random(2, *expected.shape)
     gradients = [jax.jit(lambda *args, f=f: jax.vjp(f, *args)[1](dy))(*args) for f in (native, ours)]
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert relative_error(a, b) < ROUNDING_BAR
-    for form in (causal_conv._native_backward, causal_conv._by_tap_backward):
-        backward = jax.jit(partial(form, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
+    for form in (xla, cuda):
+        backward = jax.jit(partial(form.backward, stride=stride, padding=ZEROS[stride]))(x, kernel, dy)
         for a, b in zip(backward, gradients[0][:2], strict=True):
             assert relative_error(a, b) < ROUNDING_BAR
 
@@ -66,8 +67,8 @@ def test_convolutions_of_all_backends_agree(taps, stride, with_residual):
 def test_with_fewer_products_it_is_the_same_convolution(shape, taps, channels, strip, with_residual):
     x, bias = random(0, *shape), random(2, channels)
     kernel = random(1, taps, 3, 3, shape[-1], channels)
-    expected = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1]) + bias
-    assert winograd.strip_of(expected.shape, shape[-1]) == strip
+    expected = xla.convolve(x, kernel, stride=1, padding=ZEROS[1]) + bias
+    assert winograd.strip_rows(expected.shape, shape[-1]) == strip
     residual = random(3, *expected.shape) if with_residual else None
     expected = expected if residual is None else expected + residual
 
@@ -78,7 +79,7 @@ def test_with_fewer_products_it_is_the_same_convolution(shape, taps, channels, s
     assert relative_error(found, expected) < ROUNDING_BAR
     narrow = [None if a is None else a.astype(jnp.bfloat16) for a in (x, kernel, bias, residual)]
     how = {"stride": 1, "padding": ZEROS[1], "dtype": jnp.float32}
-    plainly = causal_conv._by_frame(causal_conv._taps_in_turn, narrow[0], residual, *narrow[1:3], **how)
+    plainly = convolve_frames(cpu.tap_by_tap, narrow[0], residual, *narrow[1:3], **how)
     assert relative_error(conv3d(*narrow[:3], residual, dtype=jnp.float32), plainly) < ROUNDING_BAR
 
     work = count_flops(conv3d, x, kernel, bias)
@@ -86,7 +87,7 @@ def test_with_fewer_products_it_is_the_same_convolution(shape, taps, channels, s
 
 
 def _split_conv(x, *rest):
-    with sharding.split_picture(x) as x:
+    with sharding.spatial_split(x) as x:
         return conv3d(x, *rest)
 
 
@@ -117,13 +118,13 @@ def test_where_a_plain_convolution_is_better_a_cpu_does_that(shape, kernel, stri
 )
 def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     x, kernel, bias = random(0, *shape), random(1, *kernel), random(2, kernel[-1])
-    y = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1]) + bias
+    y = xla.convolve(x, kernel, stride=1, padding=ZEROS[1]) + bias
     residual = random(3, *y.shape) if residual else None
     expected = y if residual is None else y + residual
-    found = conv_kernel.convolve(x, kernel, bias, residual, interpret=True)
+    found = tpu_kernel.convolve(x, kernel, bias, residual, interpret=True)
     assert relative_error(found, expected) < ROUNDING_BAR
     rows = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)))  # as where neighbours gave theirs
-    found = conv_kernel.convolve(rows, kernel, bias, residual, padding=((0, 0), (1, 1)), interpret=True)
+    found = tpu_kernel.convolve(rows, kernel, bias, residual, padding=((0, 0), (1, 1)), interpret=True)
     assert relative_error(found, expected) < ROUNDING_BAR
 
 
@@ -149,14 +150,12 @@ def test_convolutions_in_every_dtype(where, dtype, step):
     how = {"stride": 1, "padding": ZEROS[1]}
     x, kernel, bias, residual = args
     if where == "gpu":
-        f = partial(causal_conv._by_frame, causal_conv._taps_at_once, **how, dtype=dtype)
+        f = partial(cuda.forward, **how, dtype=dtype)
         found = jax.jit(f)(x, residual, kernel, bias)
     elif where == "elsewhere":
-        finish = partial(causal_conv._finish, dtype=dtype)
-        f = jax.jit(lambda x, kernel, *rest: finish(causal_conv._native(x, kernel, **how), *rest))
-        found = f(x, kernel, residual, bias)
+        found = jax.jit(partial(xla.forward, **how, dtype=dtype))(x, residual, kernel, bias)
     else:
-        assert (winograd.strip_of(shapes[-1], channels) is not None) == ("fewer" in where)
+        assert (winograd.strip_rows(shapes[-1], channels) is not None) == ("fewer" in where)
         found = jax.jit(conv3d)(x, kernel, bias, residual)
     assert found.dtype == dtype
     exact = textbook(*args)
@@ -170,16 +169,16 @@ def test_the_kernel_for_tpus_refuses_float16():
     x, kernel, bias = random(0, 1, 3, 4, 8, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
     narrow = x.astype(jnp.float16), kernel.astype(jnp.float16)
     with pytest.raises(InputError, match="kernel for TPUs: it computes in bfloat16 or float32; got float16"):
-        conv_kernel.convolve(*narrow, bias, None, interpret=True)
+        tpu_kernel.convolve(*narrow, bias, None, interpret=True)
     with pytest.raises(InputError, match="got float16"):
-        conv_kernel.convolve(x, kernel, bias, None, dtype=jnp.float16, interpret=True)
+        tpu_kernel.convolve(x, kernel, bias, None, dtype=jnp.float16, interpret=True)
     call = jax.jit(lambda *args: conv3d(*args))
     for args, by_kernel in (((x, kernel), True), (narrow, False)):
         text = call.trace(*args, bias).lower(lowering_platforms=("tpu",)).as_text()
-        assert (conv_kernel.NAME in text) == by_kernel
+        assert (tpu_kernel.NAME in text) == by_kernel
 
 
-@pytest.mark.parametrize("f", [conv3d, partial(conv_kernel.convolve, residual=None, interpret=True)])
+@pytest.mark.parametrize("f", [conv3d, partial(tpu_kernel.convolve, residual=None, interpret=True)])
 def test_a_wider_result_is_not_rounded_on_the_way(f):
     x, kernel, bias = (
         random(i, *s).astype(jnp.bfloat16) for i, s in enumerate(((1, 3, 4, 8, 128), (3, 3, 3, 128, 128), (128,)))
@@ -191,8 +190,8 @@ def test_a_wider_result_is_not_rounded_on_the_way(f):
 def test_on_gpus_16_bit_sums_are_off_by_one_rounding_at_most():
     x, kernel = random(0, 1, 4, 6, 10, 64).astype(jnp.bfloat16), random(1, 3, 3, 3, 64, 32).astype(jnp.bfloat16)
     bias, residual = random(2, 32), random(3, 1, 2, 6, 10, 32)
-    exact = causal_conv._native(x, kernel, stride=1, padding=ZEROS[1])
-    on_gpus = partial(causal_conv._by_frame, causal_conv._taps_at_once, stride=1, padding=ZEROS[1], dtype=jnp.float32)
+    exact = xla.convolve(x, kernel, stride=1, padding=ZEROS[1])
+    on_gpus = partial(cuda.forward, stride=1, padding=ZEROS[1], dtype=jnp.float32)
     found = jax.jit(on_gpus)(x, residual, kernel, bias) - residual - bias
     assert found.dtype == jnp.float32
     assert jnp.all(jnp.abs(found - exact) <= 2.0**-8 * jnp.abs(exact) + 1e-3)  # where the compiler does round there
@@ -202,8 +201,8 @@ def test_the_kernel_rounds_once():
     x, kernel, bias = random(0, 1, 3, 6, 10, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
     x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
     residual = random(3, 1, 1, 4, 8, 128).astype(jnp.bfloat16)
-    sum_ = causal_conv._native(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
-    found = conv_kernel.convolve(x, kernel, bias, residual, padding=((0, 0), (0, 0)), interpret=True)
+    sum_ = xla.convolve(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
+    found = tpu_kernel.convolve(x, kernel, bias, residual, padding=((0, 0), (0, 0)), interpret=True)
     assert found.dtype == jnp.bfloat16
     assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
 
@@ -225,7 +224,7 @@ def test_each_backend_gets_its_convolution(platform, channels, stride, operand, 
     call = jax.jit(partial(conv3d, stride=stride))
     text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
     assert re.findall(r"stablehlo\.convolution.*?: \(tensor<(\w+)>", text) == [operand] * count
-    assert (conv_kernel.NAME in text) == (platform == "tpu" and not count)
+    assert (tpu_kernel.NAME in text) == (platform == "tpu" and not count)
     if platform == "cuda":  # a wider result would be computed in float32
         assert set(re.findall(r"stablehlo\.convolution.*-> tensor<[\dx]+x(\w+)>", text)) == {"bf16"}
 
@@ -277,7 +276,7 @@ def test_gradients_go_back_over_the_edges():
     @jax.jit
     def gradients(*args):
         def loss(x, *rest):
-            with sharding.split_picture(x) as x:
+            with sharding.spatial_split(x) as x:
                 return jnp.square(conv3d(x, *rest)).sum()
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(*args)

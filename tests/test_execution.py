@@ -21,7 +21,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import memory
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
-from cogvideox_flax.nn import layers
+from cogvideox_flax.nn import cpu
 from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.runtime import compile_cache, devices
 from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
@@ -152,13 +152,13 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("loop", [False, True])
-def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, monkeypatch):
+def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, loop, monkeypatch):
     expected = pipe("red", **SMALL, output_type="float").frames
-    monkeypatch.setattr(layers, "APART_FROM", 0)
+    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
     for model in (pipe.text_encoder, pipe.transformer):
-        apart = layers.apart(model)
-        assert isinstance(apart.blocks, nnx.List) and len(apart.blocks) == model.config.layers
-        for whole, *rows in zip(*map(jax.tree.leaves, (model.blocks, *apart.blocks)), strict=True):
+        unstacked = cpu.unstack_layers(model, 10)
+        assert isinstance(unstacked.blocks, nnx.List) and len(unstacked.blocks) == model.config.layers
+        for whole, *rows in zip(*map(jax.tree.leaves, (model.blocks, *unstacked.blocks)), strict=True):
             for i, row in enumerate(rows):
                 np.testing.assert_array_equal(row, whole[i])
                 place = i * row.nbytes
@@ -166,13 +166,13 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
                     assert row.unsafe_buffer_pointer() == whole.unsafe_buffer_pointer() + place
     taken = []
 
-    def watched(module):
-        result = layers.apart(module)
+    def watched(module, tokens):
+        result = cpu.unstack_layers(module, tokens)
         if result is not module:
             taken.append(type(module))
         return result
 
-    monkeypatch.setattr(compiling, "apart", watched)
+    monkeypatch.setattr(compiling, "unstack_layers", watched)
     again = CogVideoXPipeline.from_pretrained(pipe.native_dir, "float32")
     found = again("red", **SMALL, compiled_loop=loop, output_type="float").frames
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -180,9 +180,9 @@ def test_layers_apart_are_where_their_stack_is_and_give_the_same(pipe, loop, mon
     assert SMALL["num_inference_steps"] > 1 and taken.count(Transformer) == 1  # not in each step
 
 
-def test_layers_lie_apart_only_where_that_helps(pipe, monkeypatch):
-    assert layers.apart(pipe.text_encoder) is pipe.text_encoder  # small
-    monkeypatch.setattr(layers, "APART_FROM", 0)
+def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
+    assert cpu.unstack_layers(pipe.text_encoder, 10) is pipe.text_encoder  # small
+    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
 
     def plan(frames):
         return pipe.plan(GenerationRequest("red", num_frames=frames, height=448, width=448))

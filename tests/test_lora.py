@@ -229,10 +229,10 @@ def test_bfloat16(converted, tmp_path, adapted):
 
     x = jax.random.normal(jax.random.key(0), (3, WIDTH))
     full, low = (jax.tree.map(lambda leaf: leaf[1], m.blocks.attn.q) for m in (adapted, half))
-    got = low.float32(x.astype(jnp.bfloat16))
+    got = low(x.astype(jnp.bfloat16), out_dtype=jnp.float32)
     assert got.dtype == jnp.float32
     assert low(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    assert 1e-4 < relative_error(got, full.float32(x)) < 2e-2  # inputs of 8 bits, sums of 24
+    assert 1e-4 < relative_error(got, full(x)) < 2e-2  # inputs of 8 bits, sums of 24
 
 
 def test_files_come_back_bit_for_bit(model, adapted, tmp_path):

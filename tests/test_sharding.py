@@ -15,16 +15,17 @@ import pytest
 from reference import convert_component, make_text_encoder, make_transformer, save_layout
 
 from cogvideox_flax import CogVideoXPipeline, sharding
-from cogvideox_flax.attention import Blocks, attend
+from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
-from cogvideox_flax.sharding.sequence_parallel import group_of
+from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 from conversion.convert import convert
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True), (2, 2, 2, True)]
 SPLASH = {"backend": "splash", "interpret": True}
+SMALL = TileSizes(128, 128, 128, 128)
 PROMPTS = ["a red circle", "a blue square", "a small circle moves to the left", "white"]
 
 
@@ -113,7 +114,7 @@ def test_tokens_and_heads_that_do_not_divide(release, mesh, tmp_path):
 )
 def test_long_attention_in_a_transformer(release, mesh, ring, tmp_path):
     """Six heads, 10 + 600 tokens: more than are attended to at once."""
-    assert (group_of(6, mesh[1]) < mesh[1]) == ring
+    assert (ulysses_group(6, mesh[1]) < mesh[1]) == ring
     native = convert_component("transformer", make_transformer(release, num_attention_heads=6), tmp_path)
     random = np.random.default_rng(0)
     frames = 6 if release == "cogvideox-2b" else 12
@@ -128,31 +129,28 @@ def test_long_attention_in_a_transformer(release, mesh, ring, tmp_path):
 
 
 def test_heads_are_exchanged_by_as_many_as_they_divide_over():
-    of_releases = [(heads, parts, group_of(heads, parts)) for heads in (30, 48) for parts in (2, 4, 8, 16)]
+    of_releases = [(heads, parts, ulysses_group(heads, parts)) for heads in (30, 48) for parts in (2, 4, 8, 16)]
     assert all(group == parts for _, parts, group in of_releases)  # 30 heads become 32
-    assert [group_of(heads, 8) for heads in (1, 2, 3, 4, 6, 7, 12, 15)] == [1, 2, 1, 4, 2, 1, 4, 8]
+    assert [ulysses_group(heads, 8) for heads in (1, 2, 3, 4, 6, 7, 12, 15)] == [1, 2, 1, 4, 2, 1, 4, 8]
 
 
 @pytest.mark.parametrize("heads", [6, 3, 15])  # in a ring of two groups, of single devices, filled up to 16
-@pytest.mark.parametrize("window", [None, (7, 3)])
 @pytest.mark.parametrize("kv_len", [None, 30, [37, 20]])
-def test_attention_by_exchange(window, kv_len, heads):
+def test_attention_by_exchange(kv_len, heads):
     """Keys that are not real are never read, wherever the exchange puts them."""
     random = np.random.default_rng(0)
     q, k, v = (jnp.asarray(random.normal(size=(2, 37, heads, 16)), jnp.float32) for _ in range(3))
     real = jnp.arange(37) < jnp.broadcast_to(jnp.asarray(37 if kv_len is None else kv_len), 2)[:, None]
     k, v = (jnp.where(real[:, :, None, None], x, 1e30) for x in (k, v))
     lengths = jnp.array(kv_len) if isinstance(kv_len, list) else kv_len
-    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, window=window, smooth_k=window is None))
+    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, smooth_k=True))
     with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
         spread = call(q, k, v)
     assert jnp.isfinite(spread).all()
-    # rows whose window holds no real key mean nothing
-    sees = real.cumsum(1)[:, -1:] + (np.inf if window is None else window[0]) > jnp.arange(37)
-    np.testing.assert_allclose(spread[sees], call(q, k, v)[sees], atol=2e-5)
+    np.testing.assert_allclose(spread, call(q, k, v), atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{"backend": "xla"}, SPLASH, SPLASH | {"blocks": Blocks(128, 128, 128, 128)}])
+@pytest.mark.parametrize("options", [{"backend": "xla"}, SPLASH, SPLASH | {"tile_sizes": SMALL}])
 def test_a_ring_of_kernels(options):
     """Large scores, one and several blocks of keys, groups that hold no real key at all, nonsense behind the last."""
     random = np.random.default_rng(1)

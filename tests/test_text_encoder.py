@@ -97,7 +97,7 @@ def test_float16_survives_activations_whose_product_overflows():
     mlp = jax.tree.map(lambda w: 100 * w, mlp)
     x = jnp.linspace(1, 9, 8)[None, None]
     exact = mlp(x)
-    assert jnp.abs(jax.nn.gelu(mlp.gate.float32(x)) * mlp.up.float32(x)).max() > jnp.finfo(jnp.float16).max
+    assert jnp.abs(jax.nn.gelu(mlp.gate(x)) * mlp.up(x)).max() > jnp.finfo(jnp.float16).max
     half = jax.tree.map(lambda w: w.astype(jnp.float16), mlp)(x.astype(jnp.float16))
     assert half.dtype == jnp.float32
     assert relative_error(half, exact) < 1e-2

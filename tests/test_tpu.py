@@ -14,14 +14,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import tpu
-from cogvideox_flax.attention import Blocks, attend
-from cogvideox_flax.attention.blocks import choose_blocks
-from cogvideox_flax.nn.conv import conv_kernel
+from cogvideox_flax.attention import TileSizes, attend
+from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
+from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
 
-SMALL = Blocks(q=256, kv=1024, chunk=512, slice=256)
+SMALL = TileSizes(q=256, kv=1024, chunk=512, slice=256)
 
 
 def compile_for(topology, f, *shapes, dtype=jnp.bfloat16):
@@ -32,12 +32,11 @@ def compile_for(topology, f, *shapes, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
-@pytest.mark.parametrize("options", [{}, {"window": (600, 200)}], ids=["full", "window"])
-def test_kernel_compiles(topology, options):
+def test_kernel_compiles(topology):
     shape = (2, 2500, 3, 64)
 
     def f(q, k, v):
-        return attend(q, k, v, kv_len=jnp.array([2500, 1234]), backend="splash", blocks=SMALL, **options)
+        return attend(q, k, v, kv_len=jnp.array([2500, 1234]), backend="splash", tile_sizes=SMALL)
 
     assert "tpu_custom_call" in compile_for(topology, f, shape, shape, shape).as_text()
 
@@ -45,7 +44,7 @@ def test_kernel_compiles(topology, options):
 @pytest.mark.parametrize(("dim", "dtype"), [(48, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float32)])
 def test_kernel_compiles_for_other_heads_and_dtypes(dim, dtype):
     shape = (1, 1500, 2, dim)
-    f = lambda q, k, v: attend(q, k, v, backend="splash", blocks=SMALL)  # noqa: E731
+    f = lambda q, k, v: attend(q, k, v, backend="splash", tile_sizes=SMALL)  # noqa: E731
     compile_for("v6e:2x4", f, shape, shape, shape, dtype=dtype)
 
 
@@ -86,7 +85,7 @@ def test_stock_kernel_compiles():
 
 @pytest.mark.parametrize("tokens", [17776, 39826, 45106, 180_000])
 def test_table_fits_the_chip(tokens):
-    choose_blocks(tokens, tokens, 64, jnp.bfloat16).check(tokens, 64, jnp.bfloat16)
+    choose_tile_sizes(tokens, tokens, 64, jnp.bfloat16).check(tokens, 64, jnp.bfloat16)
 
 
 def test_forecast_of_the_kernel(tmp_path):
@@ -111,7 +110,7 @@ def test_convolution_compiles(topology, channels):
         return conv3d(x, kernel, bias, residual)
 
     text = compile_for(topology, f, *shapes).as_text()
-    assert conv_kernel.NAME in text and " convolution(" not in text
+    assert tpu_kernel.NAME in text and " convolution(" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +14,13 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from flax import nnx
 from reference import ARCHITECTURES, convert_component, make_transformer, relative_error, rms_error
 
-from cogvideox_flax import sharding
+from cogvideox_flax import attention, sharding
+from cogvideox_flax.attention import TileSizes
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.nn.layers import MLP
+from cogvideox_flax.nn.stack import same_arrays
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
 
@@ -142,20 +148,71 @@ def test_refuses(release, shape, context, message, tmp_path):
         model(jnp.zeros(shape), jnp.zeros(context), 0)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    reference = make_transformer("cogvideox-5b")
+    folder = tmp_path_factory.mktemp("seam")
+    model = load_transformer(convert_component("transformer", reference, folder))
+    latents, context, timestep = inputs(reference, 3, 8, 12)
+    return model, (jnp.asarray(latents.transpose(0, 1, 3, 4, 2)), jnp.asarray(context), jnp.asarray(timestep))
+
+
+def test_embed_blocks_and_head_are_the_call(model):
+    """Three programs, and a fourth that skips the blocks: what a step cache runs."""
+    model, args = model
+    embed, run_blocks, head = (jax.jit(getattr(Transformer, name)) for name in ("embed", "run_blocks", "head"))
+    tokens = embed(model, *args)
+    assert tokens.length == 10 + 3 * 4 * 6 and tokens.text_length == 10 and tokens.grid == (3, 4, 6)
+    out = run_blocks(model, tokens)
+    np.testing.assert_allclose(head(model, out), jax.jit(Transformer.__call__)(model, *args), atol=1e-5)
+    residual = out.x - tokens.x
+    cached = dataclasses.replace(tokens, x=tokens.x + residual)
+    np.testing.assert_allclose(head(model, cached), head(model, out), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"smooth_k": True},
+        {"backend": "triton", "interpret": True},
+        {"backend": "splash", "interpret": True, "tile_sizes": TileSizes(128, 128, 128, 128)},
+    ],
+    ids=["smooth_k", "triton", "splash"],
+)
+def test_attention_function_is_given_to_the_transformer(model, options):
+    model, args = model
+    seen = []
+
+    def attend(q, k, v, *, kv_len):
+        seen.append(k)
+        return attention.attend(q, k, v, kv_len=kv_len, **options)
+
+    call = jax.jit(Transformer.__call__)
+    expected = call(model, *args)
+    other = same_arrays(model)
+    other.attend = attend
+    assert jax.tree.structure(other) != jax.tree.structure(model)  # so jit does not mistake one for the other
+    np.testing.assert_allclose(call(other, *args), expected, atol=2e-5)
+    assert len(seen) == 1  # traced once for all layers
+    other.attend = partial(attention.attend, **options)
+    np.testing.assert_allclose(call(other, *args), expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [(2, 2051, 8), (1, 6001, 8)])
 def test_many_tokens_go_through_the_mlp_in_pieces_on_a_cpu(shape):
     """One is of pieces that divide the tokens, one is not; what is held at a time is a piece's."""
     mlp = MLP(8, rngs=nnx.Rngs(0))
     x, weight = (jax.random.normal(jax.random.key(i), shape) for i in range(2))
-    at_once = jax.jit(MLP._at_once).lower(mlp, x).compile()
-    in_pieces = jax.jit(MLP.float32).lower(mlp, x).compile()
+    at_once = jax.jit(MLP._all_tokens).lower(mlp, x).compile()
+    in_pieces = jax.jit(MLP.__call__).lower(mlp, x).compile()
     np.testing.assert_allclose(in_pieces(mlp, x), at_once(mlp, x), atol=1e-6)
     held = [program.memory_analysis().temp_size_in_bytes for program in (in_pieces, at_once)]
     if jax.default_backend() == "cpu":
         assert held[0] < 0.8 * held[1]
     # a mesh shares the tokens out itself
     with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
-        assert "while" not in jax.jit(MLP.float32).lower(mlp, x).as_text()
-    found, expected = (jax.grad(lambda mlp, f=f: (weight * f(mlp, x)).sum())(mlp) for f in (MLP.float32, MLP._at_once))
+        assert "while" not in jax.jit(MLP.__call__).lower(mlp, x).as_text()
+    forms = MLP.__call__, MLP._all_tokens
+    found, expected = (jax.grad(lambda mlp, f=f: (weight * f(mlp, x)).sum())(mlp) for f in forms)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Float32
 from benchmarks.gpu_proof.cases import HEAD_SCALES, Attention, attention_of
 from benchmarks.gpu_proof.errors import EXACT_BAR, RMS_BAR, NotTried, error, sample_indices, save, verdict
 from benchmarks.gpu_proof.values import Values, in_jax
-from cogvideox_flax.attention import PARTS, attend, cudnn, nvidia
-from cogvideox_flax.attention.masks import attended
+from cogvideox_flax.attention import BACKENDS_WITH_LSE, attend, cudnn, nvidia
 
 FLOAT64_SAMPLE = 8, 3
 """Queries and heads of the reference that are also computed in float64."""
@@ -47,16 +46,16 @@ def program(case: Attention) -> Callable[..., Array]:
 
     def whole(q: Array, k: Array, v: Array, lengths: Array) -> Array:
         kv_len = None if case.kv_len is None else lengths
-        return attend(q, k, v, kv_len=kv_len, window=case.window, backend=case.backend, **options)
+        return attend(q, k, v, kv_len=kv_len, backend=case.backend, **options)
 
     def in_parts(q: Array, k: Array, v: Array, lengths: Array) -> Array:
-        part, half = partial(PARTS[case.backend], **options), case.tokens // 2
+        with_lse, half = partial(BACKENDS_WITH_LSE[case.backend], **options), case.tokens // 2
         found = []
         for start, end in ((0, half), (half, case.tokens)):
             here = jnp.clip(lengths - start, 1, end - start)
-            found.append(part(q, k[:, start:end], v[:, start:end], here))
-        (a, a_weight), (b, b_weight) = found
-        share = jax.nn.sigmoid((a_weight - b_weight) * math.log(2))[..., None]
+            found.append(with_lse(q, k[:, start:end], v[:, start:end], here))
+        (a, a_lse), (b, b_lse) = found
+        share = jax.nn.sigmoid((a_lse - b_lse) * math.log(2))[..., None]
         return (share * a + (1 - share) * b).astype(q.dtype)
 
     return in_parts if case.part else whole
@@ -79,7 +78,7 @@ def reference(
     def one_head(head: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
         q, k, v, length = (x.astype(jnp.float32) for x in head)
         scores = jnp.matmul(q, k.T, precision=exact) / math.sqrt(case.dim)
-        scores = jnp.where(attended(queries, jnp.arange(case.tokens), length, case.window), scores, -jnp.inf)
+        scores = jnp.where(jnp.arange(case.tokens) < length, scores, -jnp.inf)
         p = jnp.exp(scores - scores.max(-1, keepdims=True))
         total = p.sum(-1, keepdims=True)
         rounded = p.astype(case.dtype).astype(jnp.float32)
@@ -101,9 +100,6 @@ def in_float64(case: Attention, q: Any, k: Any, v: Any, queries: np.ndarray) -> 
     lengths = np.asarray(case.kv_len or (case.tokens,) * case.batch)
     key = np.arange(case.tokens)
     seen = np.broadcast_to(key < lengths[:, None, None], (case.batch, len(queries), case.tokens))
-    if case.window is not None:
-        away = key - queries[:, None]
-        seen = seen & (away >= -case.window[0]) & (away <= case.window[1])
     scores = np.einsum("bqnk,bsnk->bnqs", q, k) / math.sqrt(case.dim)
     scores = np.where(seen[:, None], scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -113,7 +109,7 @@ def in_float64(case: Attention, q: Any, k: Any, v: Any, queries: np.ndarray) -> 
 def run(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
     """One row: errors, seconds and operations a second."""
     case = attention_of(options)
-    if case.backend == "cudnn" and (why := cudnn.why_not(shapes(case)[0], case.window)):  # type: ignore[arg-type]
+    if case.backend == "cudnn" and (why := cudnn.why_not(shapes(case)[0])):  # type: ignore[arg-type]
         raise NotTried(f"cuDNN: {why}")
     if case.backend == "triton" and not case.interpret and (why := nvidia.why_not(case.dim)):
         raise NotTried(why)
@@ -156,7 +152,7 @@ def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Arr
         if not rms <= bar:
             why = f"all outputs: rms {rms:.1e} off those of '{other}', beyond {bar:.1e}; one of the two is wrong"
             row |= {"status": "wrong", "reason": why}
-    elif row["status"] == "ok" and case.window is None and not case.part:
+    elif row["status"] == "ok" and not case.part:
         _OTHERS.clear()  # one at a time: they are large
         _OTHERS[case.name] = case.backend, out
     return row

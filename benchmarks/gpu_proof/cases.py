@@ -28,7 +28,7 @@ class Attention:
     """Attention over `tokens` queries and keys.
 
     kv_len: real keys of each batch element; those past it hold large values that must not be seen.
-    window: as for `attend`. part: the keys in two halves, merged by their weights.
+    part: the keys in two halves, merged by their log_sum_exp.
     backend: of `attend`. interpret: on a machine without a GPU.
     queries: how many are compared with the reference, in `sampled_heads`.
     """
@@ -41,7 +41,6 @@ class Attention:
     dtype: str = "bfloat16"
     backend: str = "auto"
     kv_len: tuple[int, ...] | None = None
-    window: tuple[int, int] | None = None
     part: bool = False
     interpret: bool = False
     queries: int = 512
@@ -66,12 +65,7 @@ class Attention:
     def pairs(self) -> int:
         """Of a query and a key that it may attend."""
         keys = self.kv_len or (self.tokens,) * self.batch
-        if self.window is None:
-            return self.tokens * sum(keys)
-        position = np.arange(self.tokens)
-        ends = (np.minimum(position + self.window[1], n - 1) for n in keys)
-        starts = np.maximum(position - self.window[0], 0)
-        return int(sum(np.maximum(end - starts + 1, 0).sum() for end in ends))
+        return self.tokens * sum(keys)
 
     @property
     def flops(self) -> int:

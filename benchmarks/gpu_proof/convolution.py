@@ -18,7 +18,7 @@ from benchmarks.gpu_proof.attention import timed
 from benchmarks.gpu_proof.cases import NATIVE_CONV3D, TAPS, Convolution
 from benchmarks.gpu_proof.errors import error, save, verdict
 from benchmarks.gpu_proof.values import Values, in_jax
-from cogvideox_flax.nn.conv import causal_conv
+from cogvideox_flax.nn.conv import xla
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 
 
@@ -33,7 +33,7 @@ def program(case: Convolution) -> Callable[[Array, Array, Array], Array]:
     """To be jitted."""
     if case.form == NATIVE_CONV3D:
         zeros = ((1, 1), (1, 1))
-        return lambda x, kernel, bias: causal_conv._native(x, kernel, stride=1, padding=zeros, dtype=None) + bias
+        return lambda x, kernel, bias: xla.convolve(x, kernel, stride=1, padding=zeros, dtype=None) + bias
     return conv3d
 
 

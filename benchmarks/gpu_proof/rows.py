@@ -81,7 +81,6 @@ class Sizes:
     frames: int = 8
     product: int = 8192
     gradient_tokens: int = 4096
-    window: tuple[int, int] = (4096, 2048)
     small: bool = False
     interpret: bool = False
     repeat: int = 5
@@ -97,7 +96,6 @@ SMALL = Sizes(
     frames=3,
     product=512,
     gradient_tokens=600,
-    window=(200, 100),
     small=True,
     interpret=True,
     repeat=1,
@@ -163,7 +161,6 @@ def _attention(sizes: Sizes) -> Iterator[Row]:
     five = shapes["attention 5b"]
     keys = sizes.five[3]
     shapes["attention 5b, lengths"] = five | {"kv_len": [keys, keys // 2 + 3]}
-    shapes["attention 5b, window"] = five | {"batch": 1, "window": list(sizes.window)}
     shapes["attention 5b, two parts"] = five | {"batch": 1, "part": True}
     shapes["attention, heads of 128"] = five | {"batch": 1, "heads": max(sizes.heads // 2, 1), "dim": 128}
     for name, backend, group, seconds in (
@@ -172,7 +169,6 @@ def _attention(sizes: Sizes) -> Iterator[Row]:
         ("attention 1.5-5B", "auto", first, 6),
         ("attention 5b, lengths", "auto", more, 5),
         ("attention 5b, lengths", "triton", more, 4),
-        ("attention 5b, window", "triton", more, 4),
         ("attention 5b, two parts", "triton", more, 5),
         ("attention 1.5-5B", "triton", more, 4),
         ("attention 2b float16", "auto", more, 4),

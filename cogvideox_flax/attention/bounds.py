@@ -1,4 +1,4 @@
-"""Bounds of scores and values, by which a head is found to need no maximum."""
+"""Bounds of scores and values, which decide whether a head needs a maximum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 TINY = 2.0**-126
-"""The least normal number of float32. What is smaller counts as 0, and so does a product of two numbers."""
+"""The least normal number of float32. Smaller numbers and products count as 0."""
+
+NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""Score of a key that is not attended: below every score (at least -2^126), and finite in differences."""
 
 
 def norms(x: Float[Array, "*batch S K"]) -> Float32[Array, "*batch S"]:

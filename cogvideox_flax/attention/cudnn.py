@@ -14,14 +14,12 @@ from cogvideox_flax.errors import InputError
 DTYPES = (jnp.bfloat16, jnp.float16)
 
 
-def why_not(q: Float[Array, "B Q N K"], window: tuple[int, int] | None) -> str | None:
+def why_not(q: Float[Array, "B Q N K"]) -> str | None:
     """Why it cannot serve these queries here, or None if it can."""
     if q.dtype not in DTYPES:
         return f"it computes in bfloat16 or float16; got {q.dtype}"
     if q.shape[-1] % 8:
         return f"its heads are multiples of 8; got {q.shape[-1]}"
-    if window is not None:
-        return f"it has no window to both sides; got {window}"
     return nvidia.why_not(q.shape[-1])
 
 
@@ -30,15 +28,13 @@ def attend(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None = None,
-    *,
-    window: tuple[int, int] | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
 
     Raises:
-        InputError: no NVIDIA GPU, or a dtype, a head size or a window that cuDNN does not serve.
+        InputError: no NVIDIA GPU, or a dtype or a head size that cuDNN does not serve.
     """
-    if reason := why_not(q, window):
+    if reason := why_not(q):
         raise InputError(f"attention backend 'cudnn': {reason}. Take 'auto'")
     lengths = None if kv_len is None else jnp.broadcast_to(jnp.asarray(kv_len, jnp.int32), q.shape[:1])
     return jax.nn.dot_product_attention(

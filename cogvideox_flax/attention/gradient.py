@@ -1,4 +1,4 @@
-"""The gradient of kernels that have none of their own: that of the plain XLA form, computed anew."""
+"""A gradient for kernels that have none: that of the plain XLA form, which recomputes attention."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from jaxtyping import Array
 from cogvideox_flax.attention import xla
 
 Kernel = Callable[["Static", Array, Array, Array, Array], tuple[Array, ...]]
-"""kernel(static, q, k, v, kv_len) -> the result, and of a part its weight."""
+"""kernel(static, q, k, v, kv_len) -> the result, and log_sum_exp where `Static.with_lse` is set."""
 
 
 class Static(NamedTuple):
-    """What is known of a call when it is traced."""
+    """The static arguments of a kernel.
 
-    window: tuple[int, int] | None
-    blocks: Any
-    """Tile sizes, where the kernel takes any; None for its choice."""
+    tile_sizes: for a kernel that takes any; None is the kernel's own choice.
+    interpret: run the Pallas kernel in interpret mode.
+    with_lse: return log_sum_exp too; see `xla.attend_with_lse`.
+    """
+
+    tile_sizes: Any
     interpret: bool
-    is_part: bool
-    """Whether the keys are some of all, and the weight of their scores is wanted; see `xla.attend_part`."""
+    with_lse: bool
 
 
 def with_plain_gradient(kernel: Kernel) -> Kernel:
@@ -39,9 +41,9 @@ def with_plain_gradient(kernel: Kernel) -> Kernel:
         q, k, v, kv_len = saved
 
         def plain(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-            if static.is_part:
-                return xla.attend_part(q, k, v, kv_len)
-            return (xla.attend(q, k, v, kv_len, window=static.window),)
+            if static.with_lse:
+                return xla.attend_with_lse(q, k, v, kv_len)
+            return (xla.attend(q, k, v, kv_len),)
 
         _, pull = jax.vjp(plain, q, k, v)
         return *pull(grad), None

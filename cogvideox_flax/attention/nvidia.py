@@ -1,4 +1,4 @@
-"""Whether there is an NVIDIA GPU that the kernels for them run on."""
+"""Whether there is an NVIDIA GPU that the GPU kernels can run on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 AMPERE = 8.0
-"""The least compute capability that knows bfloat16 and copies to shared memory in the background."""
+"""The least compute capability with bfloat16 and asynchronous copies to shared memory."""
 
 MAX_HEAD_DIM = 128
-"""What all versions of cuDNN and all these GPUs serve, and what our kernel's tiles leave room for."""
+"""The largest head size of all cuDNN versions on all these GPUs, and of the Triton kernel's tiles."""
 
 
 def why_not(head_dim: int) -> str | None:

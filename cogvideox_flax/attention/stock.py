@@ -1,4 +1,4 @@
-"""JAX's own splash attention, to compare with: same contract, keys past their length masked by segment ids."""
+"""JAX's own splash attention, for comparison; keys past their length are masked by segment ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import round_up
 
 Q_BLOCK, KV_BLOCK, COMPUTE = 2048, 2048, 1024
-"""Best of its tile sizes at 45,106 tokens by the static schedule for v6e."""
+"""Its best tile sizes at 45,106 tokens, by the static schedule for v6e."""
 
 
 def attend(
@@ -23,7 +23,6 @@ def attend(
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None = None,
     *,
-    window: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
@@ -41,9 +40,8 @@ def attend(
     q = (q.astype(jnp.float32) / math.sqrt(dim)).astype(dtype)
     q, k, v = (_heads(x, block, dim) for x, block in ((q, q_block), (k, kv_block), (v, kv_block)))
     shape = q.shape[2], k.shape[2]
-    mask = splash.LocalMask(shape, window, 0) if window is not None else splash.FullMask(shape)
     kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask([splash.FullMask(shape)] * heads),
         block_sizes=splash.BlockSizes(block_q=q_block, block_kv=kv_block, block_kv_compute=compute),
         head_shards=1,
         q_seq_shards=1,

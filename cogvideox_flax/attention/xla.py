@@ -1,8 +1,8 @@
-"""Exact attention in plain XLA, blockwise in memory: runs anywhere, holds the score matrix of short sequences only.
+"""Exact attention in plain XLA, which runs anywhere and holds the score matrix of short sequences only.
 
-Queries are taken in blocks, and each block sees all keys in blocks with a running maximum and sum (online softmax:
-arXiv 1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences are one batched product. A CPU has a
-form of its own, `attention.cpu`, for all but a few scores.
+Long sequences are computed in tiles of queries and keys with a running maximum and sum (online softmax: arXiv
+1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences are one batched product. A CPU has its own
+form, `attention.cpu`, for all but a few scores.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import cpu
-from cogvideox_flax.attention.masks import NEVER, attended
+from cogvideox_flax.attention.bounds import NEVER
 from cogvideox_flax.nn.layers import precision, round_up
 
 TILE = 1024, 1024
-"""Queries and keys of one tile of scores at most."""
+"""The most queries and keys of one tile of scores."""
 
 ALIGNED = 16
-"""Rows and columns of a tile are a multiple of it: a vector of any CPU. The first keys' tile has what is left, too."""
+"""Rows and columns of a tile are a multiple of it, a vector of any CPU; the first tile of keys takes the remainder
+too."""
 
 SHORT = 512
 """Up to this many queries and keys, the scores of all heads are computed at once: at most 1 MiB a head."""
@@ -32,7 +33,7 @@ SHORT = 512
 def _cut(
     x: Float[Array, " S *rest"], others: int, block: int
 ) -> tuple[Float[Array, " first *rest"], Float[Array, "others block *rest"]]:
-    """The first tile along axis 0, and the others, which have this size."""
+    """The first tile along axis 0, and the others, of size `block`."""
     first = x.shape[0] - others * block
     return x[:first], x[first:].reshape(others, block, *x.shape[1:])
 
@@ -42,30 +43,27 @@ def attend(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None = None,
-    *,
-    window: tuple[int, int] | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`."""
     short = max(q.shape[1], k.shape[1]) <= SHORT
     if short and math.prod(q.shape[:3]) * k.shape[1] <= cpu.TILE:
-        return at_once(q, k, v, kv_len, window=window)
-    options: dict[str, Any] = {"window": window, "dtype": q.dtype}
+        return at_once(q, k, v, kv_len)
     return jax.lax.platform_dependent(
         *(q, k, v, kv_len),
-        cpu=lambda *args: cpu.attend(*args, **options)[0],
-        default=partial(at_once, window=window) if short else lambda *args: running(*args, **options)[0],
+        cpu=lambda *args: cpu.attend(*args, dtype=q.dtype)[0],
+        default=at_once if short else lambda *args: running(*args, dtype=q.dtype)[0],
     )
 
 
-def attend_part(
+def attend_with_lse(
     q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"]
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """Attention to some of the keys, and how much they weigh: log2 of the sum of 2^score over them.
+    """Attention in float32, and log_sum_exp in base 2: log2 of the sum over keys of 2^(log2(e) q k^T / sqrt(K)).
 
-    Parts make the whole as their mean by 2^weight. kv_len is 1 or more.
+    The mean of several such results, weighted by 2^log_sum_exp, is attention to the keys of all (ring attention).
+    kv_len is 1 or more.
     """
-    options: dict[str, Any] = {"window": None, "dtype": jnp.float32}
-    on_cpu, default = partial(cpu.attend, **options), partial(running, **options)
+    on_cpu, default = (partial(form, dtype=jnp.float32) for form in (cpu.attend, running))
     return jax.lax.platform_dependent(q, k, v, kv_len, cpu=on_cpu, default=default)
 
 
@@ -75,21 +73,19 @@ def running(
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None,
     *,
-    window: tuple[int, int] | None,
     dtype: Any,
 ) -> tuple[Float[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """All heads tile by tile with a running maximum: the result in `dtype`, and the weights of `attend_part`."""
+    """All heads, tile by tile with a running maximum: the result in `dtype`, and log_sum_exp."""
     batch, queries, heads, dim = q.shape
 
     def heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "BN S K"]:
         return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], dim)
 
     lengths = jnp.broadcast_to(jnp.int32(k.shape[1]) if kv_len is None else kv_len, (batch,)).repeat(heads)
-    masked = kv_len is not None or window is not None
-    one_head = partial(_attend_head, masked=masked, window=window, dtype=dtype)
-    out, weight = jax.vmap(one_head)(heads_first(q), heads_first(k), heads_first(v), lengths)
+    one_head = partial(_attend_head, masked=kv_len is not None, dtype=dtype)
+    out, log_sum_exp = jax.vmap(one_head)(heads_first(q), heads_first(k), heads_first(v), lengths)
     out = out.reshape(batch, heads, queries, dim).transpose(0, 2, 1, 3)
-    return out, weight.reshape(batch, heads, queries).swapaxes(1, 2)
+    return out, log_sum_exp.reshape(batch, heads, queries).swapaxes(1, 2)
 
 
 def _attend_head(
@@ -99,11 +95,11 @@ def _attend_head(
     length: Int[Array, ""],
     *,
     masked: bool,
-    window: tuple[int, int] | None,
     dtype: Any,
 ) -> tuple[Float[Array, "Q K"], Float32[Array, " Q"]]:
     (queries, dim), keys = q.shape, len(k)
-    # tiles alike, so that little is padding: of queries; keys have none, and so no mask, their first tile is larger
+    # Tiles of queries are equal, so that little is padding. Keys are not padded, and so need no mask: the first tile is
+    # larger.
     q_block = round_up(-(-queries // -(-queries // TILE[0])), ALIGNED)
     tiles = -(-keys // TILE[1])
     kv_block = max(keys // tiles // ALIGNED, 1) * ALIGNED
@@ -112,15 +108,13 @@ def _attend_head(
     scale = math.log2(math.e) / math.sqrt(dim)
     firsts, rest = zip(*(_cut(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
 
-    def one_block(block: tuple[Array, Array]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
-        q, first = block
-
+    def one_block(q: Float[Array, "block K"]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
         def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
             running_max, row_sum, out = carry
             k, v, position = kv
             products = jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
             if masked:
-                products = jnp.where(attended(first + jnp.arange(q_block), position, length, window), products, NEVER)
+                products = jnp.where(position < length, products, NEVER)
             new_max = jnp.maximum(running_max, products.max(-1, keepdims=True))
             # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
             rescale = jnp.exp2(scale * (running_max - new_max))
@@ -134,8 +128,8 @@ def _attend_head(
         return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)
-    out, weight = jax.lax.map(one_block, (blocks, q_block * jnp.arange(len(blocks))))
-    return out.reshape(-1, dim)[:queries], weight.reshape(-1)[:queries]
+    out, log_sum_exp = jax.lax.map(one_block, blocks)
+    return out.reshape(-1, dim)[:queries], log_sum_exp.reshape(-1)[:queries]
 
 
 def at_once(
@@ -143,17 +137,13 @@ def at_once(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None,
-    *,
-    window: tuple[int, int] | None,
 ) -> Float[Array, "B Q N K"]:
-    """`attend` by its definition, heads beside the batch so that each product is of plain matrices."""
+    """`attend` by its definition; heads are moved next to the batch, so that products are batched matrix products."""
     exact = precision(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     products = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32, precision=exact)
-    if kv_len is not None or window is not None:
-        length = jnp.asarray(k.shape[2] if kv_len is None else kv_len[:, None, None, None])
-        valid = attended(jnp.arange(q.shape[2]), jnp.arange(k.shape[2]), length, window)
-        products = jnp.where(valid, products, NEVER)
+    if kv_len is not None:
+        products = jnp.where(jnp.arange(k.shape[2]) < kv_len[:, None, None, None], products, NEVER)
     # relative to the maximum before they are scaled, as in `running`
     p = jnp.exp((products - jax.lax.stop_gradient(products.max(-1, keepdims=True))) / math.sqrt(q.shape[-1]))
     # no jax.nn.softmax: with its own maximum, libtpu 0.0.42 fuses three products and overflows its stack

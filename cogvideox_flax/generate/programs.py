@@ -26,7 +26,7 @@ from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage
 from cogvideox_flax.runtime.compile import ProgramSpec
 from cogvideox_flax.runtime.compile_cache import result_type
-from cogvideox_flax.schedulers import Plan, Scheduler, guidance_scales
+from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
@@ -46,7 +46,7 @@ class DenoiseInputs:
     """
 
     conditioning: Conditioning | None
-    steps: Plan
+    steps: StepTable
     guidance: Float32[Any, " N"]
     noise_source: Any
 
@@ -209,7 +209,7 @@ class RunPrograms:
         return self.request.sampler(self.manifest)
 
     @cached_property
-    def steps(self) -> Plan:
+    def steps(self) -> StepTable:
         """The sampler's tables, on the host."""
         return self.sampler.plan(self.request.num_inference_steps)
 

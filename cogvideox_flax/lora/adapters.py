@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.nn.layers import Linear, Order, precision, same_arrays
+from cogvideox_flax.nn.layers import Linear, Permutation, permuted, precision
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
+from cogvideox_flax.nn.stack import same_arrays
 
 TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
 """What can be adapted: name of a linear map -> the part of a block that holds it."""
@@ -45,15 +46,14 @@ class LoRALinear(nnx.Module):
     def scale(self) -> float:
         return self.alpha / self.a.shape[-1]
 
-    def float32(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float32[Array, "*batch out"]:
-        """The sum before rounding to the input's dtype, for callers that compute on."""
+    def __call__(
+        self, x: Float[Array, "*batch in"], permutation: Permutation | None = None, *, out_dtype: Any = None
+    ) -> Float[Array, "*batch out"]:
+        """As for `layers.Linear`."""
         thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
-        b = self.b[...] if order is None else order(self.b[...])
-        return self.base.float32(x, order) + self.scale * _matmul(thin, b.astype(x.dtype))
-
-    def __call__(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float[Array, "*batch out"]:
-        """order: as for `layers.Linear`."""
-        return self.float32(x, order).astype(x.dtype)
+        b = permuted(self.b[...], permutation).astype(x.dtype)
+        y = self.base(x, permutation, out_dtype=jnp.float32) + self.scale * _matmul(thin, b)
+        return y.astype(out_dtype or x.dtype)
 
     def merged(self) -> Linear:
         """The plain linear map of stacked blocks that computes the same: kernel + alpha / rank * a @ b.

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import TextEncoderConfig
-from cogvideox_flax.nn.layers import TransposedLinear, precision, stack, through
+from cogvideox_flax.nn.layers import TransposedLinear, precision
+from cogvideox_flax.nn.stack import scan_layers, stack
 
 
 class TextEncoder(nnx.Module):
@@ -43,12 +44,12 @@ class TextEncoder(nnx.Module):
         """
         dtype = self.embedding[...].dtype
         buckets = position_buckets(ids.shape[1], self.config.position_buckets, self.config.position_max_distance)
-        bias = _pick(self.position_bias[...].astype(jnp.float32), buckets)
+        bias = _gather_bias(self.position_bias[...].astype(jnp.float32), buckets)
 
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
             return sharding.layer_weights("text_encoder", block)(x, bias, dtype), None
 
-        x = through(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
+        x = scan_layers(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
         return self.norm_out(x).astype(dtype)
 
 
@@ -84,13 +85,13 @@ class SelfAttention(nnx.Module):
             return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
 
         # Unscaled logits are large, so rounding q and k shows; at 226 tokens float32 costs little.
-        q, k, v = heads(self.q.float32(x)), heads(self.k.float32(x)), heads(self.v.float32(x))
+        q, k, v = (heads(linear(x, out_dtype=jnp.float32)) for linear in (self.q, self.k, self.v))
         exact = precision(q.dtype)
-        # the barriers keep a CPU's library of products out of the softmax, where its exponential is slow
+        # the barriers keep a CPU's matrix library from fusing the softmax, whose exponential is slow there
         logits = jax.lax.optimization_barrier(jnp.matmul(q, k.swapaxes(2, 3), precision=exact)) + bias
         p = jax.lax.optimization_barrier(jax.nn.softmax(logits, axis=-1))
         values = jnp.matmul(p, v, precision=exact).swapaxes(1, 2)
-        return self.out.float32(values.reshape(*x.shape[:2], -1).astype(x.dtype))
+        return self.out(values.reshape(*x.shape[:2], -1).astype(x.dtype), out_dtype=jnp.float32)
 
 
 class GatedMLP(nnx.Module):
@@ -102,9 +103,10 @@ class GatedMLP(nnx.Module):
         self.down = TransposedLinear(hidden, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L E"]) -> Float32[Array, "B L E"]:
-        hidden = jax.nn.gelu(self.gate.float32(x), approximate=True) * self.up.float32(x)
+        gate, up = self.gate(x, out_dtype=jnp.float32), self.up(x, out_dtype=jnp.float32)
+        hidden = jax.nn.gelu(gate, approximate=True) * up
         # The product of two activations overflows float16, so there `down` multiplies in float32 as well.
-        return self.down.float32(hidden if x.dtype == jnp.float16 else hidden.astype(x.dtype))
+        return self.down(hidden if x.dtype == jnp.float16 else hidden.astype(x.dtype), out_dtype=jnp.float32)
 
 
 class RMSNorm(nnx.Module):
@@ -118,13 +120,13 @@ class RMSNorm(nnx.Module):
         return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
 
 
-def _pick(table: Float32[Array, "rows N"], row: np.ndarray) -> Float32[Array, "N L L"]:
-    """Column by column, the entries of these rows: table[row] with its last axis first.
+def _gather_bias(table: Float32[Array, "rows N"], row: np.ndarray) -> Float32[Array, "N L L"]:
+    """table[row] with its last axis first.
 
-    As a product with ones and zeros, which is exact: to gather so many short rows one by one is slow on a CPU.
+    Computed as a product with a one-hot matrix, which is exact: a gather of so many short rows is slow on a CPU.
     """
-    picked = (jnp.arange(len(table))[:, None] == row.reshape(-1)).astype(jnp.float32)
-    return jnp.matmul(table.T, picked, precision=precision(jnp.float32)).reshape(-1, *row.shape)
+    one_hot = (jnp.arange(len(table))[:, None] == row.reshape(-1)).astype(jnp.float32)
+    return jnp.matmul(table.T, one_hot, precision=precision(jnp.float32)).reshape(-1, *row.shape)
 
 
 def position_buckets(length: int, num_buckets: int, max_distance: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Norms of the video autoencoder, each with the SiLU that always follows it.
 
-They are memory-bound, so what counts is how often a clip is read and written. The barriers below keep the compiler
-from materialising what it should compute on the way: a float32 copy of a bfloat16 clip, a latent resized to full size.
+They are memory-bound, so what counts is how often a clip is read and written. The barriers below keep the compiler from
+writing intermediate results to memory: a float32 copy of a bfloat16 clip, a latent resized to full size.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class GroupNorm(nnx.Module):
     ) -> tuple[Float[Array, "B T H W C"], Float[Array, "B 1 1 1 C"], Float[Array, "B 1 1 1 C"]]:
         """(x, a, b) such that the norm is x * a + b; a and b are float32.
 
-        Statistics are float32 and take two passes: the mean, then the mean of the squared deviation. Each pass over x,
-        and the caller's, stands behind a barrier and so converts x for itself.
+        Statistics are float32 and take two passes: the mean, then the mean of the squared deviation. Barriers separate
+        the passes over x, the caller's included, so that each converts x to float32 by itself.
         """
         mean = self._group_mean(x.astype(jnp.float32))
         x, mean = jax.lax.optimization_barrier((x, mean))
@@ -44,7 +44,8 @@ class GroupNorm(nnx.Module):
         return jax.lax.optimization_barrier((x, a, b))
 
     def _group_mean(self, x: Array) -> Array:
-        """Mean per group, given to each of its channels: [B, 1, 1, 1, C]. The big sum keeps the channels minor."""
+        """Mean of each channel's group, [B, 1, 1, 1, C]. The large sum is over T, H, W only and keeps channels
+        minor."""
         per_channel = x.mean((1, 2, 3), keepdims=True)
         per_group = per_channel.reshape(*per_channel.shape[:-1], self.groups, -1).mean(-1, keepdims=True)
         return jnp.repeat(per_group, x.shape[-1] // self.groups, -1).reshape(per_channel.shape)
@@ -80,9 +81,9 @@ class SpatialNormSiLU(nnx.Module):
             x,
             scale,
             shift,
-            # smaller cuts than its registers have rows cost a TPU four copies of x; repeated columns next to nothing
-            tpu=partial(_modulate, cut_columns=x.shape[3] // z.shape[3] % _SUBLANES == 0),
-            default=partial(_modulate, cut_columns=True),
+            # splitting columns into fewer than a register's rows costs a TPU four copies of x; repeating them is cheap
+            tpu=partial(_modulate, split_columns=x.shape[3] // z.shape[3] % _SUBLANES == 0),
+            default=partial(_modulate, split_columns=True),
         )
 
 
@@ -91,17 +92,18 @@ def _modulate(
     scale: Float32[Array, "B t h w C"],
     shift: Float32[Array, "B t h w C"],
     *,
-    cut_columns: bool,
+    split_columns: bool,
 ) -> Float[Array, "B T H W C"]:
-    """silu(x * scale + shift), the maps resized to x.
+    """silu(x * scale + shift), the maps resized to x, nearest.
 
-    In space that is a broadcast over the pixels of each latent pixel, with x cut up accordingly, or at least its rows.
+    In space, x is reshaped so that the resize is a broadcast over the pixels of each latent pixel; without
+    `split_columns` that is done for rows only.
     """
     frames, height, width = x.shape[1:4]
-    if not cut_columns:
+    if not split_columns:
         scale, shift = (repeat_space(part, part.shape[2], width) for part in (scale, shift))
     h, w = scale.shape[2:4]
     scale, shift = (repeat_frames(part, frames)[:, :, :, None, :, None] for part in (scale, shift))
-    cut = x.reshape(x.shape[0], frames, h, height // h, w, width // w, x.shape[-1])
-    cut, scale, shift = jax.lax.optimization_barrier((cut, scale, shift))
-    return jax.nn.silu(cut.astype(jnp.float32) * scale + shift).astype(x.dtype).reshape(x.shape)
+    split = x.reshape(x.shape[0], frames, h, height // h, w, width // w, x.shape[-1])
+    split, scale, shift = jax.lax.optimization_barrier((split, scale, shift))
+    return jax.nn.silu(split.astype(jnp.float32) * scale + shift).astype(x.dtype).reshape(x.shape)

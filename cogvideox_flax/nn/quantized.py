@@ -1,11 +1,11 @@
-"""Linear maps whose weights have 8 bits: half of bfloat16's memory, and twice its matrix rate where hardware has such
-products and the activations have 8 bits too.
+"""Linear maps with 8-bit weights: half of bfloat16's memory, and twice its matrix rate where the hardware multiplies
+8-bit numbers and the activations have 8 bits too.
 
-A weight is kernel * scale with one scale per output, which puts the largest absolute value of its column at the end of
-the kind's range. In the transformer, rows of x are rounded likewise as they come and the result is scaled back: nothing
-is calibrated. int8 sums are exact integers, float8's are float32. T5, which runs once, has 8 bits to save memory: its
-activations stay as they are. Only the maps inside blocks are quantized: embeddings, norms, time and output are not,
-since there a rounding is not averaged over thousands of terms.
+A weight is kernel * scale with one scale per output, which maps the largest absolute value of its column to the end of
+the kind's range. In the transformer, rows of x are quantized in the same way at run time and the result is scaled back:
+nothing is calibrated. int8 sums are exact integers, float8 sums are float32. T5, which runs once, has 8-bit weights to
+save memory, and its activations are not quantized. Only the maps inside blocks are quantized: embeddings, norms, time
+and output are not, since there a rounding is not averaged over thousands of terms.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.layers import Linear, Order, TransposedLinear, same_arrays, times_transposed
+from cogvideox_flax.nn.layers import Linear, Permutation, TransposedLinear, matmul_transposed, permuted
+from cogvideox_flax.nn.stack import same_arrays
 
 
 @dataclass(frozen=True)
 class Kind:
-    """dtype: of the rounded numbers; largest: what the largest of a row or column becomes."""
+    """dtype of the quantized numbers; `largest` is what the largest number of a row or column becomes."""
 
     dtype: Any
     largest: float
 
 
 KINDS: dict[str, Kind] = {"int8": Kind(jnp.int8, 127), "float8": Kind(jnp.float8_e4m3fn, 448)}
-"""As checkpoints call them -> kind. For evenly filled rows int8 rounds finer; float8 (e4m3) minds outliers less."""
+"""Name in checkpoints -> kind. int8 is more accurate for evenly filled rows, float8 (e4m3) for rows with outliers."""
 
 _ATTENTION = tuple(("attn", name) for name in ("q", "k", "v", "out"))
 MAPS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -42,7 +43,7 @@ MAPS: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 class QuantizedLinear(nnx.Module):
-    """y = x @ (kernel * scale) + bias, with x rounded to 8 bits row by row. kernel: 8 bits [in, out]; scale: [out]."""
+    """y = x @ (kernel * scale) + bias, with each row of x quantized. kernel: 8 bits [in, out]; scale: [out]."""
 
     def __init__(
         self,
@@ -54,36 +55,30 @@ class QuantizedLinear(nnx.Module):
         self.scale = nnx.Param(scale)
         self.bias = nnx.Param(bias) if bias is not None else None
 
-    def float32(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float32[Array, "*batch out"]:
-        """The sum before rounding to the input's dtype, for callers that compute on."""
-
-        def put(w: Array) -> Array:
-            return w if order is None else order(w)
-
-        kernel = put(self.kernel[...])
+    def __call__(
+        self, x: Float[Array, "*batch in"], permutation: Permutation | None = None, *, out_dtype: Any = None
+    ) -> Float[Array, "*batch out"]:
+        """As for `layers.Linear`."""
+        kernel = permuted(self.kernel[...], permutation)
         kind = kind_of(kernel.dtype)
         assert kind is not None
         rounded, factor = round_to(kind, x, axis=-1)
-        y = _product(rounded, kernel) * factor * put(self.scale[...])
+        y = _product(rounded, kernel) * factor * permuted(self.scale[...], permutation)
         if self.bias is not None:
-            y = y + put(self.bias[...]).astype(jnp.float32)
-        return y
-
-    def __call__(self, x: Float[Array, "*batch in"], order: Order | None = None) -> Float[Array, "*batch out"]:
-        """order: as for `layers.Linear`."""
-        return self.float32(x, order).astype(x.dtype)
+            y = y + permuted(self.bias[...], permutation).astype(jnp.float32)
+        return y.astype(out_dtype or x.dtype)
 
 
 class QuantizedTransposedLinear(nnx.Module):
-    """y = x @ weight.T * scale, x as it is. weight: 8 bits [out, in]; scale: float32 [out]."""
+    """y = x @ weight.T * scale, with x not quantized. weight: 8 bits [out, in]; scale: float32 [out]."""
 
     def __init__(self, weight: Num[Array, "*layers out in"], scale: Float32[Array, "*layers out"]):
         self.weight = nnx.Param(weight)
         self.scale = nnx.Param(scale)
 
-    def float32(self, x: Float[Array, "*batch in"]) -> Float32[Array, "*batch out"]:
+    def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.TransposedLinear`."""
-        return times_transposed(x, self.weight[...]) * self.scale[...]
+        return (matmul_transposed(x, self.weight[...]) * self.scale[...]).astype(out_dtype or x.dtype)
 
 
 def kind_of(dtype: Any) -> str | None:
@@ -92,7 +87,7 @@ def kind_of(dtype: Any) -> str | None:
 
 
 def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array, "*shape"], Float32[Array, "*scales"]]:
-    """(n, scale) such that x is about n * scale, with one scale along an axis, which keeps size 1."""
+    """(n, scale) such that x is about n * scale, with one scale along `axis`, which keeps size 1."""
     into = KINDS[kind]
     wide = x.astype(jnp.float32)
     scale = jnp.abs(wide).max(axis, keepdims=True) / into.largest
@@ -113,19 +108,19 @@ def _narrow_product(x: Array, kernel: Array) -> Array:
 
 
 def _wide_product(x: Array, kernel: Array) -> Array:
-    """For a CPU, which has no product of floats of 8 bits."""
+    """For a CPU, which has no product of 8-bit floats."""
     return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def quantize(component: str, module: Any, kind: str = "int8") -> Any:
-    """The module with maps of 8 bits in its blocks; all else is shared with the one that was given.
+    """The module with 8-bit maps in its blocks; everything else is shared with the given one.
 
     Args:
         component: "transformer" or "text_encoder".
         kind: "int8" or "float8".
 
     Raises:
-        InputError: they have 8 bits already.
+        InputError: the maps have 8-bit weights already.
     """
     result = same_arrays(module)
     for part, name in MAPS[component]:
@@ -135,7 +130,7 @@ def quantize(component: str, module: Any, kind: str = "int8") -> Any:
 
 
 def _quantized(linear: Linear | TransposedLinear, kind: str) -> QuantizedLinear | QuantizedTransposedLinear:
-    """The map with a leading layer axis in 8 bits."""
+    """The map, which has a leading layer axis, in 8 bits."""
     if isinstance(linear, TransposedLinear):
         return QuantizedTransposedLinear(*_round_layers(linear.weight[...], kind, axis=1))
     if isinstance(linear, Linear):
@@ -148,7 +143,7 @@ def _quantized(linear: Linear | TransposedLinear, kind: str) -> QuantizedLinear 
 def _round_layers(
     weights: Float[Array, "layers m n"], kind: str, axis: int
 ) -> tuple[Num[Array, "layers m n"], Float32[Array, "layers out"]]:
-    """Layer by layer: a float32 copy of all layers at once would be gigabytes. axis: the one of a layer's inputs."""
+    """Quantize layer by layer: a float32 copy of all layers would be gigabytes. axis: that of a layer's inputs."""
 
     def one(_: None, layer: Array) -> tuple[None, tuple[Array, Array]]:
         rounded, scale = round_to(kind, layer, axis)

@@ -1,7 +1,7 @@
-"""Where a token is: rotary tables (5b, 1.5) and additive sine-cosine tables (2b).
+"""Positions of tokens: rotary tables (5b, 1.5) and additive sine-cosine tables (2b).
 
-Both factor over the three axes, so only per-axis tables are made on the host (in the reference's precision) and the
-full tables are broadcast inside the compiled program, where they cost no constants.
+Both factor over the three axes: per-axis tables are made on the host, in the reference's precision, and broadcast to
+full tables inside the compiled program, which then holds no large constants.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ def rotary(grid: tuple[int, int, int], head_dim: int, base: tuple[int, int] | No
     return cos, sin
 
 
-def padded(table: Rotary, before: int, behind: int) -> Rotary:
-    """A table for so many tokens more, which rotate by zero: what stands around the video in the joint sequence."""
+def pad_rotary(table: Rotary, before: int, after: int) -> Rotary:
+    """The table with rows that rotate by zero, for text tokens before and padding after the video tokens."""
     cos, sin = table
-    rows = ((before, behind), (0, 0))
+    rows = ((before, after), (0, 0))
     return jnp.pad(cos, rows, constant_values=1.0), jnp.pad(sin, rows)
 
 
-def pairs_apart(x: Float[Array, "*batch channels"], head_dim: int) -> Float[Array, "*batch channels"]:
-    """Channels of each head in the order that `rotate` wants: of all pairs (2i, 2i + 1) the first, then the second.
+def half_split(x: Float[Array, "*batch channels"], head_dim: int) -> Float[Array, "*batch channels"]:
+    """Permute the channels of each head from interleaved pairs (2i, 2i + 1) to pairs (i, i + K / 2), as for `rotate`.
 
-    Checkpoints keep pairs side by side, as diffusers does. There a rotation would shuffle neighbours, which on a TPU
-    takes several copies of all queries and keys; to order the weights that make them is next to nothing.
+    Checkpoints interleave pairs, as diffusers does. Rotating interleaved pairs swaps neighbouring channels, which on a
+    TPU takes several copies of all queries and keys; permuting the weights that make them costs next to nothing.
     """
     return x.reshape(*x.shape[:-1], -1, head_dim // 2, 2).swapaxes(-1, -2).reshape(x.shape)
 
@@ -92,7 +92,7 @@ def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]
     """
     cos, sin = (part[:, None, None, :] for part in table)
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    # the halves are exchanged by a flip, which a TPU does in passing; cut apart, they would be written and joined again
+    # a flip swaps the halves, which a TPU fuses; split and concatenate would write them to memory
     return (y * cos + jnp.flip(y, -2) * jnp.concatenate([-sin, sin], -2)).reshape(x.shape).astype(x.dtype)
 
 

@@ -18,7 +18,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
-from cogvideox_flax.sharding.sequence_parallel import group_of
+from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
 _DENSE_RATE = 0.85  # of the matrix rate that products reach
 _MOVED = 78  # bytes per token and channel of a layer
@@ -56,7 +56,7 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
             continue
         here = batch // dp * work.tokens / sp * work.width  # channels of tokens on a device
         heads = work.heads // tp
-        group = group_of(heads, sp)  # of devices that exchange heads; keys go round the groups
+        group = ulysses_group(heads, sp)  # of devices that exchange heads; keys go round the groups
         flops = 4 * work.tokens**2 * work.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
         seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
         seconds += 24 * work.width * here / tp / (_DENSE_RATE * chip.flops)

@@ -14,13 +14,10 @@ import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.layers import apart
+from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 from cogvideox_flax.runtime.terminal import say
-
-FEW_TOKENS = 4096
-"""Below it a CPU notices whether a layer's weights are copied before it multiplies by them."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +103,10 @@ class Program:
     def model_argument(self, model: Any) -> Any:
         """The first argument as the program takes it. Whoever calls often asks for it once.
 
-        On one CPU a model's layers are arguments of their own where few tokens go through them.
+        On one CPU its layers may be arguments of their own; see `nn.cpu.unstack_layers`.
         """
         one_cpu = self.mesh is None and jax.default_backend() == "cpu"
-        return apart(model) if one_cpu and self._tokens is not None and self._tokens < FEW_TOKENS else model
+        return unstack_layers(model, self._tokens) if one_cpu and self._tokens is not None else model
 
     def prepare(self, model: Any, *args: Any, announce: bool) -> Any:
         """The executable for arguments of these shapes, which may be shapes only."""

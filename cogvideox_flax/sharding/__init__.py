@@ -1,11 +1,11 @@
-"""What lies where on a mesh of devices, and what they exchange.
+"""Where arrays lie on a mesh of devices, and what the devices exchange.
 
-Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (heads and hidden units); the autoencoder,
-which has none of these but the batch, splits pictures over all of them. Everything else names logical axes only.
+Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (heads and hidden units). The autoencoder
+has only the batch of these and splits height and width over all axes. Everything else names logical axes only.
 """
 
-from cogvideox_flax.sharding.sequence_parallel import over_heads, pad_tokens
-from cogvideox_flax.sharding.spatial_parallel import Padding, over_picture, split_picture
+from cogvideox_flax.sharding.sequence_parallel import pad_tokens, sequence_parallel_attention
+from cogvideox_flax.sharding.spatial_parallel import Padding, spatial_parallel_conv, spatial_split
 from cogvideox_flax.sharding.tables import (
     AXES,
     PARAMS,
@@ -37,12 +37,12 @@ __all__ = [
     "layer_weights",
     "make_mesh",
     "named",
-    "over_heads",
-    "over_picture",
     "pad_tokens",
     "parameter_axes",
     "parameter_name",
     "parameter_sharding",
     "parse_mesh",
-    "split_picture",
+    "sequence_parallel_attention",
+    "spatial_parallel_conv",
+    "spatial_split",
 ]

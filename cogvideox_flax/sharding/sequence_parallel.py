@@ -1,7 +1,7 @@
-"""Sequence parallelism: tokens are split everywhere but in attention, which takes some heads of all tokens.
+"""Sequence parallelism: tokens are split over sp everywhere but in attention, where heads are (Ulysses).
 
-Where there are too few heads for that, groups of devices exchange heads, and keys and values go round the groups in a
-ring.
+Where heads do not divide over sp, groups of devices exchange heads, and keys and values pass around the groups (ring
+attention).
 """
 
 from __future__ import annotations
@@ -21,50 +21,49 @@ from cogvideox_flax.sharding.tables import RULES, devices_of, spec_of
 log = logging.getLogger(__name__)
 
 TOKEN_TILE = 128
-"""Tokens of a device come in multiples of a TPU's lanes, along which they lie around an exchange; few of them, of 8."""
+"""Tokens of a device are a multiple of a TPU's lanes, along which an exchange lays them out; of 8 if they are few."""
 
-WASTE = 1 / 8
-"""Share of heads of zeros up to which all devices exchange heads."""
+MAX_ZERO_HEADS = 1 / 8
+"""Zero heads, relative to the real ones, up to which all devices of sp exchange heads."""
 
 _Ring = tuple[Array, Array, Array, Array, Array]
-"""Keys, values, and of the parts so far: the sum of each result times 2^(weight - running_max), running_max itself, and
-row_sum, the sum of 2^(weight - running_max)."""
+"""Keys and values; the sum of out * 2^(log_sum_exp - running_max) over the parts so far; running_max; and row_sum, the
+sum of 2^(log_sum_exp - running_max)."""
 
-_NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)  # the weight of no keys: below that of any, differences finite
+_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # log_sum_exp of no keys: below any other, differences finite
 
 
 def pad_tokens(x: Float[Array, "B S ..."]) -> Float[Array, "B padded ..."]:
-    """Zero rows behind the tokens until each device of sp has as many, in whole tiles; as it is without sp.
+    """Zero tokens at the end, so that every device of sp has the same number of whole tiles; x itself without sp.
 
-    Attention must be told how many tokens are real (`kv_len`), and whoever pads must cut.
+    The caller tells attention the number of real tokens (`kv_len`) and removes the padding.
     """
     parts = devices_of("tokens")
     tile = TOKEN_TILE if x.shape[1] >= 8 * parts * TOKEN_TILE else 8
     return _pad(x, 1, parts * tile) if parts > 1 else x
 
 
-def over_heads(
-    f: Callable[..., Array],
+def sequence_parallel_attention(
+    attend: Callable[..., Array],
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: int | Int[Array, " B"] | None,
-    part: Callable[..., tuple[Array, Array]] | None = None,
+    attend_with_lse: Callable[..., tuple[Array, Array]] | None = None,
 ) -> Float[Array, "B Q N K"]:
-    """Run attention f on each device's share: batch over dp, heads over tp and sp, the tokens of a head all together.
+    """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
     Everywhere else sp splits tokens, so q, k, v and the result are exchanged between the devices of sp: four
-    all-to-alls, each of one tensor (DeepSpeed-Ulysses, arXiv 2309.14509). Any number of tokens is served, and any
-    number of heads that divides over tp: tokens are padded by rows that f never sees as keys, and heads that do not
-    divide over sp by heads of zeros, which cost time and change nothing. Where they would cost much, heads are
-    exchanged by so many devices as they divide over, and keys and values go round (ring attention, arXiv 2310.01889;
-    both at once, arXiv 2405.07719).
+    all-to-alls, each of one tensor (DeepSpeed-Ulysses, arXiv 2309.14509). Tokens are padded by rows that are never
+    attended, and heads that do not divide over sp by zero heads, which cost time and change nothing. Where there would
+    be too many of those, groups of as many devices as divide the heads exchange them, and keys and values pass around
+    the groups (ring attention, arXiv 2310.01889; both together, arXiv 2405.07719).
 
     Args:
-        f: f(q, k, v, lengths) with lengths int32 [B] or None.
-        kv_len: how many keys are attended. An int cuts them before f; an array is for f, as its `lengths`.
-        part: part(q, k, v, lengths) is f's result for some of the keys, float32, and their weight, as
-            `attention.xla.attend_part`; None if f has no such form: then heads are padded.
+        attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
+        kv_len: how many keys are attended. An int cuts k and v; an array becomes `lengths`.
+        attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
+            log_sum_exp, as `attention.xla.attend_with_lse`; None if there is no such form, and zero heads are used.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes, with the numbers.
@@ -72,42 +71,42 @@ def over_heads(
     mesh = jax.sharding.get_abstract_mesh()
     keys, lengths = (kv_len, None) if isinstance(kv_len, int) else (k.shape[1], kv_len)
     if mesh.empty or mesh.size == 1:
-        return f(q, k[:, :keys], v[:, :keys], lengths)
+        return attend(q, k[:, :keys], v[:, :keys], lengths)
     parts, heads = devices_of("tokens"), q.shape[2] // devices_of("heads")
-    group = group_of(heads, parts) if part is not None else parts
+    group = ulysses_group(heads, parts) if attend_with_lse is not None else parts
     _log_heads(heads, parts, group)
     queries = q.shape[1]
     q, k, v = map(pad_tokens, (q, k, v))
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
-    # cut by whole tiles, which costs no copy of its own; f is told of the rest
+    # whole tiles are cut off without another copy; `lengths` masks the rest
     tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])
     if lengths is None and (tiles > keys or group < parts):
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
 
     def share(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
         if parts == 1:
-            return f(q, k[:, :tiles], v[:, :tiles], lengths)
+            return attend(q, k[:, :tiles], v[:, :tiles], lengths)
         q, k, v = (_tokens_to_heads(_pad(x, 2, group), group, parts) for x in (q, k, v))
         if group < parts:
-            assert part is not None and lengths is not None
-            out = _ring(part, q, k, v, lengths, group, parts)
+            assert attend_with_lse is not None and lengths is not None
+            out = _ring_attention(attend_with_lse, q, k, v, lengths, group, parts)
         else:
-            out = f(q, k[:, :tiles], v[:, :tiles], lengths)
+            out = attend(q, k[:, :tiles], v[:, :tiles], lengths)
         return _heads_to_tokens(out, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
     return jax.shard_map(share, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[:, :queries]
 
 
-def group_of(heads: int, parts: int) -> int:
-    """How many of the devices of sp exchange heads among themselves: all, if few heads of zeros make that possible."""
-    if -heads % parts <= heads * WASTE:
+def ulysses_group(heads: int, parts: int) -> int:
+    """How many devices of sp exchange heads with each other: all, if few zero heads make that possible."""
+    if -heads % parts <= heads * MAX_ZERO_HEADS:
         return parts
     return math.gcd(heads, parts)
 
 
-def _ring(
-    part: Callable[..., tuple[Array, Array]],
+def _ring_attention(
+    attend_with_lse: Callable[..., tuple[Array, Array]],
     q: Float[Array, "B S n K"],
     k: Float[Array, "B S n K"],
     v: Float[Array, "B S n K"],
@@ -115,43 +114,43 @@ def _ring(
     group: int,
     parts: int,
 ) -> Float[Array, "B S n K"]:
-    """Attention of a group's queries to its own keys, and then to those of each other group as they come by."""
-    around, size = parts // group, k.shape[1]
+    """Attention of a group's queries to its own keys, then to those of every other group as they pass by."""
+    groups, size = parts // group, k.shape[1]
     here = jax.lax.axis_index(RULES["tokens"]) // group
 
-    def seen(step: Int[Array, ""] | int, k: Array, v: Array) -> tuple[Array, Array]:
-        real = jnp.clip(lengths - (here - step) % around * size, 0, size)
-        out, weight = part(q, k, v, jnp.maximum(real, 1))
-        some = real[:, None, None] > 0  # else what was attended is padding, of which not even a zero times may count
-        return jnp.where(some[..., None], out, 0), jnp.where(some, weight, _NOTHING)
+    def attend_part(step: Int[Array, ""] | int, k: Array, v: Array) -> tuple[Array, Array]:
+        real = jnp.clip(lengths - (here - step) % groups * size, 0, size)
+        out, log_sum_exp = attend_with_lse(q, k, v, jnp.maximum(real, 1))
+        has_keys = real[:, None, None] > 0  # else the result is of padding, which may not be finite
+        return jnp.where(has_keys[..., None], out, 0), jnp.where(has_keys, log_sum_exp, _NO_KEYS)
 
     def add(step: Int[Array, ""] | int, carry: _Ring) -> tuple[Array, Array, Array]:
         k, v, out, running_max, row_sum = carry
-        part_out, weight = seen(step, k, v)
-        new_max = jnp.maximum(running_max, weight)
-        rescale, share = jnp.exp2(running_max - new_max), jnp.exp2(weight - new_max)
-        out = out * rescale[..., None] + part_out * share[..., None]
-        return out, new_max, row_sum * rescale + share
+        part_out, log_sum_exp = attend_part(step, k, v)
+        new_max = jnp.maximum(running_max, log_sum_exp)
+        rescale, part_sum = jnp.exp2(running_max - new_max), jnp.exp2(log_sum_exp - new_max)
+        out = out * rescale[..., None] + part_out * part_sum[..., None]
+        return out, new_max, row_sum * rescale + part_sum
 
     def pass_on(x: Array) -> Array:
         return jax.lax.ppermute(x, RULES["tokens"], [(i, (i + group) % parts) for i in range(parts)])
 
     def turn(carry: _Ring, step: Int[Array, ""]) -> tuple[_Ring, None]:
-        coming = pass_on(carry[0]), pass_on(carry[1])  # while this device computes
-        return (*coming, *add(step, carry)), None
+        received = pass_on(carry[0]), pass_on(carry[1])  # while this device computes
+        return (*received, *add(step, carry)), None
 
     rows = q.shape[:3]
-    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _NOTHING), jnp.zeros(rows, jnp.float32)
-    carry, _ = jax.lax.scan(turn, (k, v, *start), jnp.arange(around - 1))
-    out, _, row_sum = add(around - 1, carry)
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _NO_KEYS), jnp.zeros(rows, jnp.float32)
+    carry, _ = jax.lax.scan(turn, (k, v, *start), jnp.arange(groups - 1))
+    out, _, row_sum = add(groups - 1, carry)
     return (out / row_sum[..., None]).astype(q.dtype)
 
 
 def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "B S n K"]:
-    """From a device's tokens with all heads to its group's tokens with a part of the heads.
+    """From a device's tokens with all heads to its group's tokens with some of the heads.
 
-    What goes to one device lies together before the exchange: it takes a fifth less traffic on a TPU than leaving the
-    transposes to `all_to_all`, by the compiler's count.
+    Data for one device is made contiguous before the exchange: on a TPU that takes a fifth less traffic than leaving
+    the transposes to `all_to_all`, by the compiler's count.
     """
     batch, tokens, heads, dim = x.shape
     x = x.reshape(batch, tokens, group, heads // group, dim).transpose(2, 0, 3, 1, 4)
@@ -166,7 +165,7 @@ def _heads_to_tokens(x: Float[Array, "B S n K"], group: int, parts: int) -> Floa
 
 
 def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Array, "group ..."]:
-    """Row i goes to device i of the group, which are neighbours."""
+    """Row i goes to device i of the group; the devices of a group are neighbours."""
     if group == 1:
         return x
     groups = [list(range(first, first + group)) for first in range(0, parts, group)] if group < parts else None
@@ -174,7 +173,7 @@ def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Arr
 
 
 def _pad(x: Array, axis: int, multiple: int) -> Array:
-    """Zeros behind an axis until it is a multiple."""
+    """Zeros at the end of an axis, to a multiple."""
     return jnp.pad(x, [(0, -size % multiple if i == axis else 0) for i, size in enumerate(x.shape)])
 
 
@@ -182,7 +181,7 @@ def _pad(x: Array, axis: int, multiple: int) -> Array:
 def _log_heads(heads: int, parts: int, group: int) -> None:
     """Once per process: a model is traced many times."""
     if group < parts:
-        log.info("%d heads do not divide over sp=%d: %d devices exchange them, keys go round", heads, parts, group)
+        log.info("%d heads do not divide over sp=%d: groups of %d devices, ring attention", heads, parts, group)
     elif heads % parts:
         padded = heads + -heads % parts
-        log.info("%d heads do not divide over sp=%d: attention works on %d, zeros included", heads, parts, padded)
+        log.info("%d heads do not divide over sp=%d: padded to %d by zero heads", heads, parts, padded)

@@ -1,4 +1,4 @@
-"""Pictures split in rows and columns over all devices; what looks beyond a pixel gets its neighbours' edges."""
+"""Spatial parallelism: height and width are split over all devices, and convolutions exchange halos."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", de
 
 
 @contextmanager
-def split_picture(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Float[Array, "B T H W C"]]:
-    """Within, clips lie split as x, which is given back so: x and all clips of a size that is a multiple of x / factor.
+def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Float[Array, "B T H W C"]]:
+    """Yields x split over the mesh; within, `spatial_parallel_conv` takes clips to be split alike.
 
-    Batches that divide over dp are split there; the rest of the mesh, or all of it, shares each picture: its rows if
-    they divide, else columns or both. What divides neither way is done by as many devices as can, and the others alike.
+    A batch that divides over dp is split there. The other mesh axes, or all of them, split rows if those divide, else
+    columns or both. Where neither divides, as many devices as possible are used, and the others repeat their work.
+
+    Args:
+        factor: the sizes of all clips within are multiples of x's size / factor.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -43,14 +46,14 @@ def split_picture(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Flo
         return
     sizes = dict(mesh.shape)
     batch = RULES["batch"]
-    shared = x.shape[0] > 1 and x.shape[0] % sizes[batch] == 0
-    free = {name: n for name, n in sizes.items() if n > 1 and not (shared and name == batch)}
+    split_batch = x.shape[0] > 1 and x.shape[0] % sizes[batch] == 0
+    free = {name: n for name, n in sizes.items() if n > 1 and not (split_batch and name == batch)}
     height, width = x.shape[HEIGHT] // factor, x.shape[WIDTH] // factor
     rows, columns = _split(height, width, tuple(free.items()))
     parts = math.prod(sizes[name] for name in rows + columns)
     if parts < math.prod(free.values()):
         _log_idle(height, width, math.prod(free.values()), parts)
-    layout = PartitionSpec(batch if shared else None, None, rows or None, columns or None)
+    layout = PartitionSpec(batch if split_batch else None, None, rows or None, columns or None)
     token = _layout.set(layout)
     try:
         yield jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout))
@@ -60,7 +63,7 @@ def split_picture(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Flo
 
 @cache
 def _split(height: int, width: int, axes: tuple[tuple[str, int], ...]) -> tuple[_Names, _Names]:
-    """Mesh axes for the rows and for the columns: as many devices as divide, in rows alone if that can be."""
+    """Mesh axes that split rows, and those that split columns: as many devices as divide, preferably rows alone."""
     sizes = dict(axes)
     best: tuple[tuple[int, bool, int], tuple[_Names, _Names]] = ((0, False, 0), ((), ()))
     for choice in itertools.product((HEIGHT, WIDTH, None), repeat=len(axes)):
@@ -77,43 +80,42 @@ def _log_idle(height: int, width: int, devices: int, parts: int) -> None:
     log.info("latents of %dx%d divide over %d of %d devices", height, width, parts, devices)
 
 
-def over_picture(
-    f: Callable[..., Float[Array, "B T H W O"]],
+def spatial_parallel_conv(
+    conv: Callable[..., Float[Array, "B T H W O"]],
     x: Float[Array, "B T H W I"],
     residual: Float[Array, "B T H W O"] | None,
     *params: Array,
-    reach: tuple[int, int],
+    halo: tuple[int, int],
 ) -> Float[Array, "B T h w O"]:
-    """f on each device's part of the picture, with the neighbours' rows and columns that it reaches.
+    """A convolution on each device's part of height and width, after a halo exchange.
 
     Args:
-        f: f(x, residual, *params, padding=): `padding` is what f has to pad x with, since no neighbour is there to.
-        residual: of the result's size, and split like it.
-        params: whole on every device.
-        reach: pixels that f sees before and after each of its own.
+        conv: conv(x, residual, *params, padding=), where `padding` is the zero padding that x still needs.
+        residual: of the result's size, and split alike.
+        params: replicated.
+        halo: pixels that conv reads before and after each of its own.
     """
     layout = _layout.get()
     if layout is None or (layout[HEIGHT] is None and layout[WIDTH] is None):
-        return f(x, residual, *params, padding=(reach, reach))
+        return conv(x, residual, *params, padding=(halo, halo))
     mesh = jax.sharding.get_abstract_mesh()
 
     def part(x: Array, residual: Array | None, *params: Array) -> Array:
         for axis in (HEIGHT, WIDTH):
-            x = _with_edges(x, axis, layout[axis], dict(mesh.shape), reach)
-        padding = tuple(reach if layout[axis] is None else (0, 0) for axis in (HEIGHT, WIDTH))
-        return f(x, residual, *params, padding=padding)
+            x = _halo_exchange(x, axis, layout[axis], dict(mesh.shape), halo)
+        padding = tuple(halo if layout[axis] is None else (0, 0) for axis in (HEIGHT, WIDTH))
+        return conv(x, residual, *params, padding=padding)
 
-    whole = PartitionSpec()
-    specs: tuple[Any, ...] = (layout, layout, *[whole] * len(params))
+    specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
     return jax.shard_map(part, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
 
 
-def _with_edges(x: Array, axis: int, names: Any, sizes: dict[str, int], reach: tuple[int, int]) -> Array:
-    """x between the edges of its neighbours along an axis; beyond the picture these are zeros."""
+def _halo_exchange(x: Array, axis: int, names: Any, sizes: dict[str, int], halo: tuple[int, int]) -> Array:
+    """x with its neighbours' edges along an axis; zeros at the edges of the picture."""
     if names is None:
         return x
     names = (names,) if isinstance(names, str) else tuple(names)
-    n, (before, after) = math.prod(sizes[name] for name in names), reach
+    n, (before, after) = math.prod(sizes[name] for name in names), halo
     parts = [x]
     if before:
         edge = jax.lax.slice_in_dim(x, x.shape[axis] - before, None, axis=axis)

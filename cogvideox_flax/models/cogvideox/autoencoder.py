@@ -19,11 +19,12 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.tiling import Plan, Tiling, tiled
+from cogvideox_flax.models.cogvideox.tiling import TileLayout, Tiling, tiled
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
-from cogvideox_flax.nn.layers import Linear, stack
+from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
 from cogvideox_flax.nn.resample import double_frames, halve_frames, repeat_space
+from cogvideox_flax.nn.stack import stack
 
 ENCODE_CHUNK = 8
 """Video frames per encoder chunk."""
@@ -34,14 +35,15 @@ DECODE_CHUNK = 2
 LOGVAR_RANGE = (-30.0, 20.0)
 
 FIXED_EPS = 1e-6
-"""Epsilon of the norms for which the reference does not ask its config: the modulated ones and the encoder's last."""
+"""Epsilon of the norms that do not take it from the config, as in the reference: modulated norms, the encoder's
+last."""
 
 Cache = Any
 """A pytree of feature caches: the last two padded input frames of every causal convolution."""
 
 
 def chunk_sizes(n: int, size: int) -> list[int]:
-    """How n frames are cut: equal chunks of `size`, the remainder joined to the first; 13, 2 -> 3, 2, 2, 2, 2, 2."""
+    """n frames in chunks of `size`, with the remainder in the first: 13, 2 -> 3, 2, 2, 2, 2, 2."""
     later = max(n // size, 1) - 1
     return [n - later * size] + [size] * later
 
@@ -70,7 +72,7 @@ class ResNetBlock(nnx.Module):
 
 
 class ResNetBlocks(nnx.Module):
-    """n blocks at one resolution. The block that changes the channels stands apart, the equal ones are stacked."""
+    """n blocks at one resolution: `first` changes the number of channels, the others are equal and stacked."""
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class Encoder(nnx.Module):
         """cache: what the previous chunk returned; None for the first chunk of a clip."""
         conv_in, blocks, mid, conv_out = cache or (None, [None] * len(self.blocks), None, None)
         x, conv_in = self.conv_in(x, conv_in)
-        # Float32 between the blocks. The decoder's norms save more roundings than the encoder's and do without.
+        # float32 between the blocks; the decoder needs none, since its norms avoid more roundings than the encoder's
         x = x.astype(jnp.float32)
         new_blocks = []
         for block, block_cache in zip(self.blocks, blocks, strict=True):
@@ -251,9 +253,9 @@ class Autoencoder(nnx.Module):
         """
         factor = self.config.spatial_compression
         _check(video, "video", self.config.in_channels, factor)
-        plan = _plan(tiling, Tiling.encode_plan, factor)
+        layout = _layout(tiling, Tiling.encode_layout, factor)
         run = partial(_in_chunks, self.encoder, size=ENCODE_CHUNK)
-        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), plan, slicing, factor)
+        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), layout, slicing, factor)
         mean, logvar = jnp.split(moments, 2, -1)
         return mean, logvar.clip(*LOGVAR_RANGE)
 
@@ -274,9 +276,9 @@ class Autoencoder(nnx.Module):
             InputError: a shape or a tiling that does not fit.
         """
         _check(z, "latent", self.config.latent_channels, 1)
-        plan = _plan(tiling, Tiling.decode_plan, self.config.spatial_compression)
+        layout = _layout(tiling, Tiling.decode_layout, self.config.spatial_compression)
         run = partial(_in_chunks, self.decoder, size=DECODE_CHUNK)
-        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), plan, slicing, 1)
+        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), layout, slicing, 1)
 
 
 def _check(x: Array, name: str, channels: int, factor: int) -> None:
@@ -293,20 +295,20 @@ def _check(x: Array, name: str, channels: int, factor: int) -> None:
         )
 
 
-def _plan(tiling: Tiling | None, make: Callable[[Tiling, int], Plan], factor: int) -> Plan | None:
+def _layout(tiling: Tiling | None, make: Callable[[Tiling, int], TileLayout], factor: int) -> TileLayout | None:
     if tiling is None:
         return None
     tiling.check(factor)
     return make(tiling, factor)
 
 
-def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bool, factor: int) -> Array:
-    """`run` on x: clip by clip if `slicing`, tile by tile if `plan` applies, else split over the devices."""
+def _run(run: Callable[[Array], Array], x: Array, layout: TileLayout | None, slicing: bool, factor: int) -> Array:
+    """`run` on x: clip by clip if `slicing`, tile by tile if `layout` applies, else split over the devices."""
 
     def whole(x: Array) -> Array:
-        if plan is not None and plan.applies(x):
-            return tiled(run, x, plan=plan)
-        with sharding.split_picture(x, factor) as x:
+        if layout is not None and layout.applies(x):
+            return tiled(run, x, layout=layout)
+        with sharding.spatial_split(x, factor) as x:
             return run(x)
 
     if not slicing:
@@ -315,9 +317,10 @@ def _run(run: Callable[[Array], Array], x: Array, plan: Plan | None, slicing: bo
 
 
 def _in_chunks(part: Encoder | Decoder, x: Float[Array, "B T H W C"], size: int) -> Array:
-    """A whole clip through `part`, chunk after chunk with its cache.
+    """Run `part` on a whole clip, chunk by chunk with its cache.
 
-    The first chunk has no cache and its own length; the others are equal and scanned, so two programs do for any clip.
+    The first chunk has no cache and its own length; the others are equal and scanned, so a clip of any length needs two
+    compiled bodies.
     """
     first, *later = chunk_sizes(x.shape[1], size)
     y, cache = part(x[:, :first], None)
@@ -329,7 +332,7 @@ def _in_chunks(part: Encoder | Decoder, x: Float[Array, "B T H W C"], size: int)
 
 
 def _scan(resnets: ResNetBlock, x: Array, cache: Cache, *z: Array) -> tuple[Array, Cache]:
-    """x through stacked blocks, one after the other; caches are stacked likewise."""
+    """Scan x through stacked blocks; caches are stacked alike."""
     return jax.lax.scan(lambda x, layer: layer[0](x, layer[1], *z), x, (resnets, cache))
 
 

@@ -1,7 +1,7 @@
 """Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large pictures.
 
-Group norm takes its statistics per tile, so the result is not that of the whole picture; tile sizes and the order of
-blending are the reference's, which makes it the reference's tiled result.
+Group norm takes its statistics per tile, so the result differs from that of the whole picture. Tile sizes and the order
+of blending are the reference's, and so is the result.
 """
 
 from __future__ import annotations
@@ -66,23 +66,24 @@ class Tiling:
         if faults:
             raise InputError("tiles would not add up to the picture:\n" + "\n".join(faults))
 
-    def encode_plan(self, factor: int) -> Plan:
-        """How a video is cut and its encoded tiles are joined."""
-        return Plan(
-            _side(self.height, self.height // factor, self.overlap_height),
-            _side(self.width, self.width // factor, self.overlap_width),
+    def encode_layout(self, factor: int) -> TileLayout:
+        """Tiles of a video, and of their encoding."""
+        return TileLayout(
+            _axis(self.height, self.height // factor, self.overlap_height),
+            _axis(self.width, self.width // factor, self.overlap_width),
         )
 
-    def decode_plan(self, factor: int) -> Plan:
-        """How a latent is cut and its decoded tiles are joined."""
-        return Plan(
-            _side(self.height // factor, self.height, self.overlap_height),
-            _side(self.width // factor, self.width, self.overlap_width),
+    def decode_layout(self, factor: int) -> TileLayout:
+        """Tiles of a latent, and of their decoding."""
+        return TileLayout(
+            _axis(self.height // factor, self.height, self.overlap_height),
+            _axis(self.width // factor, self.width, self.overlap_width),
         )
 
 
-class Side(NamedTuple):
-    """One axis of a plan. tile: size of the input, stride: to the next one; blend, keep: of the output, per tile."""
+class TileAxis(NamedTuple):
+    """Tiles along height or width. Of the input: size of a tile, stride to the next. Of the output: how much of a tile
+    is blended with the one before, and how much is kept."""
 
     tile: int
     stride: int
@@ -90,18 +91,18 @@ class Side(NamedTuple):
     keep: int
 
 
-def _side(tile: int, out: int, overlap: float) -> Side:
-    return Side(tile, stride=int(tile * (1 - overlap)), blend=int(out * overlap), keep=out - int(out * overlap))
+def _axis(tile: int, out: int, overlap: float) -> TileAxis:
+    return TileAxis(tile, stride=int(tile * (1 - overlap)), blend=int(out * overlap), keep=out - int(out * overlap))
 
 
 def _adds_up(size: int, overlap: float, factor: int) -> bool:
-    encode, decode = _side(size, size // factor, overlap), _side(size // factor, size, overlap)
+    encode, decode = _axis(size, size // factor, overlap), _axis(size // factor, size, overlap)
     return 0 < encode.stride == factor * encode.keep and factor * decode.stride == decode.keep
 
 
-class Plan(NamedTuple):
-    height: Side
-    width: Side
+class TileLayout(NamedTuple):
+    height: TileAxis
+    width: TileAxis
 
     def applies(self, x: Float[Array, "B T H W C"]) -> bool:
         """Whether x is larger than one tile."""
@@ -109,24 +110,24 @@ class Plan(NamedTuple):
 
 
 def tiled(
-    run: Callable[[Float[Array, "B T h w C"]], Array], x: Float[Array, "B T H W C"], plan: Plan
+    run: Callable[[Float[Array, "B T h w C"]], Array], x: Float[Array, "B T H W C"], layout: TileLayout
 ) -> Float[Array, "B T H W C"]:
     """Apply `run` to every tile of x and join the results.
 
-    Tiles of one shape go through one compiled body, one after the other.
+    Tiles of one shape run in a loop over one compiled body.
     """
-    starts = [range(0, x.shape[axis], side.stride) for axis, side in ((HEIGHT, plan.height), (WIDTH, plan.width))]
+    starts = [range(0, x.shape[axis], layout[axis - HEIGHT].stride) for axis in (HEIGHT, WIDTH)]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for i in starts[0]:
         for j in starts[1]:
-            shape = min(plan.height.tile, x.shape[HEIGHT] - i), min(plan.width.tile, x.shape[WIDTH] - j)
+            shape = min(layout.height.tile, x.shape[HEIGHT] - i), min(layout.width.tile, x.shape[WIDTH] - j)
             groups.setdefault(shape, []).append((i, j))
 
     tiles: dict[tuple[int, int], Array] = {}
     for shape, corners in groups.items():
         done = jax.lax.map(lambda corner, shape=shape: run(_cut(x, corner, shape)), np.array(corners))
         tiles.update(zip(corners, done, strict=True))
-    return _join([[tiles[i, j] for j in starts[1]] for i in starts[0]], plan)
+    return _join([[tiles[i, j] for j in starts[1]] for i in starts[0]], layout)
 
 
 def _cut(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
@@ -134,20 +135,20 @@ def _cut(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
     return jax.lax.dynamic_slice(x, start, (*x.shape[:2], *shape, x.shape[-1]))
 
 
-def _join(rows: list[list[Array]], plan: Plan) -> Array:
+def _join(rows: list[list[Array]], layout: TileLayout) -> Array:
     """Blend every tile with the finished tiles above and left of it, then crop and concatenate."""
     for i, row in enumerate(rows):
         for j in range(len(row)):
             if i > 0:
-                row[j] = _blend(rows[i - 1][j], row[j], plan.height.blend, HEIGHT)
+                row[j] = _blend(rows[i - 1][j], row[j], layout.height.blend, HEIGHT)
             if j > 0:
-                row[j] = _blend(row[j - 1], row[j], plan.width.blend, WIDTH)
-    keep = (slice(None), slice(None), slice(plan.height.keep), slice(plan.width.keep))
+                row[j] = _blend(row[j - 1], row[j], layout.width.blend, WIDTH)
+    keep = (slice(None), slice(None), slice(layout.height.keep), slice(layout.width.keep))
     return jnp.concatenate([jnp.concatenate([tile[keep] for tile in row], WIDTH) for row in rows], HEIGHT)
 
 
 def _blend(before: Array, tile: Array, extent: int, axis: int) -> Array:
-    """Fade from the end of `before` into the start of `tile` over `extent` pixels, linearly."""
+    """Linear blend from the end of `before` to the start of `tile`, over `extent` pixels."""
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile

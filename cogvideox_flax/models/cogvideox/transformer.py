@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -14,26 +16,45 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from cogvideox_flax import sharding
-from cogvideox_flax.attention import attend
+from cogvideox_flax import attention, sharding
 from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn import rope
-from cogvideox_flax.nn.layers import (
-    MLP,
-    AdaLNZero,
-    LayerNorm,
-    Linear,
-    TimestepMLP,
-    per_stream,
-    sinusoid,
-    stack,
-    through,
-)
+from cogvideox_flax.nn.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid
+from cogvideox_flax.nn.stack import scan_layers, stack
 
 log = logging.getLogger(__name__)
 
 QK_NORM_EPS = 1e-6
+
+Attend = Callable[..., Float[Array, "B S N K"]]
+"""attend(q, k, v, *, kv_len) -> B S N K, as `attention.attend`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tokens:
+    """What `Transformer.embed` makes, the blocks update and the head reads: text, then video, then padding.
+
+    x: the residual stream.
+    emb: the conditioning vector, of the timestep and ofs.
+    is_text: which tokens are text.
+    rotary: cos and sin of every token; None where positions are added to x.
+    text_length: number of text tokens.
+    grid: (frames, rows, columns) of the video tokens.
+    """
+
+    x: Float32[Array, "B S D"]
+    emb: Float32[Array, "B E"]
+    is_text: Bool[Array, "S 1"]
+    rotary: rope.Rotary | None
+    text_length: int = field(metadata={"static": True})
+    grid: tuple[int, int, int] = field(metadata={"static": True})
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that are not padding."""
+        return self.text_length + math.prod(self.grid)
 
 
 class Attention(nnx.Module):
@@ -49,17 +70,19 @@ class Attention(nnx.Module):
         self.out = Linear(width, width, rngs=rngs)
         self.heads = config.heads
 
-    def float32(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None, length: int) -> Float32[Array, "B S D"]:
-        """Tokens past `length` are padding, which no token attends to."""
-        # channels of q and k in another order change no score; this one keeps the pairs that rotate apart
-        order = None if rotary is None else partial(rope.pairs_apart, head_dim=self.norm_q.scale.shape[-1])
+    def __call__(
+        self, x: Float[Array, "B S D"], rotary: rope.Rotary | None, length: int, attend: Attend
+    ) -> Float32[Array, "B S D"]:
+        """Tokens past `length` are padding and are not attended."""
+        # a permutation of the channels of q and k changes no score
+        permutation = None if rotary is None else partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # the barrier has them written in x's dtype, before the norms read them more than once
-        q, k, v = jax.lax.optimization_barrier((self.q(x, order), self.k(x, order), self.v(x)))
+        q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
-        q, k = self.norm_q(q, order), self.norm_k(k, order)
+        q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
         if rotary is not None:
             q, k = rope.rotate(q, rotary), rope.rotate(k, rotary)
-        return self.out.float32(attend(q, k, v, kv_len=length).reshape(x.shape))
+        return self.out(attend(q, k, v, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)
 
 
 class Block(nnx.Module):
@@ -75,18 +98,12 @@ class Block(nnx.Module):
         self.norm2 = AdaLNZero(config.time_width, config.width, eps=config.norm_eps, rngs=rngs)
         self.mlp = MLP(config.width, rngs=rngs)
 
-    def __call__(
-        self,
-        x: Float32[Array, "B S D"],
-        emb: Float32[Array, "B E"],
-        is_text: Bool[Array, "S 1"],
-        rotary: rope.Rotary | None,
-        length: int,
-    ) -> Float32[Array, "B S D"]:
-        y, gate = self.norm1(x, emb, is_text)
-        x = x + per_stream(gate, is_text) * self.attn.float32(y, rotary, length)
-        y, gate = self.norm2(x, emb, is_text)
-        return x + per_stream(gate, is_text) * self.mlp.float32(y)
+    def __call__(self, tokens: Tokens, attend: Attend) -> Float32[Array, "B S D"]:
+        x, is_text = tokens.x, tokens.is_text
+        y, gate = self.norm1(x, tokens.emb, is_text)
+        x = x + per_stream(gate, is_text) * self.attn(y, tokens.rotary, tokens.length, attend)
+        y, gate = self.norm2(x, tokens.emb, is_text)
+        return x + per_stream(gate, is_text) * self.mlp(y)
 
 
 class AdaLNOut(nnx.Module):
@@ -97,8 +114,8 @@ class AdaLNOut(nnx.Module):
         self.norm = LayerNorm(config.width, eps=config.norm_eps)
 
     def __call__(self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"]) -> Float32[Array, "B S D"]:
-        shift, scale = jnp.split(self.linear.float32(jax.nn.silu(emb))[:, None], 2, -1)
-        return self.norm.float32(x) * (1 + scale) + shift
+        shift, scale = jnp.split(self.linear(jax.nn.silu(emb))[:, None], 2, -1)
+        return self.norm(x) * (1 + scale) + shift
 
 
 class Transformer(nnx.Module):
@@ -108,10 +125,15 @@ class Transformer(nnx.Module):
 
     Any latent size whose height and width are multiples of `patch_size` and whose frames are a multiple of
     `patch_size_t` can be served, except that learned positions (5b-I2V) fix height and width.
+
+    Attributes:
+        attend: the attention function, part of the pytree's structure; None is `attention.attend`. For another backend,
+            tile sizes or smoothed keys set `functools.partial(attention.attend, ...)`.
     """
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, attend: Attend | None = None, rngs: nnx.Rngs):
         self.config = config
+        self.attend = attend
         token_in = config.in_channels * config.patch_volume
         self.patch_embed = Linear(token_in, config.width, bias=config.patch_bias, rngs=rngs)
         self.text_proj = Linear(config.text_width, config.width, rngs=rngs)
@@ -149,6 +171,17 @@ class Transformer(nnx.Module):
         Raises:
             InputError: a shape that the release cannot take; ofs missing or not wanted.
         """
+        tokens = self.embed(latents, context, timestep, ofs)
+        return self.head(self.run_blocks(tokens, remat=remat))
+
+    def embed(
+        self,
+        latents: Float[Array, "B T H W C"],
+        context: Float[Array, "B L E"],
+        timestep: Int[Array, "*B"] | int,
+        ofs: Float[Array, "*B"] | float | None = None,
+    ) -> Tokens:
+        """Tokens with their positions, and the conditioning vector. Arguments and errors as for `__call__`."""
         config = self.config
         self._check(latents, context, ofs)
         batch, text_length = context.shape[:2]
@@ -160,37 +193,43 @@ class Transformer(nnx.Module):
         if self.ofs_embedding is not None and config.ofs_width is not None:
             emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width))
 
-        text = self.text_proj.float32(context.astype(jnp.float32))
-        # text has the first places; padded while a token is still narrow
-        length = text_length + frames * rows * columns
-        tokens = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
-        x = self.patch_embed.float32(_spread(sharding.pad_tokens(tokens)))
+        text = self.text_proj(context.astype(jnp.float32))
+        # room for text and padding is made while a token is still narrow
+        video = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
+        x = self.patch_embed(_shard_tokens(sharding.pad_tokens(video)))
         x = jax.lax.dynamic_update_slice_in_dim(x, text, 0, 1)
-        padding = x.shape[1] - length
+        padding = x.shape[1] - text_length - math.prod(grid)
         positions = self._positions(text_length, grid)
         if positions is not None:
             x = x + jnp.pad(positions, ((0, padding), (0, 0)))
         rotary = None
         if config.rotary:
-            rotary = rope.padded(
-                rope.rotary(grid, config.head_dim, _rotary_base(config)), before=text_length, behind=padding
-            )
+            rotary = rope.rotary(grid, config.head_dim, _rotary_base(config))
+            rotary = rope.pad_rotary(rotary, before=text_length, after=padding)
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
+        return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid)
+
+    def run_blocks(self, tokens: Tokens, *, remat: bool = False) -> Tokens:
+        """All blocks, in one scan; remat as for `__call__`."""
+        attend = self.attend or attention.attend
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
             block = sharding.layer_weights("transformer", block)
-            return block(_spread(x), emb, is_text, rotary, length), None
+            return block(replace(tokens, x=_shard_tokens(x)), attend), None
 
         # a scan's body needs no barrier against common subexpressions
-        x = through(jax.checkpoint(layer, prevent_cse=False) if remat else layer, x, self.blocks)
+        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+        return replace(tokens, x=scan_layers(body, tokens.x, self.blocks))
 
-        # cut when a token is narrow again
-        x = self.proj_out.float32(self.norm_out(self.norm_final(x), emb))
-        x = sharding.constrain(_spread(x), "batch", None, None)[:, text_length:length]
-        return unpatchify(x.reshape(batch, *grid, -1), config)
+    def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
+        """The v prediction of the video tokens."""
+        x = self.proj_out(self.norm_out(self.norm_final(tokens.x), tokens.emb))
+        # text and padding are cut off when a token is narrow again
+        x = sharding.constrain(_shard_tokens(x), "batch", None, None)[:, tokens.text_length : tokens.length]
+        return unpatchify(x.reshape(x.shape[0], *tokens.grid, -1), self.config)
 
     def _positions(self, text_length: int, grid: tuple[int, int, int]) -> Float32[Array, "S D"] | None:
-        """What is added to the tokens; None where position is told by rotation alone."""
+        """The additive positions; None where there are only rotary ones."""
         config = self.config
         length = text_length + math.prod(grid)
         if self.pos_embedding is not None and self.pos_embedding.shape[0] == length:
@@ -231,8 +270,8 @@ class Transformer(nnx.Module):
             )
 
 
-def _spread(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Tokens lie on the devices that share them; all but attention is done where they lie."""
+def _shard_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Tokens are split over devices everywhere but in attention."""
     return sharding.constrain(x, "batch", "tokens", None)
 
 

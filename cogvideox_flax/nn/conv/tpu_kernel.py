@@ -1,0 +1,210 @@
+"""The 3-D convolution as a Pallas TPU kernel: one matrix product for a few rows of a frame.
+
+XLA's own convolution reaches an eighth of a v6e's matrix rate at 128 channels of a large picture, and each takes
+seconds to compile. Here the taps in time and height are concatenated along the contracted dimension (their rows are
+whole registers, so that costs nothing) and those in width along the result, whose three parts are shifted against each
+other by a pixel and added. Bias and residual are added, and the sum rounded once, before it is written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.nn.layers import precision, round_up
+from cogvideox_flax.sharding import Padding
+
+NAME = "cogvideox_conv"
+
+DTYPES = (jnp.bfloat16, jnp.float32)
+"""What the TPU compiler takes in a kernel."""
+
+LANES = 128
+
+TAPS = 3
+"""In height and width."""
+
+_ROW_TILE = 16  # rows of a bfloat16 tile: a row of pixels padded to that is whole registers
+_MIB = 2**20
+_VMEM = 60 * _MIB
+"""Limit of fast memory; a v5p has 64 MiB, v5e and v6e have twice that."""
+_BUDGET = {2: 48 * _MIB, 4: 30 * _MIB}
+"""By bytes per number: what `Tiles.nbytes` may be. float32 products need more memory, for parts of their operands."""
+_CHOICES = ((12, 1408, 256), (12, 704, 256), (8, 704, 256), (8, 704, 128), (4, 352, 128), (1, 1, 128))
+"""MiB of an input block (two are held), pixels of one product, output channels of a block; the best first."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one convolution.
+
+    width: pixels of a row in fast memory, padding included.
+    block: rows of a grid step, a divisor of the picture's rows.
+    group: rows of one product, a divisor of `block`.
+    part: output channels of a grid step. parts: number of those.
+    """
+
+    width: int
+    block: int
+    group: int
+    part: int
+    parts: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int, channels: int, out_channels: int, taps: int, itemsize: int) -> Tiles:
+        """For an output of this many rows and columns; channels are multiples of 128."""
+        width = round_up(columns + 2, _ROW_TILE)
+        row_bytes = taps * width * channels * itemsize
+        for mib, pixels, part in _CHOICES:
+            fits = [n for n in range(1, rows + 1) if rows % n == 0 and (n + 2) * row_bytes <= mib * _MIB]
+            block = max(fits, default=1)
+            group = max(n for n in range(1, block + 1) if block % n == 0 and (n == 1 or n * width <= pixels))
+            part = part if out_channels % part == 0 else LANES
+            tiles = cls(width, block, group, part, out_channels // part)
+            if tiles.nbytes(channels, taps, itemsize) <= _BUDGET[itemsize]:
+                break
+        return tiles
+
+    def nbytes(self, channels: int, taps: int, itemsize: int) -> int:
+        """Bytes of fast memory: input, weights, result and residual twice, and one product's operand and sums."""
+        inputs = taps * (self.block + 2) * self.width * channels * itemsize
+        weights = taps * TAPS * channels * TAPS * self.part * itemsize
+        outputs = 2 * self.block * self.width * self.part * itemsize
+        product = self.group * self.width * (taps * TAPS * channels * itemsize + TAPS * self.part * 4)
+        return 2 * (inputs + weights + outputs) + product
+
+
+def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
+    """Why the kernel cannot take x and the residual to a result of this dtype, or None if it can."""
+    dtypes = [x.dtype, jnp.dtype(dtype), *([] if residual is None else [residual.dtype])]
+    others = [str(d) for d in dtypes if d not in DTYPES]
+    return f"it computes in bfloat16 or float32; got {others[0]}" if others else None
+
+
+def convolve(
+    x: Float[Array, "B T+kt-1 h w I"],
+    kernel: Float[Array, "kt 3 3 I O"],
+    bias: Float[Array, " O"],
+    residual: Float[Array, "B T H W O"] | None,
+    *,
+    padding: Padding = ((1, 1), (1, 1)),
+    dtype: Any = None,
+    interpret: bool = False,
+) -> Float[Array, "B T H W O"]:
+    """Valid in time. Summed in float32, rounded once.
+
+    Args:
+        x, kernel: bfloat16 or float32. Channels that do not fill a register (latents, colours) are padded.
+        residual: bfloat16 or float32; added before rounding.
+        padding: zeros before and after the rows, and the columns; h and w grow by that and shrink by 2.
+        dtype: of the result, bfloat16 or float32; None is the residual's, or without one x's.
+
+    Raises:
+        InputError: another dtype.
+    """
+    dtype = dtype or (x.dtype if residual is None else residual.dtype)
+    if reason := why_not(x, residual, dtype):
+        raise InputError(f"the convolution kernel for TPUs: {reason}")
+    if missing := -kernel.shape[-1] % LANES:
+        more = partial(_pad_channels, count=missing)
+        wide = None if residual is None else more(residual)
+        y = convolve(x, more(kernel), more(bias), wide, padding=padding, dtype=dtype, interpret=interpret)
+        return y[..., : kernel.shape[-1]]
+    kernel = jnp.pad(kernel, ((0, 0),) * 3 + ((0, -kernel.shape[-2] % LANES), (0, 0)))
+    taps, _, _, channels, out_channels = kernel.shape
+    (top, bottom), (left, right) = padding
+    rows, columns = x.shape[2] + top + bottom - 2, x.shape[3] + left + right - 2
+    shape = x.shape[0], x.shape[1] - taps + 1, rows, columns, out_channels
+    tiles = Tiles.of(rows, columns, channels, out_channels, taps, x.dtype.itemsize)
+    around = (top, bottom), (left, tiles.width - left - x.shape[3]), (0, channels - x.shape[-1])
+    x = jnp.pad(x, ((0, 0), (0, 0), *around))
+    # [parts, taps * height * in, width * out of a part]
+    weights = kernel.reshape(taps * TAPS, TAPS, channels, tiles.parts, tiles.part).transpose(3, 0, 2, 1, 4)
+    weights = weights.reshape(tiles.parts, taps * TAPS * channels, TAPS * tiles.part)
+    args = [x, weights, bias.astype(jnp.float32).reshape(tiles.parts, 1, tiles.part)]
+    args += [] if residual is None else [residual]
+    return _kernel_call(tiles, jax.ShapeDtypeStruct(shape, dtype), (taps, channels), args, interpret)
+
+
+def forward(
+    x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding, dtype: Any
+) -> Float[Array, "B T H W O"]:
+    """See `causal_conv.conv3d`."""
+    return convolve(x, kernel, bias, residual, padding=padding, dtype=dtype)
+
+
+def _kernel_call(
+    tiles: Tiles, result: jax.ShapeDtypeStruct, taps_and_channels: tuple[int, int], args: list[Array], interpret: bool
+) -> Array:
+    """The kernel of padded x, weights, bias and, if there is one, the residual. The grid is parts of the output
+    channels, batch, frames, blocks of rows."""
+    batch, frames, rows, columns, _ = result.shape
+    taps, channels = taps_and_channels
+    x, weights, _, *residual = args
+    x_block = (pl.Element(n) for n in (1, taps, tiles.block + 2, tiles.width, channels))
+    out_spec = pl.BlockSpec((1, 1, tiles.block, columns, tiles.part), lambda n, b, t, r: (b, t, r, 0, n))
+    outputs = math.prod(result.shape)
+    return pl.pallas_call(
+        partial(_kernel, tiles, columns),
+        out_shape=result,
+        grid=(tiles.parts, batch, frames, rows // tiles.block),
+        in_specs=[
+            pl.BlockSpec(tuple(x_block), lambda n, b, t, r: (b, t, r * tiles.block, 0, 0)),
+            pl.BlockSpec((1, *weights.shape[1:]), lambda n, b, t, r: (n, 0, 0)),
+            pl.BlockSpec((1, 1, tiles.part), lambda n, b, t, r: (n, 0, 0)),
+            *[out_spec] * len(residual),
+        ],
+        out_specs=out_spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=_VMEM
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * taps * TAPS**2 * channels * outputs,
+            transcendentals=0,
+            bytes_accessed=taps * x.nbytes + outputs * x.dtype.itemsize * (1 + len(residual)),
+        ),
+        interpret=interpret,
+        name=NAME,
+    )(*args)
+
+
+def _kernel(tiles: Tiles, columns: int, x_ref: Any, weights_ref: Any, bias_ref: Any, *refs: Any) -> None:
+    """One block of rows of a frame, product by product. refs: the residual if there is one, and the result."""
+    *residual_ref, out_ref = refs
+    _, taps, _, width, channels = x_ref.shape
+    group, part = tiles.group, tiles.part
+
+    def rows_of(g: Any, _: None) -> None:
+        at = g * group
+        taken = [
+            x_ref[0, t, pl.ds(at + h, group)].reshape(group * width, channels) for t in range(taps) for h in range(TAPS)
+        ]
+        sums = jax.lax.dot_general(
+            jnp.concatenate(taken, 1),
+            weights_ref[0],
+            (((1,), (0,)), ((), ())),
+            precision=precision(x_ref.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        first, second, third = (sums[:, i * part : (i + 1) * part] for i in range(TAPS))
+        size = group * width
+        y = first + pltpu.roll(second, size - 1, 0) + pltpu.roll(third, size - 2, 0) + bias_ref[0]
+        y = y.reshape(group, width, part)[:, :columns]
+        for ref in residual_ref:
+            y = y + ref[0, 0, pl.ds(at, group)].astype(jnp.float32)
+        out_ref[0, 0, pl.ds(at, group)] = y.astype(out_ref.dtype)
+
+    jax.lax.fori_loop(0, tiles.block // group, rows_of, None)
+
+
+def _pad_channels(x: Array, count: int) -> Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, count),))

@@ -1,0 +1,169 @@
+"""The noise schedule, the table of a run's steps, and what every sampler has in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from cogvideox_flax.config import SchedulerConfig
+from cogvideox_flax.errors import InputError
+
+Table = Float32[np.ndarray, " N"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepTable:
+    """The N steps of one run: timesteps, and in row i of each table the float32 coefficients of step i.
+
+    x0       = signal x - sigma v
+    x        <- from_sample x + from_x0 x0 + from_previous_x0 (x0 of the step before) + from_noise noise
+
+    The last two are zero for DDIM. All entries are finite, so the same equations serve every row.
+    """
+
+    timesteps: Int32[np.ndarray, " N"]
+    signal: Table
+    sigma: Table
+    from_sample: Table
+    from_x0: Table
+    from_previous_x0: Table
+    from_noise: Table
+
+    def __len__(self) -> int:
+        return self.timesteps.shape[0]
+
+    def row(self, i: int | Int[Array, ""]) -> StepTable:
+        """The scalars of step i; i may be traced."""
+        return jax.tree.map(lambda table: jnp.asarray(table)[i], self)
+
+
+class Scheduler:
+    """What samplers share: the noise schedule, the timesteps and the prediction of x0.
+
+    Attributes:
+        config: the schedule; its `kind` is always that of the class.
+        alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
+        needs_noise: whether `step` consumes fresh noise.
+    """
+
+    kind: ClassVar[str]
+    needs_noise: ClassVar[bool]
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = replace(config, kind=self.kind)
+        self.alphas_cumprod = _alphas_cumprod(config)
+
+    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+        """The tables of a run of `num_inference_steps` steps, on the host.
+
+        Timesteps are spaced as in the reference ("trailing"). A step leads to timestep t - 1000 // N, also as in the
+        reference; when N does not divide 1000, that is not the next entry.
+
+        Args:
+            num_inference_steps: 1 to num_train_timesteps.
+            start: skip this many steps at the noisy end, as video-to-video does.
+
+        Raises:
+            InputError: either number is out of range.
+        """
+        total = self.config.num_train_timesteps
+        if not 1 <= num_inference_steps <= total:
+            raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to {total} (about 50 is usual)")
+        if not 0 <= start < num_inference_steps:
+            raise InputError(
+                f"start is {start}, which leaves none of {num_inference_steps} steps; expected 0 to"
+                f" {num_inference_steps - 1} (for video-to-video: raise the strength or the number of steps)"
+            )
+        # Rounding makes arange one entry too long for some N (61, 103, ...).
+        timesteps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
+        timesteps = timesteps[start:num_inference_steps]
+        leads_to = timesteps - total // num_inference_steps
+        final = 1.0 if self.config.set_alpha_to_one else self.alphas_cumprod[0]
+        here = self.alphas_cumprod[timesteps]
+        there = np.where(leads_to >= 0, self.alphas_cumprod[leads_to], final)
+        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)} | self._tables(here, there, leads_to < 0)
+        return StepTable(timesteps=timesteps.astype(np.int32), **{k: v.astype(np.float32) for k, v in tables.items()})
+
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+        """The four `from_*` tables in float64. here, there: abar before and after each step; last: x0 is reached."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config})"
+
+    def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"] | None:
+        """The state of the first `step`."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        plan: StepTable,
+        i: int | Int[Array, ""],
+        prediction: Float[Array, "*shape"],
+        sample: Float[Array, "*shape"],
+        state: Float32[Array, "*shape"] | None,
+        noise: Float[Array, "*shape"] | None = None,
+    ) -> tuple[Float[Array, "*shape"], Float32[Array, "*shape"] | None]:
+        """One denoising step, in float32.
+
+        Args:
+            plan: from `plan`.
+            i: the step's row, 0 to N - 1; may be traced.
+            prediction: the model's output v, guidance applied.
+            sample: the latents at `plan.timesteps[i]`.
+            state: from the step before, or from `init_state`.
+            noise: standard normal; used if `needs_noise`.
+
+        Returns:
+            The sample at the next timestep, in the dtype of `sample`, and the state for the next step.
+        """
+        raise NotImplementedError
+
+    def add_noise(
+        self,
+        sample: Float[Array, "B ..."],
+        noise: Float[Array, "B ..."],
+        timestep: int | Int[Array, ""] | Int[Array, " B"],
+    ) -> Float[Array, "B ..."]:
+        """Add noise to clean latents up to `timestep` (one for all, or one per item), in float32; keeps the dtype.
+
+        The reference rounds abar to the sample's dtype first, which in bfloat16 loses all but three digits of it.
+        """
+        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
+        return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+
+    def velocity(
+        self,
+        sample: Float[Array, "B ..."],
+        noise: Float[Array, "B ..."],
+        timestep: int | Int[Array, ""] | Int[Array, " B"],
+    ) -> Float32[Array, "B ..."]:
+        """The target of the model for `add_noise` of the same arguments: sqrt(abar) noise - sqrt(1 - abar) sample."""
+        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
+        return signal * noise.astype(jnp.float32) - sigma * sample.astype(jnp.float32)
+
+    def _signal_and_sigma(self, timestep: int | Int[Array, "*B"], ndim: int) -> tuple[Array, Array]:
+        """sqrt(abar) and sqrt(1 - abar) at the timestep, float32, with axes for a sample of `ndim`."""
+
+        def at_timestep(table: np.ndarray) -> Array:
+            values = jnp.asarray(table, jnp.float32)[timestep]
+            return values.reshape(values.shape + (1,) * (ndim - values.ndim))
+
+        return at_timestep(np.sqrt(self.alphas_cumprod)), at_timestep(np.sqrt(1 - self.alphas_cumprod))
+
+
+def _alphas_cumprod(config: SchedulerConfig) -> np.ndarray:
+    betas = np.linspace(config.beta_start**0.5, config.beta_end**0.5, config.num_train_timesteps) ** 2
+    abar = np.cumprod(1 - betas)
+    shift = config.snr_shift_scale
+    abar = abar / (shift + (1 - shift) * abar)
+    if config.rescale_betas_zero_snr:
+        root = np.sqrt(abar)
+        abar = ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
+    return abar
