@@ -24,7 +24,7 @@ import jax
 from benchmarks.gpu import GPUS, device, prepare
 from cogvideox_flax import plan
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.config import get_release
+from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.runtime.execution import GIB, bytes_needed, compiler_options
 
 CASES = {

@@ -41,7 +41,7 @@ _480P = Case("cogvideox-5b", 480, 720, 49, "v6e:1x1", (1, 1, 1))
 CASES = {
     "768p": _768P,
     "768p-tp": replace(_768P, mesh=(2, 1, 4)),
-    "768p-sharded": replace(_768P, mesh=(2, 4, 1, True)),
+    "768p-fsdp": replace(_768P, mesh=(2, 4, 1, True)),
     "768p-161": replace(_768P, num_frames=161),
     "720p": _720P,
     "720p-4": replace(_720P, topology="v6e:2x2", mesh=(2, 2, 1)),
@@ -78,7 +78,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from benchmarks import attention
     from cogvideox_flax import plan
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.config import get_release
+    from cogvideox_flax.models.registry import get_release
 
     release = get_release(case.release)
     request = plan.Request(
@@ -89,7 +89,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
         row: dict[str, Any] = asdict(case) | asdict(stage)
         row["seconds"] = row.pop("estimated_s") / stage.runs
         if stage.name == "denoise":
-            config, size = release.transformer, request.size()
+            config, size = release.configs["transformer"], request.size()
             dp, sp, tp, *_ = case.mesh
             tokens = config.text_length + (
                 size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import cogvideox_flax.runtime.source_code  # noqa: F401  (first: it looks at the files as they are now)
 
 if TYPE_CHECKING:
-    from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError
     from cogvideox_flax.generate.pipeline import CogVideoXPipeline
     from cogvideox_flax.generate.result import Video
+    from cogvideox_flax.models.registry import RELEASES
     from cogvideox_flax.version import __version__
 
 _HOME = {
     "CogVideoXPipeline": "generate.pipeline",
     "InputError": "errors",
-    "RELEASES": "config",
+    "RELEASES": "models.registry",
     "Video": "generate.result",
     "__version__": "version",
 }

@@ -9,7 +9,6 @@ from typing import Any
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.cli.setup import DYNAMIC_CFG
-from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.models.cogvideox.sizes import MAX_FPS
@@ -38,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--mesh",
         metavar="DP,SP,TP",
-        help="devices for batch, tokens, heads; DP,SP,TP,sharded splits weights over DP and SP as well; auto: all "
+        help="devices for batch, tokens, heads; DP,SP,TP,fsdp splits weights over DP and SP as well; auto: all "
         "devices, as the planner says; default: auto, on CPUs 1,1,1",
     )
     model.add_argument("--quiet", action="store_true", help="no progress")
@@ -118,10 +117,10 @@ def make_parser() -> argparse.ArgumentParser:
         "plan", commands.plan, "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
     )
     which = sub.add_mutually_exclusive_group()
-    which.add_argument("--release", choices=RELEASES, help="a released model, by name")
+    which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
-    sub.add_argument("--mesh", metavar="DP,SP,TP[,sharded]", help="default: all are tried and the fastest is taken")
+    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
     sub.add_argument("--num-frames", type=int, help="8 n + 1; default: the release's")
     sub.add_argument("--height", type=int, help="pixels, a multiple of 16; default: the release's")
     sub.add_argument("--width", type=int, help="pixels, a multiple of 16; default: the release's")
@@ -149,9 +148,8 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--component",
         nargs="+",
-        choices=("transformer", "text_encoder"),
-        default=("transformer", "text_encoder"),
-        help="default: both",
+        metavar="NAME",
+        help="such as transformer or text_encoder; default: all whose linear maps can be quantized",
     )
     sub.add_argument("--kind", choices=("int8", "float8"), default="int8", help="float8 is e4m3; default: int8")
     sub = command("info", commands.info, "what a checkpoint is and holds")

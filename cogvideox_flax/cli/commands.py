@@ -24,7 +24,6 @@ from cogvideox_flax.cli.setup import (
     read_prompts,
     take_over,
 )
-from cogvideox_flax.config import COMPONENTS, Release, get_release
 from cogvideox_flax.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
     "clips": ("--clips", "the folder of clips"),
     "out": ("--out", "the folder that the run writes to"),
-    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,sharded"),
+    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
     "loop.steps": ("--steps", "how many steps"),
 }
 """Key of the training configuration -> the option that overrides it."""
@@ -94,8 +93,8 @@ def denoise(args: argparse.Namespace) -> None:
 
     before = take_over(args)
     run = check_run(args, args.dir, **before)
-    assert run.manifest.transformer
-    stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, run.manifest.transformer)
+    transformer = run.manifest.configs["transformer"]
+    stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, transformer)
     pipe, settings = open_run(args, run)
     with stages.run_dir_lock(args.dir):
         stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
@@ -115,8 +114,7 @@ def decode(args: argparse.Namespace) -> None:
     mesh = mesh_of(args, manifest, before)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
-    assert manifest.vae
-    stages.read_latents(args.dir, before, manifest.vae)
+    stages.read_latents(args.dir, before, manifest.configs["vae"])
     pipe = load(args, dtype, mesh)
     video = stages.decode(pipe, args.dir, fps=args.fps, tiling=args.tiling, progress=not args.quiet)
     print("\n".join(map(str, video.save(out))))
@@ -149,6 +147,7 @@ def plan(args: argparse.Namespace) -> None:
     """Forecast a run: each stage is compiled for chips that need not be there."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
     from cogvideox_flax.checkpoint import Manifest, hub
+    from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, Request, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
 
@@ -195,15 +194,15 @@ def quantize(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Describe a checkpoint without loading or converting it."""
-    from cogvideox_flax.checkpoint import abstract, hub, parameters
+    from cogvideox_flax.checkpoint import hub
 
     manifest = hub.peek(args.where, args.revision)
-    release: Release | None = manifest.release
-    rows = {}
-    for component in COMPONENTS:
-        if (config := getattr(manifest, component)) is not None:
-            count = sum(leaf.size for leaf in parameters(abstract(component, config)).values())
-            rows[component] = {"parameters": count, **manifest.weights.get(component, {})}
+    release = manifest.release
+    rows = {
+        name: {"parameters": component.num_parameters(config), **manifest.weights.get(name, {})}
+        for name, component in manifest.model_family.components.items()
+        if (config := manifest.configs.get(name)) is not None
+    }
     where = EMBEDDED if args.where is None else args.where
     result = manifest.to_json() | {"where": where, "components": rows}
     if args.json:

@@ -110,8 +110,8 @@ def peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax.generate.checks import check_tiling
 
     manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
-    if getattr(args, "tiling", False) and manifest.vae is not None:
-        check_tiling(manifest.vae)
+    if getattr(args, "tiling", False) and "vae" in manifest.configs:
+        check_tiling(manifest.configs["vae"])
     return manifest
 
 
@@ -129,16 +129,17 @@ def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str,
     from cogvideox_flax.models.cogvideox.sizes import resolve_size
     from cogvideox_flax.plan import chip_of_device, choose_mesh
 
-    if manifest.transformer is None or manifest.vae is None or manifest.text_encoder is None:
+    configs = manifest.configs
+    if not manifest.model_family.components.keys() <= configs.keys():
         return None  # no model for a run, as will be said
     n = len(devices)
     if args.command == "decode":  # pictures go over all axes, and most easily over two of them
         return make_mesh(2, n // 2, 1) if n % 2 == 0 else make_mesh(1, n, 1)
     if args.command == "encode":
-        parts = math.gcd(n, math.gcd(manifest.text_encoder.heads, manifest.transformer.heads))
+        parts = math.gcd(n, math.gcd(configs["text_encoder"].heads, configs["transformer"].heads))
         return make_mesh(1, n // parts, parts)
     sides = {"num_frames": settings.get("frames")} | {name: settings.get(name) for name in ("height", "width")}
-    size = resolve_size(manifest.transformer, manifest.vae, manifest.release, **sides)
+    size = resolve_size(configs["transformer"], configs["vae"], manifest.release, **sides)
     guidance = settings.get("guidance_scale", manifest.default_guidance)
     batch = len(settings["prompt"]) * (2 if guidance > 1 else 1)
     dtype = settings.get("dtype", manifest.default_dtype)

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from cogvideox_flax import checkpoint, sharding
-from cogvideox_flax.config import COMPONENTS, CONFIG_TYPES, TransformerConfig, VAEConfig
+from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.cogvideox.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.sizes import Size, check_text_to_video
 from cogvideox_flax.schedulers import Scheduler
 
@@ -64,8 +65,8 @@ def check_sampling(guidance_scale: float, use_dynamic_cfg: bool | str, seed: int
         raise InputError("\n".join(faults))
 
 
-def check_dtype(config: TransformerConfig, dtype: str, platform: str | None) -> None:
-    """Refuse a dtype that a transformer or the devices cannot compute a run in.
+def check_dtype(config: Config, dtype: str, platform: str | None) -> None:
+    """Refuse a dtype that a component or the devices cannot compute a run in.
 
     Args:
         platform: "cpu", "gpu" or "tpu"; None is JAX's default one, which is asked for only where it matters.
@@ -89,23 +90,23 @@ def check_model(manifest: checkpoint.Manifest, where: object, dtype: str, mesh: 
         InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
             mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
-    if missing := [name for name in CONFIG_TYPES if getattr(manifest, name) is None]:
+    family, configs = manifest.model_family, manifest.configs
+    if missing := [name for name in family.config_types if name not in configs]:
         raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
-    assert manifest.text_encoder and manifest.transformer and manifest.vae
-    check_dtype(manifest.transformer, dtype, None if mesh is None else mesh.devices.flat[0].platform)
-    check_text_to_video(manifest.transformer, manifest.vae, where)
-    if manifest.text_encoder.width != manifest.transformer.text_width:
-        raise InputError(
-            f"{where} holds parts that do not belong together: the text encoder gives {manifest.text_encoder.width} "
-            f"channels, the transformer takes {manifest.transformer.text_width}"
-        )
-    if mesh is not None:
-        sharding.check_heads(mesh, manifest.text_encoder.heads, "text encoder")
-        sharding.check_heads(mesh, manifest.transformer.heads, "transformer")
-        for component in COMPONENTS:
-            module = manifest.abstract(component)
-            for name, leaf in checkpoint.parameters(module).items():
-                sharding.parameter_sharding(mesh, component, name, leaf.shape)
+    check_dtype(configs[family.denoiser], dtype, None if mesh is None else mesh.devices.flat[0].platform)
+    check_text_to_video(configs["transformer"], configs["vae"], where)
+    try:
+        family.check(configs)
+    except InputError as e:
+        raise InputError(f"{where} holds parts that do not belong together: {e}") from e
+    if mesh is None:
+        return
+    for name in family.components:
+        if (heads := getattr(configs[name], "heads", None)) is not None:
+            sharding.check_heads(mesh, heads, name.replace("_", " "))
+    for name, component in family.components.items():
+        for parameter, leaf in checkpoint.parameters(manifest.abstract(name)).items():
+            sharding.parameter_sharding(mesh, component.sharding, parameter, leaf.shape)
 
 
 def check_tiling(config: VAEConfig) -> None:

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
-from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.lora import LoRARecord, describe_lora, load_lora, merge_lora
@@ -36,7 +35,7 @@ class Components:
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
-        for component in COMPONENTS:
+        for component in self.manifest.model_family.components:
             checkpoint.check_weights(native_dir, component)
         checkpoint.check_contents(native_dir, self.manifest)
         self.loras: list[LoRARecord] = []
@@ -60,7 +59,7 @@ class Components:
             start = time.perf_counter()
             if checkpoint.read_manifest(self.native_dir) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
-            module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
+            module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
             for record in self.loras if name == "transformer" else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
@@ -80,8 +79,7 @@ class Components:
         """
         if kind := self.manifest.quantized("transformer"):
             raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
-        assert self.manifest.transformer is not None  # as was checked
-        record = describe_lora(path, scale, self.manifest.transformer)
+        record = describe_lora(self.manifest.model_family, path, scale, self.manifest.configs["transformer"])
         if "transformer" in self._loaded:
             self._loaded["transformer"] = self._merge(record, self._loaded["transformer"])
         self.loras.append(record)
@@ -89,7 +87,8 @@ class Components:
     def _merge(self, record: LoRARecord, transformer: Transformer) -> Transformer:
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
-        return merge_lora(load_lora(record["file"], transformer, record["scale"], mesh=self.mesh))
+        family = self.manifest.model_family
+        return merge_lora(load_lora(family, record["file"], transformer, record["scale"], mesh=self.mesh))
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
@@ -106,5 +105,5 @@ class Components:
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory; they load again when used."""
-        for name in components or COMPONENTS:
+        for name in components or self.manifest.configs:
             self._loaded.pop(name, None)

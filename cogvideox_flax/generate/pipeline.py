@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import hub
-from cogvideox_flax.config import CONFIG_TYPES, Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import programs
 from cogvideox_flax.generate.checks import (
@@ -37,7 +36,9 @@ from cogvideox_flax.generate.result import Video
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.models.cogvideox.autoencoder import Tiling
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
+from cogvideox_flax.models.family import Release
 from cogvideox_flax.plan import STAGES, Request
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.execution import Program, Programs, Watch, fetch, say, stoppable
@@ -70,17 +71,13 @@ class CogVideoXPipeline(Components):
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
         super().__init__(native_dir, dtype, mesh)
-        configs = {name: getattr(self.manifest, name) for name in CONFIG_TYPES}
+        configs = self.manifest.configs
         self.transformer_config: TransformerConfig = configs["transformer"]
         self.vae_config: VAEConfig = configs["vae"]
         self.released_as: Release | None = self.manifest.release
         self.scheduler: Scheduler = make_scheduler(configs["scheduler"])
         self._schedulers = {configs["scheduler"].kind: self.scheduler}
-        self.tokenizer = Tokenizer(
-            native_dir / checkpoint.SPIECE_FILE,
-            configs["tokenizer"].max_length,
-            vocab_size=configs["text_encoder"].vocab_size,
-        )
+        self.tokenizer: Tokenizer = self.manifest.model_family.make_tokenizer(native_dir, configs)
         self.watch = Watch()
         self._programs = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, UInt8, UInt32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder, Tiling
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.runtime.execution import Recipe, always

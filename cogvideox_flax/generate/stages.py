@@ -26,7 +26,6 @@ from jaxtyping import Float32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.config import TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.checks import check_model, check_prompts, check_sampling
@@ -41,6 +40,7 @@ from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_count, is_finite_number
 from cogvideox_flax.lora import LoRARecord, describe_lora
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.sizes import MAX_FPS, resolve_size
 from cogvideox_flax.runtime.execution import fetch
 from cogvideox_flax.schedulers import make_scheduler
@@ -144,9 +144,11 @@ class Settings:
         """
         prompt, negative_prompt = check_prompts(prompt, negative_prompt)
         check_model(manifest, model_id, dtype, mesh)
-        assert manifest.transformer and manifest.vae and manifest.scheduler
-        release, own = manifest.release, manifest.scheduler
-        size = resolve_size(manifest.transformer, manifest.vae, release, num_frames=frames, height=height, width=width)
+        family = manifest.model_family
+        transformer, release, own = manifest.configs["transformer"], manifest.release, manifest.configs["scheduler"]
+        size = resolve_size(
+            transformer, manifest.configs["vae"], release, num_frames=frames, height=height, width=width
+        )
 
         def default(value: Any, name: str, otherwise: Any) -> Any:
             if value is not None:
@@ -163,13 +165,13 @@ class Settings:
             frames=size.num_frames,
             height=size.height,
             width=size.width,
-            fps=default(fps, "fps", 16 if manifest.transformer.patch_size_t else 8),
+            fps=default(fps, "fps", 16 if transformer.patch_size_t else 8),
             num_inference_steps=default(num_inference_steps, "num_inference_steps", 50),
             guidance_scale=manifest.default_guidance if guidance_scale is None else float(guidance_scale),
             use_dynamic_cfg=default(use_dynamic_cfg, "use_dynamic_cfg", False),
             scheduler=default(scheduler, "sampler", own.kind),
             seed=seed,
-            lora=[describe_lora(record["file"], record["scale"], manifest.transformer) for record in lora],
+            lora=[describe_lora(family, record["file"], record["scale"], transformer) for record in lora],
         )
         check_sampling(settings.guidance_scale, settings.use_dynamic_cfg, seed)
         make_scheduler(dataclasses.replace(own, kind=settings.scheduler)).plan(settings.num_inference_steps)
@@ -228,7 +230,8 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
 
 def space_needed(settings: Settings, manifest: Manifest) -> int:
     """Bytes of the stage files and, generously, of the video."""
-    text = manifest.transformer.text_length * manifest.transformer.text_width if manifest.transformer else 0
+    transformer: TransformerConfig = manifest.configs["transformer"]
+    text = transformer.text_length * transformer.text_width
     pixels = settings.frames * settings.height * settings.width * 3
     return len(settings.prompt) * (2 * text * 4 + pixels)
 

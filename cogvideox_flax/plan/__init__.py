@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_flax import checkpoint, sharding
-from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import programs
 from cogvideox_flax.generate.checks import check_dtype, check_model
@@ -110,10 +109,9 @@ class Request:
 
     def size(self) -> Size:
         """Sizes filled in and checked."""
-        assert self.manifest.transformer and self.manifest.vae
         return resolve_size(
-            self.manifest.transformer,
-            self.manifest.vae,
+            self.manifest.configs["transformer"],
+            self.manifest.configs["vae"],
             self.manifest.release,
             num_frames=self.num_frames,
             height=self.height,
@@ -143,7 +141,7 @@ def best_mesh(
 ) -> sharding.MeshShape:
     """The mesh over all chips of a topology with the least time for denoising among those that fit.
 
-    Weights are sharded over dp and sp only if nothing fits otherwise.
+    Weights are split over dp and sp (FSDP) only if nothing fits otherwise.
 
     Args:
         report: called with each mesh that was tried, and its denoising stage or why it cannot be.
@@ -151,8 +149,7 @@ def best_mesh(
     Raises:
         InputError: none fits, or the dtype is not served.
     """
-    assert request.manifest.transformer
-    check_dtype(request.manifest.transformer, request.dtype, "tpu")  # once, and not for every mesh
+    check_dtype(request.manifest.configs["transformer"], request.dtype, "tpu")  # once, and not for every mesh
     whole = meshes(len(topology_devices(topology)))
     for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
         found: list[tuple[float, sharding.MeshShape]] = []
@@ -205,21 +202,24 @@ def _stage(name: str, request: Request, size: Size, mesh: Mesh, chip: Chip) -> S
     )
 
 
-def program_of(name: str, request: Request, size: Size) -> tuple[Recipe, list[tuple[str | None, Any]], int]:
-    """A stage's program, its arguments as (component whose parameters they are, shapes), and how often it runs."""
-    manifest = request.manifest
-    assert manifest.transformer and manifest.vae and manifest.tokenizer and manifest.scheduler
-    encoder, transformer, vae = ((component, _weights(component, request)) for component in COMPONENTS)
-    shape = (size.latent_height, size.latent_width, manifest.vae.latent_channels)
+def program_of(
+    name: str, request: Request, size: Size
+) -> tuple[Recipe, list[tuple[sharding.ParameterRows | None, Any]], int]:
+    """A stage's program, its arguments as (rows of the component whose parameters they are, shapes), and how often it
+    runs."""
+    configs = request.manifest.configs
+    parts = request.manifest.model_family.components
+    encoder, transformer, vae = ((parts[name].sharding, _weights(name, request)) for name in parts)
+    shape = (size.latent_height, size.latent_width, configs["vae"].latent_channels)
     guided = request.batch // request.prompts
-    length = manifest.tokenizer.max_length
+    length = configs["tokenizer"].max_length
 
     def ids(batch: int) -> tuple[None, Any]:
         return None, jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     if name == "encode":
         return programs.encoding(), [encoder, ids(request.prompts)], guided
-    to_frames = manifest.vae.scaling_factor, "uint8", None
+    to_frames = configs["vae"].scaling_factor, "uint8", None
     if name == "decode":
         z = jax.ShapeDtypeStruct((request.prompts, size.latent_frames - size.extra_latents, *shape), jnp.float32)
         return programs.decoding(*to_frames), [vae, (None, z)], 1
@@ -232,7 +232,7 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Recipe, list[tu
     if name == "run":
         run = programs.whole_run(sampler, to_frames[0], size.extra_latents, *to_frames[1:])
         return run, [encoder, transformer, vae, ids(request.batch), *tables, carry], 1
-    width = manifest.transformer.text_width
+    width = configs["transformer"].text_width
     both = jax.ShapeDtypeStruct((request.batch, length, width), jnp.float32)
     step = (None, jax.ShapeDtypeStruct((), jnp.int32))
     return (
@@ -245,8 +245,7 @@ def program_of(name: str, request: Request, size: Size) -> tuple[Recipe, list[tu
 def _sampler(request: Request) -> Scheduler:
     if isinstance(request.scheduler, Scheduler):
         return request.scheduler
-    assert request.manifest.scheduler
-    own = request.manifest.scheduler
+    own = request.manifest.configs["scheduler"]
     return make_scheduler(dataclasses.replace(own, kind=request.scheduler or own.kind))
 
 
@@ -254,19 +253,19 @@ def _weights(component: str, request: Request) -> Any:
     return checkpoint.cast(request.manifest.abstract(component), request.dtype)
 
 
-def placed(args: Sequence[tuple[str | None, Any]], mesh: Mesh | None) -> list[Any]:
-    """The arguments of `program_of`, where they will lie: weights by the table, the rest whole on every device."""
+def placed(args: Sequence[tuple[sharding.ParameterRows | None, Any]], mesh: Mesh | None) -> list[Any]:
+    """The arguments of `program_of`, where they will lie: weights by their rows, the rest whole on every device."""
 
-    def place(component: str | None, path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+    def place(rows: sharding.ParameterRows | None, path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if mesh is None:
             return leaf
-        if component is None:
+        if rows is None:
             where = NamedSharding(mesh, PartitionSpec())
         else:
-            where = sharding.parameter_sharding(mesh, component, sharding.parameter_name(path), leaf.shape)
+            where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-    return [jax.tree_util.tree_map_with_path(partial(place, component), arg) for component, arg in args]
+    return [jax.tree_util.tree_map_with_path(partial(place, rows), arg) for rows, arg in args]
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -285,7 +284,7 @@ def describe(forecast: Forecast) -> str:
     size, mesh = forecast.size, forecast.mesh
     head = (
         f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
-        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded' if mesh[3:] == (True,) else ''}"
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', fsdp' if mesh[3:] == (True,) else ''}"
     )
     rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
     rows += [

@@ -2,7 +2,7 @@
 
 The parts are those of the compiled forecasts and were read off them (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer
 moves 78 bytes per token and channel outside of matrix products; a tensor-parallel one sums two float32 tensors over its
-devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and sharded weights send is counted,
+devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and gathered weights send is counted,
 not read off.
 """
 
@@ -49,14 +49,13 @@ def layouts(
     devices: int,
     chip: Chip,
     dtype: str = "bfloat16",
-    shard_weights: bool = False,
+    fsdp: bool = False,
 ) -> list[Layout]:
     """All meshes that can serve this batch (prompts, twice with guidance), the fastest first.
 
-    shard_weights: split weights over dp and sp too.
+    fsdp: split weights over dp and sp too.
     """
-    config, encoder = manifest.transformer, manifest.text_encoder
-    assert config and encoder
+    config, encoder = manifest.configs["transformer"], manifest.configs["text_encoder"]
     bytes_each = 1 if manifest.quantized("transformer") else jnp.dtype(dtype).itemsize
     video = size.latent_frames // (config.patch_size_t or 1) * size.latent_height * size.latent_width
     tokens = config.text_length + video // config.patch_size**2
@@ -74,10 +73,10 @@ def layouts(
         wire = 2 * here / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * here * 2 * (1 - 1 / tp)
         maps = bytes_each * 12 * config.width * (config.width / tp + config.time_width)  # of a layer; modulation whole
         held = config.layers * maps
-        if shard_weights:
+        if fsdp:
             wire += maps * (1 - 1 / (dp * sp))
             held = held / (dp * sp) + 2 * maps  # the layer that computes, and the next
-        mesh = (dp, sp, tp, True) if shard_weights else (dp, sp, tp)
+        mesh = (dp, sp, tp, True) if fsdp else (dp, sp, tp)
         found.append(Layout(mesh, config.layers * (seconds + wire / chip.link), int(held + _HELD * here)))
     return sorted(found, key=lambda layout: layout.seconds)
 
@@ -85,13 +84,13 @@ def layouts(
 def choose_mesh(
     manifest: Manifest, size: Size, batch: int, devices: int, chip: Chip, dtype: str = "bfloat16"
 ) -> Layout:
-    """The fastest mesh over all devices whose share of weights and activations fits; weights are sharded if they must.
+    """The fastest mesh over all devices whose share of weights and activations fits; FSDP only if nothing else does.
 
     Raises:
         InputError: none fits.
     """
-    for shard_weights in (False, True):
-        found = layouts(manifest, size, batch, devices, chip, dtype, shard_weights)
+    for fsdp in (False, True):
+        found = layouts(manifest, size, batch, devices, chip, dtype, fsdp)
         fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
         if fits:
             return fits[0]

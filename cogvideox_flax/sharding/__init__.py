@@ -8,9 +8,10 @@ from cogvideox_flax.sharding.sequence_parallel import over_heads, pad_tokens
 from cogvideox_flax.sharding.spatial_parallel import Padding, over_picture, split_picture
 from cogvideox_flax.sharding.tables import (
     AXES,
-    PARAMS,
+    REPLICATED,
     RULES,
     MeshShape,
+    ParameterRows,
     check_batch,
     check_heads,
     constrain,
@@ -26,10 +27,11 @@ from cogvideox_flax.sharding.tables import (
 
 __all__ = [
     "AXES",
-    "PARAMS",
+    "REPLICATED",
     "RULES",
     "MeshShape",
     "Padding",
+    "ParameterRows",
     "check_batch",
     "check_heads",
     "constrain",

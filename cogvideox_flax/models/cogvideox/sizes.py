@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from cogvideox_flax.config import Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.family import Release
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import attend
-from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import (
     MLP,
@@ -178,7 +179,7 @@ class Transformer(nnx.Module):
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
-            block = sharding.layer_weights("transformer", block)
+            block = sharding.layer_weights(TRANSFORMER, block)
             return block(_spread(x), emb, is_text, rotary, length), None
 
         # a scan's body needs no barrier against common subexpressions
