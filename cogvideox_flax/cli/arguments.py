@@ -11,7 +11,7 @@ from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.cli.setup import DYNAMIC_CFG
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.models.cogvideox.sizes import MAX_FPS
+from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.version import __version__
 
 STAGES = ("encode", "denoise", "decode")
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     decoding = argparse.ArgumentParser(add_help=False)
     decoding.add_argument("--tiling", action="store_true", help="decode in tiles: less memory, slightly different")
-    decoding.add_argument("--fps", type=_fps, help=f"1 to {MAX_FPS}; default: the release's")
+    decoding.add_argument("--fps", type=_fps, help=f"1 to {MAX_WRITTEN_FPS}; default: the release's")
 
     looking = argparse.ArgumentParser(add_help=False)
     looking.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers and prints")
@@ -184,8 +184,8 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _fps(text: str) -> int:
-    if (fps := _positive(text)) > MAX_FPS:
-        raise argparse.ArgumentTypeError(f"expected at most {MAX_FPS} frames per second; got {text}")
+    if (fps := _positive(text)) > MAX_WRITTEN_FPS:
+        raise argparse.ArgumentTypeError(f"expected at most {MAX_WRITTEN_FPS} frames per second; got {text}")
     return fps
 
 

@@ -34,6 +34,7 @@ from cogvideox_flax.generate.programs import DenoiseState
 from cogvideox_flax.generate.result import Video
 from cogvideox_flax.io.atomic import atomic_write, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
+from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.space import check_free_space
@@ -41,7 +42,7 @@ from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_count, is_finite_number
 from cogvideox_flax.lora import LoRARecord, describe_lora
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.cogvideox.sizes import MAX_FPS, resolve_size
+from cogvideox_flax.models.cogvideox.sizes import resolve_size
 from cogvideox_flax.runtime.execution import fetch
 from cogvideox_flax.schedulers import make_scheduler
 
@@ -80,7 +81,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "frames": _is_whole_number,
     "height": _is_whole_number,
     "width": _is_whole_number,
-    "fps": lambda value: is_count(value, MAX_FPS),
+    "fps": lambda value: is_count(value, MAX_WRITTEN_FPS),
     "num_inference_steps": _is_whole_number,
     "guidance_scale": is_finite_number,
     "use_dynamic_cfg": lambda value: isinstance(value, bool | str),

@@ -14,9 +14,6 @@ log = logging.getLogger(__name__)
 MAX_FRAMES, MAX_SIDE = 2**14, 2**14
 """Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
 
-MAX_FPS = 1000
-"""Frames per second of a video that is written."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
