@@ -11,9 +11,10 @@ from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.models.registry import RELEASES, component_names
 from conversion.configs import find_family
-from conversion.convert import FLOATS, convert
+from conversion.convert import convert
 from conversion.download import Download, download, files_read
 from conversion.progress import progress_bar
+from conversion.write import FLOATS
 
 
 def main(argv: list[str] | None = None) -> int:

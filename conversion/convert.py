@@ -1,4 +1,4 @@
-"""The conversion itself: read one tensor, move its axes, write it where it belongs.
+"""The conversion of a checkpoint: checked as a whole, then component by component, then moved into place.
 
 Components are written under DST/.conversion and moved into place together at the end, config.json last, so a killed
 conversion leaves nothing that loads; components that were complete are taken over by the next attempt.
@@ -10,8 +10,7 @@ import json
 import logging
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,13 +33,13 @@ from cogvideox_flax.io.atomic import write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorWriter
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.models.family import ModelFamily
 from cogvideox_flax.models.registry import component_names, get_family, get_release
 from conversion.configs import find_family, read_configs
 from conversion.mapping import Plan, plan
 from conversion.source import Source, check_against_hub, components_of, is_hf_layout
+from conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +47,6 @@ WORK_DIR = ".conversion"
 LOCK_FILE = ".conversion.lock"
 RECORD_FILE = "record.json"
 PARTIAL = ".partial"
-FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
-
-Progress = Callable[[str, int, int], None]
-"""(component, bytes done, bytes in all)"""
-
-Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
-"""Parameter -> shape and dtype."""
 
 
 def convert(
@@ -157,7 +149,7 @@ class _Job:
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
     def targets(self, source: Source, todo: Plan) -> Targets:
-        return _targets(source, todo, FLOATS[self.dtype] if self.dtype else None)
+        return targets_of(source, todo, FLOATS[self.dtype] if self.dtype else None)
 
     def run(self, plans: dict[str, Plan]) -> None:
         """Write all components below `work`, then move them into place."""
@@ -211,14 +203,14 @@ class _Job:
             pool = ThreadPoolExecutor(1)  # hashing the source runs beside the conversion
             try:
                 hashing = pool.submit(content_hashes, files)
-                sums = _write(source, todo, targets, path, component, self.progress)
-                _verify(path, sums)
+                sums = write_tensors(source, todo, targets, path, component, self.progress)
+                verify(path, sums)
                 hashes = hashing.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
             source.check_unchanged()
         record = {
-            "dtype": self.dtype or _main_dtype(targets),
+            "dtype": self.dtype or main_dtype(targets),
             "sha256": content_hash(path),
             "source": self.source(files, hashes),
         }
@@ -280,76 +272,6 @@ def make_writable(dst: Path, work: Path) -> None:
         probe.unlink()
     except OSError as e:
         raise InputError(f"cannot write to {dst}: {e.strerror}; choose another destination") from e
-
-
-def _targets(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
-    """Shape and dtype of every parameter; without `dtype`, the widest of the tensors that fill it."""
-    kinds: dict[str, np.dtype] = {}
-    for name, move in todo.moves.items():
-        kind = source.info(name).dtype
-        if kind == DTYPES["F64"]:  # the reference computes its position table in float64 and saves it so
-            kind = FLOATS["float32"]
-        if kind not in FLOATS.values():
-            raise ConversionError(f"{name} is {kind}; weights must be one of {', '.join(FLOATS)}")
-        kind = dtype or kind
-        kinds[move.target] = np.promote_types(kind, kinds.get(move.target, kind))
-    return {name: (shape, kinds[name]) for name, shape in todo.shapes.items()}
-
-
-def _main_dtype(targets: Targets) -> str:
-    sizes: dict[str, int] = {}
-    for shape, dtype in targets.values():
-        sizes[dtype.name] = sizes.get(dtype.name, 0) + int(np.prod(shape))
-    return max(sizes, key=lambda name: sizes[name])
-
-
-def _write(
-    source: Source, todo: Plan, targets: Targets, path: Path, component: str, progress: Progress
-) -> dict[tuple[str, int | None], int]:
-    """Stream every tensor into its slot. Returns the CRC-32 of each slot's bytes."""
-    try:
-        writer = TensorWriter(path, targets, {"component": component})
-    except OSError as e:
-        raise InputError(f"cannot write {path}: {e.strerror}") from e
-    total = sum(source.info(name).nbytes for name in todo.moves)
-    sums, done = {}, 0
-    try:
-        for name, move in sorted(todo.moves.items(), key=lambda item: _file_order(source, item[0])):
-            value = source.read(name)
-            kind = targets[move.target][1]
-            if kind != value.dtype:
-                value = _cast(name, value, kind)
-            value = np.ascontiguousarray(move.transform(value))
-            writer.write(move.target, value, move.slot)
-            sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
-            done += source.info(name).nbytes
-            progress(component, done, total)
-    except OSError as e:
-        raise InputError(f"writing {path} failed: {e.strerror}; free some space and run the same command again") from e
-    finally:
-        writer.close()
-    return sums
-
-
-def _file_order(source: Source, name: str) -> tuple[int, int]:
-    file = source.where[name]
-    return source.files.index(file), source.info(name).offset
-
-
-def _cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    if dtype == FLOATS["float16"] and not np.isfinite(cast).all():
-        raise InputError(f"{name} holds values beyond float16's range; use --dtype bfloat16 or float32")
-    return cast
-
-
-def _verify(path: Path, sums: dict[tuple[str, int | None], int]) -> None:
-    """Read everything back and compare."""
-    with TensorFile(path) as file:
-        for (target, slot), expected in sums.items():
-            if zlib.crc32(file.read(target, slot).reshape(-1).view(np.uint8).data) != expected:
-                raise ConversionError(f"{path}: {target} does not read back as written; is the disk failing?")
 
 
 def _copy_tokenizer(src: Path, work: Path, names: Iterable[str]) -> dict[str, str]:

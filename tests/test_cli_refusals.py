@@ -327,7 +327,7 @@ def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("conversion.convert._write", interrupt)
+    monkeypatch.setattr("conversion.convert.write_tensors", interrupt)
     code, out, err = run(layout, tmp_path / "killed", command=convert_)
     assert (code, out) == (130, "")
     assert "kept for the next attempt" in err

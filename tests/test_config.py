@@ -144,6 +144,23 @@ def test_no_backend_is_started_to_check_another_dtype(monkeypatch):
     check_model(manifest, "2b", "bfloat16", None)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype"),
+    [
+        ("cogvideox-2b", {}, "bfloat16"),
+        ("cogvideox1.5-5b", {}, "bfloat16"),
+        ("cogvideox-5b", {"in_channels": 48}, "bfloat16"),  # a control model made from it, as CogVideoX-Fun is
+        ("cogvideox-2b", {"layers": 18}, "bfloat16"),
+        ("cogvideox-2b", {"layers": 16}, "float32"),
+    ],
+)
+def test_the_dtype_of_a_run_is_decided_by_size(name, changes, dtype):
+    configs = RELEASES[name].configs
+    configs = {**configs, "transformer": dataclasses.replace(configs["transformer"], **changes)}
+    manifest = Manifest(family="cogvideox", configs=configs)
+    assert manifest.default_dtype == dtype
+
+
 def test_learned_positions_take_one_size_only():
     assert size("cogvideox-5b-i2v").height == 480
     with pytest.raises(InputError, match="learned its positions at 480x720 only"):

@@ -198,7 +198,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
     src = save(transformer, tmp_path / "src")
     make_vae().save_pretrained(src / "vae")
     dst = tmp_path / "dst"
-    real, written = conversion.convert._write, []
+    real, written = conversion.convert.write_tensors, []
 
     def die_in_vae(source, todo, targets, path, component, progress):
         if component == "vae":
@@ -207,7 +207,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(component)
         return real(source, todo, targets, path, component, progress)
 
-    monkeypatch.setattr(conversion.convert, "_write", die_in_vae)
+    monkeypatch.setattr(conversion.convert, "write_tensors", die_in_vae)
     with pytest.raises(KeyboardInterrupt):
         convert(src, dst)
     with pytest.raises(CheckpointError, match="not a native checkpoint"):
@@ -217,7 +217,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(args[4])
         return real(*args)
 
-    monkeypatch.setattr(conversion.convert, "_write", count)
+    monkeypatch.setattr(conversion.convert, "write_tensors", count)
     convert(src, dst)
     assert written == ["transformer", "vae"]  # the transformer once only
     verify(dst)

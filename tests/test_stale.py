@@ -330,14 +330,14 @@ def test_a_damaged_tokenizer_is_not_made_a_sound_one(own, tmp_path):
 
 def test_a_source_that_changes_while_it_is_converted_is_refused(two, tmp_path, monkeypatch):
     layout, other = two
-    real = conversion_module._write
+    real = conversion_module.write_tensors
 
     def write(source, *args):
         sums = real(source, *args)
         swap(layout, other, "replaced")
         return sums
 
-    monkeypatch.setattr(conversion_module, "_write", write)
+    monkeypatch.setattr(conversion_module, "write_tensors", write)
     with pytest.raises(CheckpointError, match="changed while being read"):
         convert(layout, tmp_path / "dst", components=["transformer"])
     assert not checkpoint.is_native(tmp_path / "dst")

@@ -32,7 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--model", help="native or Hugging Face layout directory, or hub id; default: the embedded one")
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
     model.add_argument(
-        "--dtype", choices=("bfloat16", "float32", "float16"), help="default: bfloat16; float32 for the embedded model"
+        "--dtype",
+        choices=("bfloat16", "float32", "float16"),
+        help="default: bfloat16; float32 for models below 10^9 parameters",
     )
     model.add_argument(
         "--mesh",
