@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from cogvideox_flax.checkpoint import SPIECE_FILE, load_text_encoder, load_transformer, load_vae, read_manifest
+from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, load_vae, read_manifest
 from cogvideox_flax.schedulers import DDIMScheduler
-from cogvideox_flax.tokenizer import Tokenizer
 
 BATCH = 32
 
@@ -28,15 +27,12 @@ class Denoiser:
 
     def __init__(self, model: Path):
         manifest = read_manifest(model)
-        assert manifest.text_encoder and manifest.tokenizer and manifest.scheduler and manifest.vae
         self._vae, self._encoder, self._transformer = (
             load(model, dtype="float32") for load in (load_vae, load_text_encoder, load_transformer)
         )
-        self._tokenizer = Tokenizer(
-            model / SPIECE_FILE, manifest.tokenizer.max_length, vocab_size=manifest.text_encoder.vocab_size
-        )
-        self.scheduler = DDIMScheduler(manifest.scheduler)
-        scale = manifest.vae.scaling_factor
+        self._tokenizer = manifest.model_family.make_tokenizer(model, manifest.configs)
+        self.scheduler = DDIMScheduler(manifest.configs["scheduler"])
+        scale = manifest.configs["vae"].scaling_factor
         self._encode = jax.jit(lambda vae, video: scale * vae.encode(video)[0])
 
         def predict(encoder: Any, transformer: Any, z: Any, ids: Any, t: Any, noise: Any) -> Any:

@@ -67,10 +67,10 @@ def run_convert(src: str, dst: str, component: str) -> dict[str, Any]:
 def run_load(native: str, component: str, dtype: str) -> dict[str, Any]:
     import jax
 
-    from cogvideox_flax.checkpoint import LOADERS
+    from cogvideox_flax.checkpoint import load_component
 
     start = time.perf_counter()
-    module = jax.block_until_ready(LOADERS[component](native, dtype=dtype))
+    module = jax.block_until_ready(load_component(component, native, dtype=dtype))
     return {"seconds": time.perf_counter() - start, "bytes": sum(x.nbytes for x in jax.tree.leaves(module))}
 
 
@@ -79,10 +79,10 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
     import jax
     import jax.numpy as jnp
 
-    from cogvideox_flax.checkpoint import LOADERS
+    from cogvideox_flax.checkpoint import load_component
     from cogvideox_flax.runtime.compile import compiler_options
 
-    module = LOADERS[component](native, dtype=dtype)
+    module = load_component(component, native, dtype=dtype)
     key = jax.random.key(0)
     batch = 1 + int(guided)
     if component == "text_encoder":

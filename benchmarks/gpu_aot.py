@@ -23,9 +23,9 @@ import jax
 
 from benchmarks.gpu import GPUS, device, prepare
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.config import get_release
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
 

@@ -66,7 +66,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     """A row per form of one component."""
     import jax
 
-    from cogvideox_flax.checkpoint import LOADERS, WEIGHTS_FILE
+    from cogvideox_flax.checkpoint import WEIGHTS_FILE, load_component
     from cogvideox_flax.runtime.compile import compiler_options
 
     forms = write(component, args.release, args.layers, folder)
@@ -74,7 +74,7 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
     rows: list[dict[str, Any]] = []
     reference: Any = None
     for stored, computed in FORMS:
-        module = LOADERS[component](forms[stored], dtype=computed)
+        module = load_component(component, forms[stored], dtype=computed)
         run = jax.jit(call, compiler_options=compiler_options(computed))
         run(module, *given).block_until_ready()
         start = time.perf_counter()

@@ -23,9 +23,9 @@ import torch
 import transformers
 from diffusers.schedulers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
-from cogvideox_flax.config import RELEASES
 from cogvideox_flax.io.tensor_file import TensorWriter
-from conversion.convert import FLOATS
+from cogvideox_flax.models.registry import RELEASES
+from conversion.write import FLOATS
 
 SHARD_BYTES = 5_000_000_000  # as the released checkpoints are cut
 
@@ -99,7 +99,7 @@ def build(component: str, release: str, *, small: bool, **changes: Any) -> Any:
         return diffusers.CogVideoXTransformer3DModel(**config | changes)
     if component == "text_encoder":
         return transformers.T5EncoderModel(transformers.T5Config(**T5_XXL | (SMALL_T5 if small else {}) | changes))
-    scale = {"scaling_factor": RELEASES[release].vae.scaling_factor}
+    scale = {"scaling_factor": RELEASES[release].configs["vae"].scaling_factor}
     return diffusers.AutoencoderKLCogVideoX(**VAE | scale | (SMALL_VAE if small else {}) | changes)
 
 
@@ -209,7 +209,7 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
 
 def save_rest(folder: Path, release: str, spiece: Path | None = None) -> None:
     """What belongs to a checkpoint beside its weights: the sampler's settings, the tokenizer, the list of parts."""
-    make_scheduler("ddim", RELEASES[release].scheduler.snr_shift_scale).save_pretrained(folder / "scheduler")
+    make_scheduler("ddim", RELEASES[release].configs["scheduler"].snr_shift_scale).save_pretrained(folder / "scheduler")
     (folder / "tokenizer").mkdir()
     target = folder / "tokenizer" / "spiece.model"
     shutil.copyfile(spiece, target) if spiece is not None else make_spiece(target)
@@ -244,7 +244,8 @@ def main() -> None:
             write_component(args.dir, component, args.release, dtype)
         save_rest(args.dir, args.release, args.spiece)
     else:
-        save_layout(args.dir, args.release, text_length=RELEASES[args.release].tokenizer.max_length, spiece=args.spiece)
+        text_length = RELEASES[args.release].configs["tokenizer"].max_length
+        save_layout(args.dir, args.release, text_length=text_length, spiece=args.spiece)
     print(args.dir)
 
 

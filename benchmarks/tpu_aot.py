@@ -41,7 +41,7 @@ _480P = Case("cogvideox-5b", 480, 720, 49, "v6e:1x1", (1, 1, 1))
 CASES = {
     "768p": _768P,
     "768p-tp": replace(_768P, mesh=(2, 1, 4)),
-    "768p-sharded": replace(_768P, mesh=(2, 4, 1, True)),
+    "768p-fsdp": replace(_768P, mesh=(2, 4, 1, True)),
     "768p-161": replace(_768P, num_frames=161),
     "720p": _720P,
     "720p-4": replace(_720P, topology="v6e:2x2", mesh=(2, 2, 1)),
@@ -78,9 +78,9 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from benchmarks import attention
     from cogvideox_flax import plan
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.config import get_release
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.models.registry import get_release
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
@@ -91,7 +91,8 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
         row: dict[str, Any] = asdict(case) | asdict(stage)
         row["seconds"] = row.pop("estimated_s") / stage.runs
         if stage.name == "denoise":
-            config, tokens = release.transformer, manifest.family.workload(manifest.configs, run.size).tokens
+            config = release.configs["transformer"]
+            tokens = manifest.model_family.workload(manifest.configs, run.size).tokens
             dp, sp, tp, *_ = case.mesh
             heads = -(-(config.heads // tp) // sp)
             shape = attention.Shape(tokens, heads * run.denoiser_batch // dp, config.head_dim)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import cogvideox_flax.runtime.source_code  # noqa: F401  (first: it looks at the files as they are now)
 
 if TYPE_CHECKING:
-    from cogvideox_flax.config import RELEASES
     from cogvideox_flax.errors import InputError
     from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.result import GenerationResult
+    from cogvideox_flax.models.registry import RELEASES
     from cogvideox_flax.version import __version__
 
 _HOME = {
@@ -24,7 +24,7 @@ _HOME = {
     "GenerationResult": "generate.result",
     "InputError": "errors",
     "Pipeline": "generate.pipeline",
-    "RELEASES": "config",
+    "RELEASES": "models.registry",
     "__version__": "version",
 }
 

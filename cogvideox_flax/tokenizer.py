@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import sentencepiece
 from jaxtyping import Int32
 
+from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import shown
 
@@ -26,6 +29,18 @@ SPIECE_FILE = "tokenizer/spiece.model"
 PAD, EOS, UNKNOWN = 0, 1, 2
 MAX_SENTINELS = 100
 _NORMALIZER_FIELD = 3  # of SentencePiece's ModelProto, written after all pieces
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig(Config):
+    """How prompts are cut: `max_length` ids, end-of-sequence included (`tokenizer_config.json`)."""
+
+    max_length: int = 226
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], max_length: int | None = None) -> Self:
+        """max_length: the transformer's `max_text_seq_length`, which wins over the tokenizer's own limit."""
+        return cls(max_length=max_length or int(raw.get("model_max_length", 226)))
 
 
 class Tokenizer:

@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 
-from cogvideox_flax.config import COMPONENTS, RELEASES
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.home import expand_user
-from conversion.convert import FLOATS, convert
-from conversion.download import Download, download
+from cogvideox_flax.models.registry import RELEASES, component_names
+from conversion.configs import find_family
+from conversion.convert import convert
+from conversion.download import Download, download, files_read
 from conversion.progress import progress_bar
+from conversion.write import FLOATS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m conversion", description=__doc__)
     parser.add_argument("src", help="directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b")
     parser.add_argument("dst", help="the native checkpoint to write, or to add components to")
-    parser.add_argument("--component", nargs="+", choices=COMPONENTS, help="default: all that SRC has")
+    parser.add_argument("--component", nargs="+", choices=component_names(), help="default: all that SRC has")
     parser.add_argument("--dtype", choices=FLOATS, help="cast to this; default: keep what the source has")
     parser.add_argument(
         "--release", choices=RELEASES, help="the model, where SRC's config.json files are missing or wrong"
@@ -35,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")
             source = Download(src, {})
         else:
-            source = download(args.src, args.revision, tuple(args.component or COMPONENTS))
+            configs = download(args.src, args.revision)
+            patterns = files_read(find_family(configs.folder), args.component)
+            source = download(args.src, configs.origin["revision"], patterns)
         with progress_bar() as progress:
             convert(
                 source.folder,

@@ -1,4 +1,4 @@
-"""The conversion itself: read one tensor, move its axes, write it where it belongs.
+"""The conversion of a checkpoint: checked as a whole, then component by component, then moved into place.
 
 Components are written under DST/.conversion and moved into place together at the end, config.json last, so a killed
 conversion leaves nothing that loads; components that were complete are taken over by the next attempt.
@@ -10,8 +10,7 @@ import json
 import logging
 import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,47 +22,31 @@ import numpy as np
 from cogvideox_flax.checkpoint import (
     CONFIG_FILE,
     FORMAT_VERSION,
-    SPIECE_FILE,
     WEIGHTS_FILE,
     Manifest,
     is_native,
     read_manifest,
     write_manifest,
 )
-from cogvideox_flax.config import (
-    COMPONENTS,
-    Release,
-    SchedulerConfig,
-    TextEncoderConfig,
-    TokenizerConfig,
-    TransformerConfig,
-    VAEConfig,
-    find_release,
-    get_release,
-)
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.atomic import write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorWriter
 from cogvideox_flax.io.text import load_json
+from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.registry import component_names, get_family, get_release
+from conversion.configs import find_family, read_configs
 from conversion.mapping import Plan, plan
-from conversion.source import Source, check_against_hub, components_of, is_hf_layout, read_json
+from conversion.source import Source, check_against_hub, components_of, is_hf_layout
+from conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 
 log = logging.getLogger(__name__)
 
 WORK_DIR = ".conversion"
 LOCK_FILE = ".conversion.lock"
 RECORD_FILE = "record.json"
-TOKENIZER_DIR = Path(SPIECE_FILE).parent.name
-FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
-
-Progress = Callable[[str, int, int], None]
-"""(component, bytes done, bytes in all)"""
-
-Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
-"""Parameter -> shape and dtype."""
+PARTIAL = ".partial"
 
 
 def convert(
@@ -79,7 +62,7 @@ def convert(
     """Convert a Hugging Face layout directory to a native checkpoint.
 
     Args:
-        src: directory with any of text_encoder/, transformer/, vae/ (and tokenizer/, scheduler/).
+        src: directory with any component's directory (and tokenizer/, scheduler/).
         dst: the native checkpoint to make, or to add components to.
         components: which to convert; None for all that src has.
         dtype: "float32", "bfloat16" or "float16" to cast to; None keeps each tensor's own.
@@ -97,21 +80,25 @@ def convert(
     if is_native(src):
         raise InputError(f"{src} is a native checkpoint already; there is nothing to convert")
     if not is_hf_layout(src):
-        raise InputError(
-            f"{src} is not a checkpoint in the Hugging Face layout: it has none of {', '.join(COMPONENTS)} with weights"
-        )
+        names = ", ".join(component_names())
+        raise InputError(f"{src} is not a checkpoint in the Hugging Face layout: it has none of {names} with weights")
     if dtype is not None and dtype not in FLOATS:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATS)}")
-    wanted = list(components or components_of(src))
-    if unknown := [c for c in wanted if c not in COMPONENTS]:
-        raise InputError(f"unknown component {unknown[0]!r}; known are {', '.join(COMPONENTS)}")
+    known = get_release(release) if release else None
+    before = read_manifest(dst) if is_native(dst) else None
+    family = get_family(known.family) if known else find_family(src, before.family if before else None)
+    if before is not None and before.family != family.name:
+        raise InputError(f"{dst} holds a model of the family {before.family}, {src} is {family.name}; choose another")
+    wanted = list(components or components_of(src, family.components))
+    if unknown := [c for c in wanted if c not in family.components]:
+        raise InputError(f"unknown component {unknown[0]!r}; known are {', '.join(family.components)}")
     if not wanted:
         raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
 
-    configs = read_configs(src, wanted, get_release(release) if release else None)
-    if configs.transformer is not None:
-        configs.transformer.check_dtype(dtype)
-    job = _Job(src, dst, dtype, configs, origin or {}, progress)
+    manifest = read_configs(src, family, wanted, known)
+    for component in wanted:
+        manifest.configs[component].check_dtype(dtype)
+    job = _Job(src, dst, dtype, manifest, origin or {}, progress)
     # every component is matched, and its room on the disk is there, before the first is written
     plans = {component: job.plan(component) for component in wanted}
     check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
@@ -133,9 +120,13 @@ class _Job:
     src: Path
     dst: Path
     dtype: str | None
-    configs: Manifest
+    manifest: Manifest
     origin: dict[str, str]
     progress: Progress
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.manifest.model_family
 
     @property
     def work(self) -> Path:
@@ -144,7 +135,7 @@ class _Job:
     def plan(self, component: str) -> Plan:
         with Source(self.src / component) as source:
             shapes = {name: source.info(name).shape for name in source.where}
-            return plan(component, getattr(self.configs, component), shapes)
+            return plan(self.family, component, self.manifest.configs[component], shapes)
 
     def space(self, component: str, todo: Plan) -> int:
         """Bytes of a component that is not written yet."""
@@ -158,31 +149,41 @@ class _Job:
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
     def targets(self, source: Source, todo: Plan) -> Targets:
-        return _targets(source, todo, FLOATS[self.dtype] if self.dtype else None)
+        return targets_of(source, todo, FLOATS[self.dtype] if self.dtype else None)
 
     def run(self, plans: dict[str, Plan]) -> None:
         """Write all components below `work`, then move them into place."""
         if (self.work / CONFIG_FILE).exists():  # of an earlier attempt
             _finish(self.dst)
         self.work.mkdir(exist_ok=True)  # another process may have ended, and removed it, before this one had the lock
-        for name in {*COMPONENTS, TOKENIZER_DIR} - plans.keys():
-            shutil.rmtree(self.work / name, ignore_errors=True)
-        before = read_manifest(self.dst) if is_native(self.dst) else Manifest()
+        for path in self.work.iterdir():
+            if path.name not in plans:
+                shutil.rmtree(path, ignore_errors=True)
+        before = read_manifest(self.dst) if is_native(self.dst) else Manifest(family=self.family.name)
         records = {component: self.convert(component, todo) for component, todo in plans.items()}
-        spiece = before.spiece_sha256
-        if "text_encoder" in plans:
-            spiece = _copy_tokenizer(self.src, self.work) or spiece
+        tokenizer = before.tokenizer_sha256
+        if any(self.family.components[component].stage == "encode" for component in plans):
+            tokenizer = tokenizer | _copy_tokenizer(self.src, self.work, self.family.tokenizer_files)
         manifest = replace(
             before,
-            **{component: getattr(self.configs, component) for component in plans},
-            # other components' directories may come from another release, with another noise schedule
-            scheduler=self.configs.scheduler if "transformer" in plans or not before.scheduler else before.scheduler,
-            tokenizer=self.configs.tokenizer if "transformer" in plans or not before.tokenizer else before.tokenizer,
+            configs=self.configs(before, plans),
             weights=before.weights | records,
-            spiece_sha256=spiece,
+            tokenizer_sha256=tokenizer,
         )
         write_manifest(self.work, manifest)
         _finish(self.dst)
+
+    def configs(self, before: Manifest, converted: Iterable[str]) -> dict[str, Any]:
+        """All configs of the checkpoint.
+
+        The scheduler and the tokenizer go with the denoiser: directories of other components may come from another
+        release, with another noise schedule.
+        """
+        own, kept = self.manifest.configs, before.configs
+        shared = {name: own[name] for name in ("scheduler", "tokenizer") if name in own}
+        if self.family.denoiser in converted:
+            kept = {name: config for name, config in kept.items() if name in self.family.components}
+        return shared | kept | {component: own[component] for component in converted}
 
     def convert(self, component: str, todo: Plan) -> dict[str, Any]:
         """Write one component below `work`, or take over what an earlier attempt completed. Returns its record."""
@@ -194,7 +195,7 @@ class _Job:
             found = self.completed(component, files)
             if found is not None:
                 return found
-            partial = self.work / f"{component}.partial"
+            partial = self.work / f"{component}{PARTIAL}"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             targets = self.targets(source, todo)
@@ -202,14 +203,14 @@ class _Job:
             pool = ThreadPoolExecutor(1)  # hashing the source runs beside the conversion
             try:
                 hashing = pool.submit(content_hashes, files)
-                sums = _write(source, todo, targets, path, component, self.progress)
-                _verify(path, sums)
+                sums = write_tensors(source, todo, targets, path, component, self.progress)
+                verify(path, sums)
                 hashes = hashing.result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
             source.check_unchanged()
         record = {
-            "dtype": self.dtype or _main_dtype(targets),
+            "dtype": self.dtype or main_dtype(targets),
             "sha256": content_hash(path),
             "source": self.source(files, hashes),
         }
@@ -240,7 +241,7 @@ class _Job:
         """All that decides what a component's file holds, as it comes out of a JSON file."""
         key = {
             "format_version": FORMAT_VERSION,
-            "config": getattr(self.configs, component).to_dict(),
+            "config": self.manifest.configs[component].to_dict(),
             "dtype": self.dtype,
             "files": {path.name: digest for path, digest in zip(files, hashes, strict=True)},
         }
@@ -250,58 +251,6 @@ class _Job:
         """Where a component came from."""
         named = {path.name: digest for path, digest in zip(files, hashes, strict=True)}
         return {"path": str(self.src.resolve()), **self.origin, "sha256": named}
-
-
-def read_configs(src: Path, wanted: Iterable[str], release: Release | None = None) -> Manifest:
-    """The component configs of an HF-layout directory; those of `release` where it is given.
-
-    Raises:
-        ConversionError: a config file is missing or not one we can serve.
-    """
-
-    def load(component: str, kind: Any) -> Any:
-        if component not in wanted:
-            return None
-        if release is not None:
-            return getattr(release, component)
-        path = src / component / "config.json"
-        if not path.is_file():
-            raise ConversionError(
-                f"{path} is missing; it says what the weights are. Download it too, "
-                "or name the model: python -m conversion SRC DST --release NAME."
-            )
-        return _parse(path, kind.from_hf)
-
-    transformer = load("transformer", TransformerConfig)
-    scheduler_file = src / "scheduler" / "scheduler_config.json"
-    tokenizer_file = src / "tokenizer" / "tokenizer_config.json"
-    known = release or (find_release(transformer) if transformer else None)
-    scheduler = None
-    if release is None and scheduler_file.is_file():
-        scheduler = _parse(scheduler_file, SchedulerConfig.from_hf)
-    elif known is not None and transformer is not None:
-        scheduler = known.scheduler
-    text_length = transformer.text_length if transformer else None
-    tokenizer = TokenizerConfig.from_hf({}, text_length)
-    if tokenizer_file.is_file():
-        tokenizer = _parse(tokenizer_file, lambda raw: TokenizerConfig.from_hf(raw, text_length))
-    return Manifest(
-        text_encoder=load("text_encoder", TextEncoderConfig),
-        transformer=transformer,
-        vae=load("vae", VAEConfig),
-        scheduler=scheduler,
-        tokenizer=tokenizer,
-    )
-
-
-def _parse(path: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
-    raw = read_json(path)
-    try:
-        return make(raw)
-    except InputError as e:
-        raise ConversionError(f"{path}: {e}") from e
-    except (TypeError, AttributeError, ValueError, OverflowError) as e:
-        raise ConversionError(f"{path} holds a value of the wrong type: {e}") from e
 
 
 def make_writable(dst: Path, work: Path) -> None:
@@ -325,86 +274,18 @@ def make_writable(dst: Path, work: Path) -> None:
         raise InputError(f"cannot write to {dst}: {e.strerror}; choose another destination") from e
 
 
-def _targets(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
-    """Shape and dtype of every parameter; without `dtype`, the widest of the tensors that fill it."""
-    kinds: dict[str, np.dtype] = {}
-    for name, move in todo.moves.items():
-        kind = source.info(name).dtype
-        if kind == DTYPES["F64"]:  # the reference computes its position table in float64 and saves it so
-            kind = FLOATS["float32"]
-        if kind not in FLOATS.values():
-            raise ConversionError(f"{name} is {kind}; weights must be one of {', '.join(FLOATS)}")
-        kind = dtype or kind
-        kinds[move.target] = np.promote_types(kind, kinds.get(move.target, kind))
-    return {name: (shape, kinds[name]) for name, shape in todo.shapes.items()}
-
-
-def _main_dtype(targets: Targets) -> str:
-    sizes: dict[str, int] = {}
-    for shape, dtype in targets.values():
-        sizes[dtype.name] = sizes.get(dtype.name, 0) + int(np.prod(shape))
-    return max(sizes, key=lambda name: sizes[name])
-
-
-def _write(
-    source: Source, todo: Plan, targets: Targets, path: Path, component: str, progress: Progress
-) -> dict[tuple[str, int | None], int]:
-    """Stream every tensor into its slot. Returns the CRC-32 of each slot's bytes."""
-    try:
-        writer = TensorWriter(path, targets, {"component": component})
-    except OSError as e:
-        raise InputError(f"cannot write {path}: {e.strerror}") from e
-    total = sum(source.info(name).nbytes for name in todo.moves)
-    sums, done = {}, 0
-    try:
-        for name, move in sorted(todo.moves.items(), key=lambda item: _file_order(source, item[0])):
-            value = source.read(name)
-            kind = targets[move.target][1]
-            if kind != value.dtype:
-                value = _cast(name, value, kind)
-            value = np.ascontiguousarray(move.transform(value))
-            writer.write(move.target, value, move.slot)
-            sums[move.target, move.slot] = zlib.crc32(value.reshape(-1).view(np.uint8).data)
-            done += source.info(name).nbytes
-            progress(component, done, total)
-    except OSError as e:
-        raise InputError(f"writing {path} failed: {e.strerror}; free some space and run the same command again") from e
-    finally:
-        writer.close()
-    return sums
-
-
-def _file_order(source: Source, name: str) -> tuple[int, int]:
-    file = source.where[name]
-    return source.files.index(file), source.info(name).offset
-
-
-def _cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    if dtype == FLOATS["float16"] and not np.isfinite(cast).all():
-        raise InputError(f"{name} holds values beyond float16's range; use --dtype bfloat16 or float32")
-    return cast
-
-
-def _verify(path: Path, sums: dict[tuple[str, int | None], int]) -> None:
-    """Read everything back and compare."""
-    with TensorFile(path) as file:
-        for (target, slot), expected in sums.items():
-            if zlib.crc32(file.read(target, slot).reshape(-1).view(np.uint8).data) != expected:
-                raise ConversionError(f"{path}: {target} does not read back as written; is the disk failing?")
-
-
-def _copy_tokenizer(src: Path, work: Path) -> str | None:
-    """Returns the copy's SHA-256."""
-    spiece = src / SPIECE_FILE
-    if not spiece.is_file():
-        log.warning("%s is missing: the checkpoint will encode ids but not prompts", spiece)
-        return None
-    check_against_hub(spiece)
-    (work / SPIECE_FILE).parent.mkdir(exist_ok=True)
-    shutil.copyfile(spiece, work / SPIECE_FILE)
-    return content_hash(work / SPIECE_FILE)
+def _copy_tokenizer(src: Path, work: Path, names: Iterable[str]) -> dict[str, str]:
+    """Copy the tokenizer's files. Returns the SHA-256 of each copy."""
+    hashes = {}
+    for name in names:
+        if not (src / name).is_file():
+            log.warning("%s is missing: the checkpoint will encode ids but not prompts", src / name)
+            continue
+        check_against_hub(src / name)
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(src / name, work / name)
+        hashes[name] = content_hash(work / name)
+    return hashes
 
 
 def _finish(dst: Path) -> None:
@@ -414,10 +295,9 @@ def _finish(dst: Path) -> None:
     """
     work = dst / WORK_DIR
     (dst / CONFIG_FILE).unlink(missing_ok=True)
-    for name in (*COMPONENTS, TOKENIZER_DIR):
-        if (work / name).is_dir():
-            shutil.rmtree(dst / name, ignore_errors=True)
-            (work / name).rename(dst / name)
-            (dst / name / RECORD_FILE).unlink(missing_ok=True)
+    for done in [path for path in work.iterdir() if path.is_dir() and path.suffix != PARTIAL]:
+        shutil.rmtree(dst / done.name, ignore_errors=True)
+        done.rename(dst / done.name)
+        (dst / done.name / RECORD_FILE).unlink(missing_ok=True)
     os.replace(work / CONFIG_FILE, dst / CONFIG_FILE)
     shutil.rmtree(work)

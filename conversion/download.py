@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ import huggingface_hub
 from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import tqdm as hub_tqdm
 
-from cogvideox_flax.config import COMPONENTS, RELEASES
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.registry import RELEASES
 
 CONFIGS = (
     "model_index.json",
@@ -33,20 +35,21 @@ class _NoBar(hub_tqdm):
         super().__init__(*args, **kwargs | {"disable": True})
 
 
-def files_read(components: tuple[str, ...] = COMPONENTS) -> list[str]:
-    """Patterns of the files that conversion reads; without components, of the configs alone."""
-    weights = [f"{c}/{name}" for c in components for name in ("*.safetensors", "*.safetensors.index.json")]
-    return [*CONFIGS, *weights, *(("tokenizer/spiece.model",) if components else ())]
+def files_read(family: ModelFamily, components: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Patterns of the files that converting some components, by default all, of a family reads."""
+    names = family.components if components is None else components
+    weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index.json")]
+    return (*CONFIGS, *weights, *family.tokenizer_files)
 
 
 def download(
     hub_id: str,
     revision: str | None = None,
-    components: tuple[str, ...] = COMPONENTS,
+    patterns: tuple[str, ...] = CONFIGS,
     *,
     progress: bool = True,
 ) -> Download:
-    """Download a checkpoint's configs, tokenizer and safetensors of some components, or find them in the hub's cache.
+    """Download some of a checkpoint's files, or find them in the hub's cache.
 
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub. Files that were complete when a
     download was interrupted are kept.
@@ -54,7 +57,7 @@ def download(
     Args:
         hub_id: "owner/name".
         revision: branch, tag or commit; None for the default branch.
-        components: whose weights; none for the configs alone.
+        patterns: of the files; default: the configs alone. `files_read` gives those of a family.
         progress: progress bars on stderr.
 
     Raises:
@@ -68,7 +71,7 @@ def download(
         folder = huggingface_hub.snapshot_download(
             hub_id,
             revision=revision,
-            allow_patterns=files_read(components),
+            allow_patterns=list(patterns),
             tqdm_class=None if progress else _NoBar,
         )
     except Exception as e:  # the hub's client lets errors of its HTTP library and of its caches through

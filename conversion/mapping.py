@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cogvideox_flax.checkpoint import abstract, parameters
-from cogvideox_flax.config import RELEASES
+from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import ConversionError
+from cogvideox_flax.models.family import ModelFamily
 from conversion.rules import Alias, Ignore, Rule, Table
-from conversion.text_encoder import text_encoder_table
-from conversion.transformer import transformer_table
-from conversion.vae import vae_table
-
-TABLES: dict[str, Callable[[Any], Table]] = {
-    "text_encoder": text_encoder_table,
-    "transformer": transformer_table,
-    "vae": vae_table,
-}
+from conversion.tables import TABLES
 
 Shape = tuple[int, ...]
 SHOWN = 20
@@ -41,16 +33,18 @@ class Plan(NamedTuple):
     shapes: dict[str, Shape]
 
 
-def plan(component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
-    """Match source tensors (name -> shape) with the component's parameters.
+def plan(family: ModelFamily, component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
+    """Match source tensors (name -> shape) with the parameters of a family's component.
 
     Raises:
         ConversionError: with every missing, unused, doubly filled and misshapen tensor.
     """
-    moves, shapes, faults = _match(component, config, tensors)
+    moves, shapes, faults = _match(family, component, config, tensors)
     if faults:
         more = [f"  ... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
-        fits = [name for name in _fitting(component, tensors) if getattr(RELEASES[name], component) != config]
+        others = {name: r.configs[component] for name, r in family.releases.items()}
+        others = {name: other for name, other in others.items() if other != config}
+        fits = [name for name, other in others.items() if not _match(family, component, other, tensors)[2]]
         way_out = f"wrong config.json? Try python -m conversion with --release {fits[0]}" if fits else ""
         hint = [f"  these tensors fit {' and '.join(fits)}: {way_out}"] if fits else []
         raise ConversionError(
@@ -59,16 +53,12 @@ def plan(component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
     return Plan(moves, shapes)
 
 
-def _fitting(component: str, tensors: Mapping[str, Shape]) -> list[str]:
-    """The releases whose component these tensors fill completely."""
-    return [name for name, r in RELEASES.items() if not _match(component, getattr(r, component), tensors)[2]]
-
-
 def _match(
-    component: str, config: Any, tensors: Mapping[str, Shape]
+    family: ModelFamily, component: str, config: Any, tensors: Mapping[str, Shape]
 ) -> tuple[dict[str, Move], dict[str, Shape], list[str]]:
-    table = TABLES[component](config)
-    shapes = {name: tuple(leaf.shape) for name, leaf in parameters(abstract(component, config)).items()}
+    table = TABLES[family.name][component](config)
+    abstract = family.components[component].abstract(config)
+    shapes = {name: tuple(leaf.shape) for name, leaf in parameters(abstract).items()}
     moves: dict[str, Move] = {}
     filled: dict[tuple[str, int | None], str] = {}
     faults = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from conversion.convert import Progress
+from conversion.write import Progress
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,9 @@ class Alias(NamedTuple):
 
 
 Table = tuple[Rule | Ignore | Alias, ...]
+
+Tables = Mapping[str, Callable[[Any], Table]]
+"""Component -> the function that gives its mapping table for a config."""
 
 
 def linear(source: str, target: str, *, bias: bool = True) -> tuple[Rule, ...]:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile, TensorInfo
 from cogvideox_flax.io.text import load_json
+from cogvideox_flax.models.registry import component_names
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def is_hf_layout(where: Path) -> bool:
-    """Whether the directory holds at least one component in the Hugging Face layout."""
-    return (where / "model_index.json").is_file() or bool(components_of(where))
+    """Whether the directory holds at least one component of any family in the Hugging Face layout."""
+    return (where / "model_index.json").is_file() or bool(components_of(where, component_names()))
 
 
-def components_of(where: Path) -> list[str]:
-    """The components that have a directory with files that look like weights, readable or not."""
-    return [name for name in COMPONENTS if (where / name).is_dir() and _weight_files(where / name)]
+def components_of(where: Path, names: Iterable[str]) -> list[str]:
+    """Those of some components that have a directory with files that look like weights, readable or not."""
+    return [name for name in names if (where / name).is_dir() and _weight_files(where / name)]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -16,9 +16,10 @@ from reference import ROUNDING_BAR, SHARED, convert_component, make_vae, relativ
 from benchmarks.released_layout import build
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
-from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
+from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.tiling import Tiling
 from conversion.mapping import plan
 
@@ -346,7 +347,7 @@ def released_shapes():
 
 def test_table_takes_every_released_tensor():
     shapes = released_shapes()
-    assert len(plan("vae", VAEConfig(), shapes).moves) == len(shapes) == 436
+    assert len(plan(COGVIDEOX, "vae", VAEConfig(), shapes).moves) == len(shapes) == 436
 
 
 @pytest.mark.skipif(not (SHARED / "spec" / "keys" / "vae.txt").exists(), reason="needs the shared key list")

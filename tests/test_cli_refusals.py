@@ -44,7 +44,7 @@ def option(*argv, message):
         option("--fps", "0", message="--fps: expected a whole number of 1 or more; got '0'"),
         option("--fps", "-8", message="got '-8'"),
         option("--fps", "7.5", message="got '7.5'"),
-        option("--mesh", "2,1", message="mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,sharded; got '2,1'"),
+        option("--mesh", "2,1", message="mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,fsdp; got '2,1'"),
         option("--mesh", "", message="mesh must be DP,SP,TP"),
         option("--mesh", "a,b,c", message="mesh must be DP,SP,TP"),
         option("--mesh", "0,1,1", message="mesh dp=0"),
@@ -327,7 +327,7 @@ def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("conversion.convert._write", interrupt)
+    monkeypatch.setattr("conversion.convert.write_tensors", interrupt)
     code, out, err = run(layout, tmp_path / "killed", command=convert_)
     assert (code, out) == (130, "")
     assert "kept for the next attempt" in err

@@ -12,20 +12,16 @@ import pytest
 from reference import SHARED
 
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.config import (
-    RELEASES,
-    SchedulerConfig,
-    TextEncoderConfig,
-    TokenizerConfig,
-    TransformerConfig,
-    VAEConfig,
-    find_release,
-    get_release,
-)
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.checks import check_model
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.cogvideox.releases import find_release
 from cogvideox_flax.models.cogvideox.sizes import resolve_size
+from cogvideox_flax.models.registry import RELEASES, get_release
+from cogvideox_flax.models.t5 import TextEncoderConfig
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.sharding import make_mesh
+from cogvideox_flax.tokenizer import TokenizerConfig
 
 CONFIGS = SHARED / "spec" / "configs"
 KINDS = {
@@ -43,21 +39,22 @@ KINDS = {
 def test_released_files_read_as_the_table_says(release, file):
     component, kind = KINDS[file]
     raw = json.loads((CONFIGS / release.hub_id.split("/")[1] / file).read_text())
-    assert kind.from_hf(raw) == getattr(release, component)
+    assert kind.from_hf(raw) == release.configs[component]
 
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
 def test_configs_survive_their_own_file(release):
     for component, kind in KINDS.values():
-        config = getattr(release, component)
+        config = release.configs[component]
         assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
 def test_release_is_found_whatever_its_nominal_size(release):
-    moved = dataclasses.replace(release.transformer, sample_height=300, sample_width=300)
-    assert find_release(moved) is release
-    assert find_release(dataclasses.replace(release.transformer, layers=7)) is None
+    transformer = release.configs["transformer"]
+    moved = dataclasses.replace(transformer, sample_height=300, sample_width=300)
+    assert find_release({"transformer": moved}) is release
+    assert find_release({"transformer": dataclasses.replace(transformer, layers=7)}) is None
 
 
 def test_our_own_files_are_read_strictly():
@@ -72,7 +69,7 @@ def test_our_own_files_are_read_strictly():
 
 def size(name, **kwargs):
     release = RELEASES[name]
-    return resolve_size(release.transformer, release.vae, release, **kwargs)
+    return resolve_size(release.configs["transformer"], release.configs["vae"], release, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +121,14 @@ def test_untrained_sizes_warn(name, kwargs, warns, caplog):
 @pytest.mark.parametrize("tp", [4, 8])
 def test_a_mesh_that_would_cut_a_head_is_refused(tp):
     release = RELEASES["cogvideox-2b"]  # 30 heads of 64: the width divides by 8, the heads do not
-    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    manifest = Manifest.of_release(release)
     with pytest.raises(InputError, match=f"30 does not divide over mesh axis tp of size {tp}"):
         check_model(manifest, "2b", "bfloat16", make_mesh(1, 1, tp))
 
 
 def test_float16_is_refused_on_tpus(monkeypatch):
     release = RELEASES["cogvideox-2b"]
-    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    manifest = Manifest.of_release(release)
     check_model(manifest, "2b", "float16", None)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     check_model(manifest, "2b", "bfloat16", None)
@@ -142,9 +139,26 @@ def test_float16_is_refused_on_tpus(monkeypatch):
 
 def test_no_backend_is_started_to_check_another_dtype(monkeypatch):
     release = RELEASES["cogvideox-2b"]
-    manifest = Manifest(**{kind: getattr(release, kind) for kind, _ in KINDS.values()})
+    manifest = Manifest.of_release(release)
     monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("a backend was started"))
     check_model(manifest, "2b", "bfloat16", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype"),
+    [
+        ("cogvideox-2b", {}, "bfloat16"),
+        ("cogvideox1.5-5b", {}, "bfloat16"),
+        ("cogvideox-5b", {"in_channels": 48}, "bfloat16"),  # a control model made from it, as CogVideoX-Fun is
+        ("cogvideox-2b", {"layers": 18}, "bfloat16"),
+        ("cogvideox-2b", {"layers": 16}, "float32"),
+    ],
+)
+def test_the_dtype_of_a_run_is_decided_by_size(name, changes, dtype):
+    configs = RELEASES[name].configs
+    configs = {**configs, "transformer": dataclasses.replace(configs["transformer"], **changes)}
+    manifest = Manifest(family="cogvideox", configs=configs)
+    assert manifest.default_dtype == dtype
 
 
 def test_learned_positions_take_one_size_only():
@@ -169,6 +183,6 @@ def test_learned_positions_take_one_size_only():
 )
 def test_values_that_no_model_has_are_refused(component, changes, message):
     """Before anything loops over them or computes with them."""
-    config = getattr(RELEASES["cogvideox-2b"], component)
+    config = RELEASES["cogvideox-2b"].configs[component]
     with pytest.raises(CheckpointError, match=message):
         type(config).from_dict(config.to_dict() | changes)

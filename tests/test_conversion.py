@@ -27,9 +27,12 @@ from safetensors.numpy import load_file, save_file
 
 import conversion.convert
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
-from cogvideox_flax.config import RELEASES, TextEncoderConfig, VAEConfig
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.models.t5 import TextEncoderConfig
 from conversion.__main__ import main
 from conversion.convert import convert
 from conversion.mapping import plan
@@ -47,7 +50,7 @@ def read_keys(name: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
 def test_every_released_transformer_key_maps(release):
     keys = read_keys(f"{release.hub_id.split('/')[1]}.transformer.txt")
-    mapped = plan("transformer", release.transformer, keys)
+    mapped = plan(COGVIDEOX, "transformer", release.configs["transformer"], keys)
     assert set(mapped.moves) == set(keys)
     sizes = sum(int(np.prod(shape)) for shape in mapped.shapes.values())
     assert sizes == sum(int(np.prod(shape)) for shape in keys.values())
@@ -56,7 +59,7 @@ def test_every_released_transformer_key_maps(release):
 @needs_keys
 def test_every_released_vae_key_maps():
     keys = read_keys("vae.txt")
-    assert set(plan("vae", VAEConfig(), keys).moves) == set(keys)
+    assert set(plan(COGVIDEOX, "vae", VAEConfig(), keys).moves) == set(keys)
 
 
 @needs_keys
@@ -64,7 +67,7 @@ def test_every_released_vae_key_maps():
 def test_every_released_text_encoder_key_maps(absent):
     keys = read_keys("t5_xxl_encoder.txt")
     keys.pop(absent, None)
-    moves = plan("text_encoder", TextEncoderConfig(), keys).moves
+    moves = plan(COGVIDEOX, "text_encoder", TextEncoderConfig(), keys).moves
     assert set(keys) - set(moves) <= {"encoder.embed_tokens.weight"}  # tied to shared.weight
 
 
@@ -195,7 +198,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
     src = save(transformer, tmp_path / "src")
     make_vae().save_pretrained(src / "vae")
     dst = tmp_path / "dst"
-    real, written = conversion.convert._write, []
+    real, written = conversion.convert.write_tensors, []
 
     def die_in_vae(source, todo, targets, path, component, progress):
         if component == "vae":
@@ -204,7 +207,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(component)
         return real(source, todo, targets, path, component, progress)
 
-    monkeypatch.setattr(conversion.convert, "_write", die_in_vae)
+    monkeypatch.setattr(conversion.convert, "write_tensors", die_in_vae)
     with pytest.raises(KeyboardInterrupt):
         convert(src, dst)
     with pytest.raises(CheckpointError, match="not a native checkpoint"):
@@ -214,7 +217,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(args[4])
         return real(*args)
 
-    monkeypatch.setattr(conversion.convert, "_write", count)
+    monkeypatch.setattr(conversion.convert, "write_tensors", count)
     convert(src, dst)
     assert written == ["transformer", "vae"]  # the transformer once only
     verify(dst)
@@ -335,7 +338,7 @@ def test_missing_renamed_and_misshapen_tensors_are_all_reported(transformer, tmp
 def test_wrong_release_is_named():
     keys = read_keys("CogVideoX-5b.transformer.txt")
     with pytest.raises(ConversionError, match=r"these tensors fit cogvideox-5b.*--release cogvideox-5b"):
-        plan("transformer", RELEASES["cogvideox1.5-5b"].transformer, keys)
+        plan(COGVIDEOX, "transformer", RELEASES["cogvideox1.5-5b"].configs["transformer"], keys)
 
 
 @pytest.mark.parametrize("release", ARCHITECTURES)

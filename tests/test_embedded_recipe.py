@@ -10,9 +10,9 @@ from flax import nnx
 from reference import relative_error
 
 from cogvideox_flax.checkpoint import hub, read_manifest
-from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.config import VAEConfig
 from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise
 from weights.toy_world.diffusion import repeated

@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, checkpoint, cli, sharding
-from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import memory
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import cpu
 from cogvideox_flax.runtime import compile as compiling
@@ -197,8 +198,8 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_weights_are_not_copied_out_of_their_stack(dtype):
-    config = dataclasses.replace(RELEASES["cogvideox-5b"].text_encoder, layers=2)
-    encoder = checkpoint.cast(checkpoint.abstract("text_encoder", config), dtype)
+    config = dataclasses.replace(RELEASES["cogvideox-5b"].configs["text_encoder"], layers=2)
+    encoder = checkpoint.cast(COGVIDEOX.components["text_encoder"].abstract(config), dtype)
     spec = ProgramSpec("text encoder", lambda: lambda encoder, ids: encoder(ids), tokens=226)
     program = Program(spec, compiler_options(dtype))
     compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32), announce=False)

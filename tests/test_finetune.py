@@ -21,11 +21,12 @@ from safetensors.numpy import load_file
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import load_transformer, parameters
-from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, add_lora, describe_lora, lora_parameters, with_parameters
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import loop
@@ -259,7 +260,7 @@ def test_lora_is_trained_and_changes_what_is_generated(started, model, paths, tm
     file = started["lora", "whole"]
     assert file.name == FILE_NAME
     config = checkpoint.read_manifest(model).transformer
-    assert describe_lora(file, 1.0, config)["file"] == str(file)
+    assert describe_lora(COGVIDEOX, file, 1.0, config)["file"] == str(file)
     tensors = load_file(file)
     assert {name.split(".", 3)[3].rsplit(".", 2)[0] for name in tensors} == {
         "attn1.to_q",
@@ -516,7 +517,7 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
         return denoiser(latents, jnp.zeros(2, jnp.int32)).mean(), {}
 
     monkeypatch.setattr(finetuning, "v_prediction", objective)
-    transformer = checkpoint.abstract("transformer", plan.manifest.transformer)
+    transformer = plan.manifest.abstract("transformer")
     latents = jax.ShapeDtypeStruct((2, 3, 4, 6, 16), jnp.float16)
     text_shape = jax.ShapeDtypeStruct((2, 10, 40), jnp.float32)
     batch = {"mean": latents, "std": latents, "text": text_shape}
@@ -557,9 +558,9 @@ def test_a_frozen_base_is_neither_copied_nor_widened(tmp_path):
     """The step of a LoRA run on a bfloat16 base of which nothing but single layers may appear a second time."""
     config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
     base = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), checkpoint.abstract("transformer", config)
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), COGVIDEOX.components["transformer"].abstract(config)
     )
-    model = jax.eval_shape(lambda base: add_lora(base, 2, rngs=nnx.Rngs(0)), base)
+    model = jax.eval_shape(lambda base: add_lora(COGVIDEOX, base, 2, rngs=nnx.Rngs(0)), base)
     settings = LoopConfig(steps=2, dtype="bfloat16")
 
     def loss(params, frozen, batch, key):

@@ -314,7 +314,9 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
     (sources / "big" / name).write_bytes(data)
     server.repos["big/file"] = {"main": sources / "big"}
     server.cut.add(name)
-    code = "from conversion.download import download; print(download('big/file', progress=False).folder)"
+    code = (
+        "from conversion.download import download; print(download('big/file', None, ('*/*',), progress=False).folder)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert (Path(done.stdout.strip()) / name).read_bytes() == data
     ranges = [headers.get("range") for kind, path, headers in server.asked if kind == "GET" and path.endswith(name)]

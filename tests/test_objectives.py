@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import Mean, read_metrics
 from cogvideox_flax.training.objectives import Focus, drop_captions, reconstruction, v_prediction

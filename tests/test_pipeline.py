@@ -14,10 +14,10 @@ from transformers import T5EncoderModel
 
 import cogvideox_flax
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import abstract
-from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.runtime.compile import compiler_options
 from conversion.convert import convert
 
@@ -249,7 +249,9 @@ def test_half_precision_is_close(layout, dtype):
 
 def test_half_precision_weights_are_not_all_widened_at_once():
     config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), abstract("transformer", config))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), COGVIDEOX.components["transformer"].abstract(config)
+    )
     latents, context = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 4, 4, 16), (1, 8, 64)))
     call = jax.jit(lambda m, x, c: m(x, c, 999), compiler_options=compiler_options("bfloat16"))
     memory = call.lower(shapes, latents, context).compile().memory_analysis()

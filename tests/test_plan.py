@@ -12,12 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cogvideox_flax import cli, sharding
 from cogvideox_flax.attention import attend, splash
-from cogvideox_flax.checkpoint import Manifest, abstract, read_manifest
+from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
-from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import STAGES, RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
@@ -58,10 +59,12 @@ def test_attention_counts_what_it_must_do_and_no_padding():
 
 def test_a_denoising_step_is_the_textbook_count():
     """12 d^2 weights a layer, 2 operations each a token, and 4 d of attention a pair of tokens."""
-    config = dataclasses.replace(RELEASES["cogvideox1.5-5b"].transformer, layers=3)
+    config = dataclasses.replace(RELEASES["cogvideox1.5-5b"].configs["transformer"], layers=3)
     latents, context = zeros(2, 22, 96, 170, 16), zeros(2, 226, 4096)
     tokens, d = 11 * 48 * 85 + 226, 3072
-    found = count_flops(lambda m, x, c: m(x, c, 3), abstract("transformer", config), latents, context)
+    found = count_flops(
+        lambda m, x, c: m(x, c, 3), COGVIDEOX.components["transformer"].abstract(config), latents, context
+    )
     assert tokens == 45_106 and found.kernels == 2 * 3 * 4 * d * tokens**2
     linear = 2 * 3 * 24 * d**2 * tokens
     assert linear < found.rest < 1.03 * linear
@@ -161,7 +164,7 @@ def run():
 def test_stages_of_the_embedded_model(run):
     one = {stage.name: stage for stage in forecast(run, "v6e:1x1", (1, 1, 1), ["encode", "denoise"])}
     assert list(one) == ["encode", "denoise"] and one["denoise"].runs == 10
-    weights = sum(leaf.size for leaf in jax.tree.leaves(abstract("transformer", run.manifest.transformer))) * 4
+    weights = sum(leaf.size for leaf in jax.tree.leaves(run.manifest.abstract("transformer"))) * 4
     for stage in one.values():
         assert stage.fits and not stage.collectives and stage.flops > 0 and stage.estimated_s > 0
         assert stage.hbm_gib_per_chip >= stage.argument_gib + stage.temp_gib > 0
@@ -177,8 +180,8 @@ def test_the_whole_run_does_what_its_stages_do(run):
         ((spec, args, runs),) = run.abstract(name)
         return runs * count_flops(spec.function(), *args).total
 
-    text = run.manifest.text_encoder
-    position_bias = 2 * text.position_buckets * text.heads * run.manifest.transformer.text_length**2
+    text, transformer = (run.manifest.configs[name] for name in ("text_encoder", "transformer"))
+    position_bias = 2 * text.position_buckets * text.heads * transformer.text_length**2
     # guidance encodes two prompts: one after the other, or, in the whole run, at once with one position bias
     assert work("run") + position_bias == sum(map(work, STAGES)) > 0
 

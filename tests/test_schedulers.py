@@ -13,9 +13,9 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 from diffusers.schedulers import scheduling_dpm_cogvideox
 
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.schedulers import DDIMScheduler, DPMScheduler, guidance_scales, make_scheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
 
 STEP_COUNTS = (1, 2, 4, 6, 7, 10, 25, 28, 30, 50, 61, 64, 100, 103, 1000)
 SHAPE = (2, 3, 4, 5, 2)

@@ -225,8 +225,8 @@ def test_sequence_parallel_layers_only_exchange(native):
     assert all(kind == "all-to-all" or t.tensor_bytes <= narrow for kind, t in found.items()), found
 
 
-def test_sharded_weights_are_gathered_layer_by_layer(native):
-    mesh = sharding.make_mesh(2, 2, 2, shard_weights=True)
+def test_fsdp_weights_are_gathered_layer_by_layer(native):
+    mesh = sharding.make_mesh(2, 2, 2, fsdp=True)
     model = load_transformer(native, mesh=mesh)
     large = 0
     for name, value in parameters(model).items():
@@ -247,9 +247,9 @@ def test_sharded_weights_are_gathered_layer_by_layer(native):
     assert wanted <= gathered.tensor_bytes <= 1.2 * wanted
 
 
-@pytest.mark.parametrize("text", ["2,4", "2,4,1,whole", "2,4,sharded", "2,4,1,1", "sharded", "2,4,1 sharded"])
+@pytest.mark.parametrize("text", ["2,4", "2,4,1,whole", "2,4,fsdp", "2,4,1,1", "fsdp", "2,4,1 fsdp"])
 def test_meshes_are_read_or_refused(text):
-    assert sharding.parse_mesh("2,4,1") == (2, 4, 1) and sharding.parse_mesh(" 2, 4,1, sharded ") == (2, 4, 1, True)
-    assert [sharding.describe_mesh(m) for m in ((2, 4, 1), (2, 4, 1, True))] == ["2,4,1", "2,4,1,sharded"]
-    with pytest.raises(InputError, match="2,1,4, or DP,SP,TP,sharded; got"):
+    assert sharding.parse_mesh("2,4,1") == (2, 4, 1) and sharding.parse_mesh(" 2, 4,1, fsdp ") == (2, 4, 1, True)
+    assert [sharding.describe_mesh(m) for m in ((2, 4, 1), (2, 4, 1, True))] == ["2,4,1", "2,4,1,fsdp"]
+    with pytest.raises(InputError, match="2,1,4, or DP,SP,TP,fsdp; got"):
         sharding.parse_mesh(text)

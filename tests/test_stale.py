@@ -28,6 +28,8 @@ from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 
+SPIECE = "tokenizer/spiece.model"
+
 
 def edit_config(native: Path, component: str, **changes) -> None:
     path = native / "config.json"
@@ -71,19 +73,21 @@ def test_a_changed_transformer_config_makes_the_latents_again(paths, own, tmp_pa
 
 def test_another_tokenizer_makes_the_embeddings_again(paths, own, tmp_path, work):
     latents(paths, own, tmp_path)
-    shutil.copyfile(hub.EMBEDDED / "tokenizer" / "spiece.model", own / "tokenizer" / "spiece.model")
+    shutil.copyfile(hub.EMBEDDED / "tokenizer" / "spiece.model", own / SPIECE)
     raw = json.loads((own / "config.json").read_text())
-    del raw["spiece_sha256"]  # as a checkpoint of an older version
+    del raw["tokenizer_sha256"]  # as a checkpoint of an older version
     (own / "config.json").write_text(json.dumps(raw))
     work.clear()
     latents(paths, own, tmp_path)
     assert work == ["encode", "denoise"]
 
 
-@pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae", "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["text_encoder/model.safetensors", "transformer/model.safetensors", "vae/model.safetensors", SPIECE]
+)
 def test_files_that_are_not_what_was_converted_are_refused(paths, run, own, tmp_path, work, name):
     latents(paths, own, tmp_path)
-    path = checkpoint.file_of(own, name)
+    path = own / name
     facts, data = path.stat(), bytearray(path.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
     path.write_bytes(data)
@@ -226,7 +230,7 @@ def two(tmp_path):
 
 
 def transformer_of(native: Path) -> np.ndarray:
-    return load_file(checkpoint.file_of(native, "transformer"))["blocks.attn.q.kernel"]
+    return load_file(checkpoint.weights_file(native, "transformer"))["blocks.attn.q.kernel"]
 
 
 @pytest.mark.parametrize("how", ["copied over", "replaced"])
@@ -310,12 +314,12 @@ def test_a_damaged_config_in_the_cache_is_mended(home, two, how):
     else:
         path.write_text(text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2'))
     assert hub.resolve(layout, progress=False) == native
-    assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native).vae == manifest.vae
+    assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native) == manifest
     checkpoint.verify(native)
 
 
 def test_a_damaged_tokenizer_is_not_made_a_sound_one(own, tmp_path):
-    path = checkpoint.file_of(own, "tokenizer")
+    path = own / SPIECE
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
@@ -326,14 +330,14 @@ def test_a_damaged_tokenizer_is_not_made_a_sound_one(own, tmp_path):
 
 def test_a_source_that_changes_while_it_is_converted_is_refused(two, tmp_path, monkeypatch):
     layout, other = two
-    real = conversion_module._write
+    real = conversion_module.write_tensors
 
     def write(source, *args):
         sums = real(source, *args)
         swap(layout, other, "replaced")
         return sums
 
-    monkeypatch.setattr(conversion_module, "_write", write)
+    monkeypatch.setattr(conversion_module, "write_tensors", write)
     with pytest.raises(CheckpointError, match="changed while being read"):
         convert(layout, tmp_path / "dst", components=["transformer"])
     assert not checkpoint.is_native(tmp_path / "dst")
@@ -342,7 +346,7 @@ def test_a_source_that_changes_while_it_is_converted_is_refused(two, tmp_path, m
 def test_a_damaged_conversion_in_the_cache_is_made_again(home, two, caplog):
     layout, _ = two
     native = hub.resolve(layout, progress=False)
-    path = checkpoint.file_of(native, "vae")
+    path = checkpoint.weights_file(native, "vae")
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)

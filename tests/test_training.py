@@ -21,10 +21,11 @@ from flax import nnx
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
-from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TransformerConfig
 from cogvideox_flax.errors import CheckpointError, DivergedError, InputError
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.loop import LoopConfig, train
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics

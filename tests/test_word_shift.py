@@ -9,8 +9,8 @@ import pytest
 from benchmarks import caption_cost
 from benchmarks.word_shift import TIMESTEPS, shifts
 from cogvideox_flax.checkpoint import hub
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
 
 
 class Believer:

@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.faults.child import Runner
 from benchmarks.released_layout import save_layout
-from cogvideox_flax.checkpoint import file_of
-from cogvideox_flax.config import COMPONENTS
+from cogvideox_flax.checkpoint import WEIGHTS_FILE
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME
 
@@ -141,7 +140,7 @@ def arrays_of(arrays: dict[str, np.ndarray]) -> str:
 
 def weights_of(native: Path) -> str:
     """The weights and the tokenizer of a native checkpoint."""
-    return " ".join(_hash(file_of(native, name)) for name in (*COMPONENTS, "tokenizer"))
+    return " ".join(_hash(path) for path in sorted([*native.glob(f"*/{WEIGHTS_FILE}"), *native.glob("tokenizer/*")]))
 
 
 def _hash(path: Path) -> str:

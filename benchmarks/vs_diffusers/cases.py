@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cogvideox_flax.config import RELEASES
+from cogvideox_flax.models.registry import RELEASES
 
 PARTS = ("text_encoder", "transformer", "encode", "decode", "video")
 SIDES = ("ours", "diffusers")
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def _frames_per_token(self) -> int:
-        return RELEASES[self.release].transformer.patch_size_t or 1
+        return RELEASES[self.release].configs["transformer"].patch_size_t or 1
 
 
 INPUTS = {

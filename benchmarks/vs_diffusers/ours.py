@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
-from cogvideox_flax.checkpoint import LOADERS, read_manifest
+from cogvideox_flax.checkpoint import load_component, read_manifest
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.nn.layers import precision
@@ -44,7 +44,7 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
 
         return video
     component = COMPONENT.get(case.part, case.part)
-    module = jax.block_until_ready(LOADERS[component](native, dtype=case.dtype))
+    module = jax.block_until_ready(load_component(component, native, dtype=case.dtype))
     program = program_of(case)
     return lambda: fetch(program(module, *given.values(), announce=False))
 

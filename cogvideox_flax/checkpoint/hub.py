@@ -12,22 +12,22 @@ from pathlib import Path
 from cogvideox_flax.checkpoint import (
     CONFIG_FILE,
     FORMAT_VERSION,
-    SPIECE_FILE,
     Manifest,
     check_contents,
-    file_of,
     is_native,
     read_manifest,
+    weights_file,
 )
-from cogvideox_flax.config import COMPONENTS
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.tokenizer import Tokenizer
-from conversion.convert import LOCK_FILE, WORK_DIR, convert, read_configs
+from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.registry import component_names
+from conversion.configs import find_family, read_configs
+from conversion.convert import LOCK_FILE, WORK_DIR, convert
 from conversion.download import Download, download, files_read
 from conversion.progress import progress_bar
 
@@ -56,18 +56,21 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
     if path is not None and is_native(path):
         return path
     source = _configs(str(where), revision, progress) if path is None else Download(path, {})
-    target = cache_dir() / f"{_key(source)}-v{FORMAT_VERSION}"
+    family = find_family(source.folder)
+    target = cache_dir() / f"{_key(source, family)}-v{FORMAT_VERSION}"
     if _is_whole(target):  # looked at before it is locked: the cache may be on a disk that may only be read
         return target
     with _locked(target):
         if not _is_whole(target):  # nor made by another process while this one waited
             if path is None:
-                source = download(str(where), source.origin["revision"], progress=progress)
-            _check_tokenizer(source.folder)
+                source = download(str(where), source.origin["revision"], files_read(family), progress=progress)
+            _check_tokenizer(source.folder, family)
             _clear(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
             with progress_bar(progress) as report:
-                convert(source.folder, target, components=COMPONENTS, origin=source.origin, progress=report)
+                convert(
+                    source.folder, target, components=tuple(family.components), origin=source.origin, progress=report
+                )
     return target
 
 
@@ -81,18 +84,19 @@ def peek(where: str | Path | None, revision: str | None = None, *, progress: boo
         path = _configs(str(where), revision, progress).folder
     if is_native(path):
         return read_manifest(path)
-    return read_configs(path, _configured(path))
+    family = find_family(path)
+    return read_configs(path, family, [name for name in _configured(path) if name in family.components])
 
 
 def _configs(hub_id: str, revision: str | None, progress: bool) -> Download:
-    source = download(hub_id, revision, (), progress=progress)
+    source = download(hub_id, revision, progress=progress)
     if not _configured(source.folder):
         raise _not_a_model(hub_id)
     return source
 
 
 def _configured(folder: Path) -> list[str]:
-    return [c for c in COMPONENTS if (folder / c / "config.json").is_file()]
+    return [c for c in component_names() if (folder / c / "config.json").is_file()]
 
 
 def _is_model(folder: Path) -> bool:
@@ -124,18 +128,19 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
 
 
 def _not_a_model(where: object, hint: str = "") -> InputError:
+    folders = ", ".join(f"{name}/" for name in component_names())
     return InputError(
         f"{where} is not a model: expected a native checkpoint (config.json with format_version) or a Hugging Face "
-        f"layout (text_encoder/, transformer/, vae/, each with config.json and safetensors){hint}"
+        f"layout ({folders}, each with config.json and safetensors){hint}"
     )
 
 
-def _key(source: Download) -> str:
+def _key(source: Download, family: ModelFamily) -> str:
     """Names the converted form: of a hub id by the commit, of a directory by the contents of what conversion reads."""
     if source.origin:
         return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
     folder = source.folder.resolve()
-    files = sorted({p for pattern in files_read() for p in folder.glob(pattern) if p.is_file()})
+    files = sorted({p for pattern in files_read(family) for p in folder.glob(pattern) if p.is_file()})
     names = [str(p.relative_to(folder)) for p in files]
     return f"{folder.name}-{fingerprint(names, content_hashes(files))[:16]}"
 
@@ -164,9 +169,10 @@ def _is_whole(native_dir: Path) -> bool:
     try:
         if not is_as_written(load_json(native_dir / CONFIG_FILE)):
             raise CheckpointError(f"{native_dir / CONFIG_FILE} is not as it was written")
-        for component in COMPONENTS:
-            TensorFile(file_of(native_dir, component)).close()
-        check_contents(native_dir, read_manifest(native_dir))
+        manifest = read_manifest(native_dir)
+        for component in manifest.model_family.components:
+            TensorFile(weights_file(native_dir, component)).close()
+        check_contents(native_dir, manifest)
     except CheckpointError as e:
         log.warning("the converted checkpoint is damaged and will be made again: %s", e)
         return False
@@ -181,10 +187,11 @@ def _clear(target: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_tokenizer(folder: Path) -> None:
-    if not (folder / SPIECE_FILE).is_file():
-        raise InputError(
-            f"{folder / SPIECE_FILE} is missing, without which prompts cannot be read (transformers 5 saves another "
-            "file in its place). All releases share it: copy it from any released checkpoint"
-        )
-    Tokenizer(folder / SPIECE_FILE)
+def _check_tokenizer(folder: Path, family: ModelFamily) -> None:
+    for name in family.tokenizer_files:
+        if not (folder / name).is_file():
+            raise InputError(
+                f"{folder / name} is missing, without which prompts cannot be read (transformers 5 saves another "
+                "file in its place). All releases share it: copy it from any released checkpoint"
+            )
+    family.make_tokenizer(folder, read_configs(folder, family, family.components).configs)

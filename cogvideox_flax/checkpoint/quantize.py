@@ -15,14 +15,14 @@ from cogvideox_flax.nn import quantized
 
 
 def quantize_checkpoint(
-    src: str | Path, dst: str | Path, components: Sequence[str] = tuple(quantized.MAPS), kind: str = "int8"
+    src: str | Path, dst: str | Path, components: Sequence[str] | None = None, kind: str = "int8"
 ) -> None:
     """Write src again with the blocks' linear maps of these components in 8 bits; one component in memory at a time.
 
     Args:
         src: a native checkpoint.
         dst: a new or empty directory, or a native checkpoint, which is replaced.
-        components: "transformer" and "text_encoder", or one of them. The autoencoder stays as it is.
+        components: some of those whose family says which maps can be quantized; None for all of these in src.
         kind: "int8" or "float8" (e4m3).
 
     Raises:
@@ -36,9 +36,13 @@ def quantize_checkpoint(
         raise InputError(f"there is no kind {kind!r}; known are {', '.join(quantized.KINDS)}")
     if src.resolve() == dst.resolve():
         raise InputError(f"{dst} cannot be quantized into itself; name another directory")
+    quantizable = manifest.model_family.quantizable
+    components = [name for name in manifest.weights if name in quantizable] if components is None else components
+    if not components:
+        raise InputError(f"{src} has no component that can be quantized; it holds {', '.join(manifest.weights)}")
     for component in components:
-        if component not in quantized.MAPS:
-            known = ", ".join(quantized.MAPS)
+        if component not in quantizable:
+            known = ", ".join(quantizable)
             raise InputError(f"there is no quantized form of {component!r}; there is one of {known}")
         if component not in manifest.weights:
             raise InputError(f"{src} has no {component}; it holds {', '.join(manifest.weights)}")
@@ -47,37 +51,38 @@ def quantize_checkpoint(
     kinds = {name: kind if name in components else manifest.quantized(name) for name in manifest.weights}
     checkpoint.check_contents(src, manifest)
     check_free_space(dst, sum(_stored_bytes(manifest, name, kinds[name]) for name in kinds))
-    spiece = checkpoint.file_of(src, "tokenizer")
+    tokenizer = {name: src / name for name in manifest.model_family.tokenizer_files}
     checkpoint.save(
         dst,
         manifest,
-        _Modules(src, list(manifest.weights), dict.fromkeys(components, kind)),
+        _Modules(src, manifest, dict.fromkeys(components, kind)),
         {component: record["dtype"] for component, record in manifest.weights.items()},
         {"path": str(src.absolute())},
-        spiece=spiece if spiece.exists() else None,
+        tokenizer={name: file for name, file in tokenizer.items() if file.exists()},
     )
 
 
 def _stored_bytes(manifest: checkpoint.Manifest, component: str, kind: str | None) -> int:
-    module = checkpoint.abstract(component, getattr(manifest, component), kind)
+    module = manifest.model_family.components[component].abstract(manifest.configs[component], kind)
     stored = checkpoint.cast(module, manifest.weights[component]["dtype"])
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
 
 class _Modules(Mapping[str, Any]):
-    """A checkpoint's components, each loaded when it is asked for."""
+    """A checkpoint's components, each loaded, and quantized where it is to be, when it is asked for."""
 
-    def __init__(self, src: Path, names: list[str], kinds: Mapping[str, str]):
-        self._src, self._names, self._kinds = src, names, kinds
+    def __init__(self, src: Path, manifest: checkpoint.Manifest, kinds: Mapping[str, str]):
+        self._src, self._manifest, self._kinds = src, manifest, kinds
 
     def __getitem__(self, name: str) -> Any:
-        module = checkpoint.LOADERS[name](self._src)
+        module = checkpoint.load_component(name, self._src)
         if name not in self._kinds:
             return module
-        return jax.block_until_ready(quantized.quantize(name, module, self._kinds[name]))
+        maps = self._manifest.model_family.components[name].linear_maps
+        return jax.block_until_ready(quantized.quantize(module, maps, self._kinds[name]))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._manifest.weights)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._manifest.weights)

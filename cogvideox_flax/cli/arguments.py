@@ -9,7 +9,6 @@ from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
-from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, Option, Stage, options
 from cogvideox_flax.io.home import expand_user
@@ -56,11 +55,11 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
     model.add_argument("--model", help=_MODEL)
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
-    model.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16; float32 for small models")
+    model.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16; float32 below 10^9 parameters")
     model.add_argument(
         "--mesh",
         metavar="DP,SP,TP",
-        help="devices for batch, tokens, heads; DP,SP,TP,sharded splits weights over DP and SP as well; auto: all "
+        help="devices for batch, tokens, heads; DP,SP,TP,fsdp splits weights over DP and SP as well; auto: all "
         "devices, as the planner says; default: auto, on CPUs 1,1,1",
     )
     model.add_argument("--quiet", action="store_true", help="no progress")
@@ -128,10 +127,10 @@ def _add_train(sub: argparse.ArgumentParser) -> None:
 
 def _add_plan(sub: argparse.ArgumentParser) -> None:
     which = sub.add_mutually_exclusive_group()
-    which.add_argument("--release", choices=RELEASES, help="a released model, by name")
+    which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help=_MODEL)
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
-    sub.add_argument("--mesh", metavar="DP,SP,TP[,sharded]", help="default: all are tried and the fastest is taken")
+    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
     for name in PLANNED:
         add_option(sub, name, options("denoise")[name])
     sub.add_argument("--prompts", type=_positive, default=1, help="how many at once; default: 1")
@@ -153,9 +152,8 @@ def _add_quantize(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--component",
         nargs="+",
-        choices=("transformer", "text_encoder"),
-        default=("transformer", "text_encoder"),
-        help="default: both",
+        metavar="NAME",
+        help="such as transformer or text_encoder; default: all whose linear maps can be quantized",
     )
     sub.add_argument("--kind", choices=("int8", "float8"), default="int8", help="float8 is e4m3; default: int8")
 

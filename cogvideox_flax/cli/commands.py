@@ -26,7 +26,6 @@ from cogvideox_flax.cli.setup import (
     read_prompts,
     resume,
 )
-from cogvideox_flax.config import COMPONENTS, Release, get_release
 from cogvideox_flax.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
     "clips": ("--clips", "the folder of clips"),
     "out": ("--out", "the folder that the run writes to"),
-    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,sharded"),
+    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
     "loop.steps": ("--steps", "how many steps"),
 }
 """Key of the training configuration -> the option that overrides it."""
@@ -131,8 +130,8 @@ def decode(args: argparse.Namespace) -> None:
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     how = {"tiling": bool(args.tiling), "progress": not args.quiet}
     if args.tiling:
-        manifest.family.check_tiling(manifest.configs)
-    latents = stages.read_latents(args.dir, before, manifest.family.latent_channels(manifest.configs))
+        manifest.model_family.check_tiling(manifest.configs)
+    latents = stages.read_latents(args.dir, before, manifest.model_family.latent_channels(manifest.configs))
     pipe = load(args, dtype, mesh)
     pipe.check_decode_memory(latents.shape, **how)
     video = stages.decode(pipe, args.dir, fps=args.fps, **how)
@@ -168,6 +167,7 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.checkpoint import Manifest, hub
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
 
@@ -213,15 +213,15 @@ def quantize(args: argparse.Namespace) -> None:
 
 def info(args: argparse.Namespace) -> None:
     """Describe a checkpoint without loading or converting it."""
-    from cogvideox_flax.checkpoint import abstract, hub, parameters
+    from cogvideox_flax.checkpoint import hub
 
     manifest = hub.peek(args.where, args.revision)
-    release: Release | None = manifest.release
-    rows = {}
-    for component in COMPONENTS:
-        if (config := getattr(manifest, component)) is not None:
-            count = sum(leaf.size for leaf in parameters(abstract(component, config)).values())
-            rows[component] = {"parameters": count, **manifest.weights.get(component, {})}
+    release = manifest.release
+    rows = {
+        name: {"parameters": component.num_parameters(config), **manifest.weights.get(name, {})}
+        for name, component in manifest.model_family.components.items()
+        if (config := manifest.configs.get(name)) is not None
+    }
     where = EMBEDDED if args.where is None else args.where
     result = manifest.to_json() | {"where": where, "components": rows}
     if args.json:

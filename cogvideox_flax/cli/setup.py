@@ -133,7 +133,7 @@ def automatic_mesh(
     if args.command == "decode":  # pictures go over all axes, and most easily over two of them
         return make_mesh(2, n // 2, 1) if n % 2 == 0 else make_mesh(1, n, 1)
     if args.command == "encode":
-        parts = math.gcd(n, *manifest.family.heads(manifest.configs).values())
+        parts = math.gcd(n, *manifest.model_family.heads(manifest.configs).values())
         return make_mesh(1, n // parts, parts)
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.plan import chip_of_device, choose_mesh

@@ -25,7 +25,7 @@ def check_dtype(manifest: Manifest, dtype: str, platform: str | None) -> None:
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    manifest.family.check_dtype(manifest.configs, dtype)
+    manifest.configs[manifest.model_family.denoiser].check_dtype(dtype)
     if dtype == "float16" and (platform or jax.default_backend()) == "tpu":
         raise InputError(
             "float16 is not served on TPUs, whose kernels compute in bfloat16 or float32; use one of these"
@@ -39,18 +39,21 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
         InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
             mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
-    family, configs = manifest.family, manifest.configs
-    if missing := [name for name in ("tokenizer", *family.components, "scheduler") if name not in configs]:
+    family, configs = manifest.model_family, manifest.configs
+    if missing := [name for name in family.config_types if name not in configs]:
         raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
     check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
-    family.check(configs, where)
+    try:
+        family.check(configs)
+    except InputError as e:
+        raise InputError(f"{where} cannot be run: {e}") from e
     if mesh is None:
         return
-    for component, heads in family.heads(configs).items():
-        sharding.check_heads(mesh, heads, component.replace("_", " "))
-    for component in family.components:
-        for name, leaf in checkpoint.parameters(manifest.abstract(component)).items():
-            sharding.parameter_sharding(mesh, component, name, leaf.shape)
+    for name, heads in family.heads(configs).items():
+        sharding.check_heads(mesh, heads, name.replace("_", " "))
+    for name, component in family.components.items():
+        for parameter, leaf in checkpoint.parameters(manifest.abstract(name)).items():
+            sharding.parameter_sharding(mesh, component.sharding, parameter, leaf.shape)
 
 
 def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingOptions) -> None:

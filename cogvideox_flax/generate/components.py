@@ -34,13 +34,13 @@ class Components:
         self._loaded: dict[str, Any] = {}
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
-        for component in self.manifest.family.components:
+        for component in self.manifest.model_family.components:
             checkpoint.check_weights(native_dir, component)
         checkpoint.check_contents(native_dir, self.manifest)
         self.loras: list[Mapping[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.family.components:
+        if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model_family.components:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.component(name)
 
@@ -50,8 +50,8 @@ class Components:
             start = time.perf_counter()
             if checkpoint.read_manifest(self.native_dir) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
-            module = checkpoint.LOADERS[name](self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.loras if name == self.manifest.family.denoiser else ():
+            module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
+            for record in self.loras if name == self.manifest.model_family.denoiser else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
@@ -68,9 +68,9 @@ class Components:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
                 not a finite number; or the weights are quantized.
         """
-        denoiser = self.manifest.family.denoiser
+        denoiser = self.manifest.model_family.denoiser
         self._check_adapters_fit()
-        record = describe_lora(path, scale, self.manifest.configs[denoiser])
+        record = describe_lora(self.manifest.model_family, path, scale, self.manifest.configs[denoiser])
         if denoiser in self._loaded:
             self._loaded[denoiser] = self._merge(record, self._loaded[denoiser])
         self.loras.append(record)
@@ -85,16 +85,17 @@ class Components:
             return
         self._check_adapters_fit()
         self.loras = list(records)
-        self.release(self.manifest.family.denoiser)
+        self.release(self.manifest.model_family.denoiser)
 
     def _check_adapters_fit(self) -> None:
-        if kind := self.manifest.quantized(self.manifest.family.denoiser):
+        if kind := self.manifest.quantized(self.manifest.model_family.denoiser):
             raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
-        return merge_lora(load_lora(record["file"], denoiser, record["scale"], mesh=self.mesh))
+        family = self.manifest.model_family
+        return merge_lora(load_lora(family, record["file"], denoiser, record["scale"], mesh=self.mesh))
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
@@ -111,5 +112,5 @@ class Components:
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory (default: of all); they load again when used."""
-        for name in components or self.manifest.family.components:
+        for name in components or self.manifest.model_family.components:
             self._loaded.pop(name, None)

@@ -9,7 +9,7 @@ from cogvideox_flax.runtime.compile import Programs, ProgramSpec
 from cogvideox_flax.runtime.devices import bytes_per_device, memory_limit
 
 ADVICE = {
-    "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,sharded), or take int8 ones.",
+    "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,fsdp), or take int8 ones.",
     "denoise": "Take fewer frames or pixels, more devices (`cogvideox plan` compares meshes), or int8 weights.",
     "decode": "Take fewer frames or pixels, more devices (--mesh), or decode in tiles (--tiling).",
     "run": "Run it in stages, which hold one component at a time.",

@@ -57,7 +57,7 @@ class Pipeline(Components):
     of them at a time (the command line does so between its stages).
 
     Attributes:
-        tokenizer: list of prompts -> the tokens of the first text encoder.
+        tokenizer: the family's; list of prompts -> tokens.
         scheduler: the checkpoint's own sampler.
         profiling: what to record while it runs: memory, a profile, operations one by one.
     """
@@ -68,17 +68,16 @@ class Pipeline(Components):
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         self._check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
         super().__init__(native_dir, dtype, mesh)
-        family, configs = self.manifest.family, self.manifest.configs
-        self._tokenizers = {stage.component: stage.tokenizer(native_dir, configs) for stage in family.text}
-        self.tokenizer: Any = next(iter(self._tokenizers.values()))
+        family, configs = self.manifest.model_family, self.manifest.configs
+        self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
         self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
         self.profiling = ProfilingOptions()
         self._programs = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
-        if cls.family not in (None, manifest.family.name):
-            raise InputError(f"{where} is a {manifest.family.name} model; open it with Pipeline")
+        if cls.family not in (None, manifest.family):
+            raise InputError(f"{where} is a {manifest.family} model; open it with Pipeline")
         check_model(manifest, where, dtype, mesh)
 
     @classmethod
@@ -236,14 +235,15 @@ class Pipeline(Components):
         """The same for the decoder alone and latents [B, T, h, w, C]."""
         if self.profiling.jit:
             args = decode_arguments(self.manifest, self.dtype, shape, self.mesh)
-            spec = decoding(self.manifest.family, "uint8", tiling)
+            spec = decoding(self.manifest.model_family, "uint8", tiling)
             check_memory({"decode": [(spec, args, 1)]}, self._programs, progress=progress)
 
     def _run(self, spec: ProgramSpec, *args: Any, progress: bool) -> Any:
         return self._programs.get(spec)(*args, announce=progress, jit=self.profiling.jit)
 
     def _tokens(self, texts: Sequence[str]) -> dict[str, Any]:
-        return {name: tokenize(list(texts)) for name, tokenize in self._tokenizers.items()}
+        stages = self.manifest.model_family.text
+        return {stage.component: stage.tokenize(self.tokenizer, list(texts)) for stage in stages}
 
     def encode(
         self, request: GenerationRequest, *, negative: bool | None = None, progress: bool = True
@@ -262,7 +262,7 @@ class Pipeline(Components):
             texts["negative_text"] = plan.request.negative_prompt
         tokens = {name: self._tokens(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
         found: dict[str, Any] = {name: {} for name in texts}
-        for stage in self.manifest.family.text:
+        for stage in self.manifest.model_family.text:
             spec = plan.encode(stage)
             for name in texts:
                 module = self.component(stage.component)
@@ -310,7 +310,7 @@ class Pipeline(Components):
         inputs, first = plan.start(conditioning.on_host(), latents, noise_source)
         inputs, first = replicate((inputs, state or first), self.mesh)
         program = self._programs.get(plan.denoise)
-        model = self.component(self.manifest.family.denoiser)
+        model = self.component(self.manifest.model_family.denoiser)
         if self.profiling.jit:
             model = program.model_argument(model)  # once, and not in each step
             program.prepare(model, inputs, first, announce=progress)
@@ -341,8 +341,8 @@ class Pipeline(Components):
         Raises:
             InputError: the decoder gives NaN or infinity.
         """
-        spec = decoding(self.manifest.family, output_type, tiling)
-        model = self.component(self.manifest.family.decoder)
+        spec = decoding(self.manifest.model_family, output_type, tiling)
+        model = self.component(self.manifest.model_family.decoder)
         z = replicate(jnp.asarray(latents, jnp.float32), self.mesh)
         frames, finite = self._run(spec, model, z, progress=progress)
         self.profiling.after_stage(spec.name)
@@ -353,7 +353,7 @@ class Pipeline(Components):
     def _run_as_one_program(self, request: ResolvedRequest, progress: bool) -> Frames:
         """Tokens to frames as one program."""
         plan = self.plan(request)
-        models = {name: self.component(name) for name in self.manifest.family.components}
+        models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
         inputs, state = replicate(plan.start(None, *self._start_noise(plan, progress)), self.mesh)
         given = replicate(tokens, self.mesh), inputs, state

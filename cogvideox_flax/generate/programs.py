@@ -197,7 +197,7 @@ class RunPrograms:
 
     @property
     def family(self) -> ModelFamily:
-        return self.manifest.family
+        return self.manifest.model_family
 
     @cached_property
     def size(self) -> Size:
@@ -320,9 +320,10 @@ def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh 
     module = checkpoint.cast(manifest.abstract(component), dtype)
     if mesh is None:
         return module
+    rows = manifest.model_family.components[component].sharding
 
     def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        where = sharding.parameter_sharding(mesh, component, sharding.parameter_name(path), leaf.shape)
+        where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
     return jax.tree_util.tree_map_with_path(place, module)
@@ -331,7 +332,7 @@ def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh 
 def decode_arguments(manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None) -> tuple[Any, ...]:
     """(decoder, latents) as shapes, for latents [B, T, h, w, C]."""
     latents = _shape(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)
-    return abstract_weights(manifest, manifest.family.decoder, dtype, mesh), latents
+    return abstract_weights(manifest, manifest.model_family.decoder, dtype, mesh), latents
 
 
 def _shape(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 if TYPE_CHECKING:
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Stage = Literal["encode", "denoise", "decode", "generate"]
-
-MAX_FPS = 1000
-"""Frames per second of a video that is written."""
 
 MAX_SEED = 2**32 - 1
 
@@ -115,7 +113,7 @@ class GenerationRequest:
     )
     compiled_loop: bool = option(False, "run all steps as one compiled program", recorded=False)
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", stage="decode", recorded=False)
-    fps: int | None = option(None, f"1 to {MAX_FPS}; default: the release's", stage="decode", parse=int)
+    fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", stage="decode", parse=int)
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
 
@@ -129,7 +127,7 @@ class GenerationRequest:
         """
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
-        family, configs, faults = manifest.family, manifest.configs, _Faults()
+        family, configs, faults = manifest.model_family, manifest.configs, _Faults()
         defaults = family.defaults(configs)
         filled: dict[str, Any] = {
             field.name: getattr(defaults, field.name)
@@ -205,7 +203,7 @@ class ResolvedRequest(GenerationRequest):
 
         if isinstance(self.scheduler, Scheduler):
             return self.scheduler
-        return manifest.family.sampler(manifest.configs, self.scheduler)
+        return manifest.model_family.sampler(manifest.configs, self.scheduler)
 
     def videos(self) -> list[ResolvedRequest]:
         """One request for each seed that is asked for."""
@@ -321,8 +319,8 @@ def check_fps(fps: int | None) -> None:
     Raises:
         InputError: it is none.
     """
-    if fps is not None and not is_count(fps, MAX_FPS):
-        raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_FPS} frames per second")
+    if fps is not None and not is_count(fps, MAX_WRITTEN_FPS):
+        raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_WRITTEN_FPS} frames per second")
 
 
 def options(*stages: Stage) -> dict[str, Option]:
@@ -335,7 +333,8 @@ def options(*stages: Stage) -> dict[str, Option]:
 def _described(record: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
     from cogvideox_flax.lora import describe_lora
 
-    return dict(describe_lora(record["file"], record["scale"], manifest.configs[manifest.family.denoiser]))
+    family = manifest.model_family
+    return dict(describe_lora(family, record["file"], record["scale"], manifest.configs[family.lora.component]))
 
 
 def _is_whole(value: Any) -> bool:

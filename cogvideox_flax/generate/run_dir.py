@@ -163,8 +163,8 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
 
 def space_needed(request: ResolvedRequest, manifest: Manifest) -> int:
     """Bytes of the stage files and, generously, of the videos."""
-    size = manifest.family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
-    shapes = manifest.family.feature_shapes(manifest.configs, request.batch).values()
+    size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+    shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch).values()
     pixels = size.num_frames * size.height * size.width * 3
     return 2 * 4 * sum(math.prod(shape) for shape in shapes) + request.batch * request.num_videos * pixels
 

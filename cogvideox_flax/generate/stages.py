@@ -61,7 +61,7 @@ def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = 
 
 
 def _text_components(manifest: Manifest) -> list[str]:
-    return [stage.component for stage in manifest.family.text]
+    return [stage.component for stage in manifest.model_family.text]
 
 
 def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict[str, Float32[np.ndarray, "B ..."]]:
@@ -72,7 +72,7 @@ def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict
     """
     path, request = folder / EMBEDDINGS_FILE, record.request
     again = "run `cogvideox encode` again"
-    shapes = manifest.family.feature_shapes(manifest.configs, request.batch)
+    shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch)
     shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
     tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
     for name, value in tensors.items():
@@ -105,7 +105,7 @@ def denoise(
     features = read_embeddings(embeddings or folder, record, pipe.manifest)
     made_of = hashlib.sha256(b"".join(features[name].tobytes() for name in sorted(features))).hexdigest()
     path = folder / LATENTS_FILE
-    parts = pipe.manifest.family.denoiser, "scheduler"
+    parts = pipe.manifest.model_family.denoiser, "scheduler"
     key = record.key(record.settings("denoise"), parts, embeddings=made_of)
     if stage_files.is_fresh(path, key):
         return
@@ -219,16 +219,16 @@ def decode(
         InputError: stage 2's file is missing, damaged or not of this run.
     """
     settings = read_settings(folder)
-    latents = read_latents(folder, settings, pipe.manifest.family.latent_channels(pipe.manifest.configs))
+    latents = read_latents(folder, settings, pipe.manifest.model_family.latent_channels(pipe.manifest.configs))
     frames = pipe.decode(latents, tiling=tiling, progress=progress)
-    fps = fps or settings.get("fps") or pipe.manifest.family.defaults(pipe.manifest.configs).fps
+    fps = fps or settings.get("fps") or pipe.manifest.model_family.defaults(pipe.manifest.configs).fps
     return GenerationResult(fetch(frames), fps, _describe(pipe, settings))
 
 
 def save_latents(pipe: Pipeline, folder: Path, path: Path) -> Path:
     """Stage 2's latents as an npz: `latents` float32 [B, T, h, w, C], and `metadata`, a JSON string."""
     settings = read_settings(folder)
-    latents = read_latents(folder, settings, pipe.manifest.family.latent_channels(pipe.manifest.configs))
+    latents = read_latents(folder, settings, pipe.manifest.model_family.latent_channels(pipe.manifest.configs))
     metadata = json.dumps(_describe(pipe, settings), ensure_ascii=False)
     with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, latents=latents, metadata=metadata)

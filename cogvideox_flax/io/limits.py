@@ -12,6 +12,8 @@ MAX_FRAMES = 1_000_000
 """Frames of a video: 9 hours at 30 per second."""
 MIN_FPS, MAX_FPS = 1e-3, 1e5
 """Frames per second that a file may state."""
+MAX_WRITTEN_FPS = 1000
+"""Frames per second of a video that a run writes."""
 MAX_DECODED_BYTES = 4 * 2**30
 """Bytes of a whole decoded video, as `read_video` returns it."""
 MAX_METADATA_BYTES = 16 * 2**20

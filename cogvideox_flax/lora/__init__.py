@@ -4,8 +4,6 @@ Source: LoRA (arXiv 2106.09685); files as diffusers' `CogVideoXLoraLoaderMixin.s
 """
 
 from cogvideox_flax.lora.adapters import (
-    ATTENTION,
-    TARGETS,
     LoRALinear,
     add_lora,
     lora_parameters,
@@ -15,9 +13,7 @@ from cogvideox_flax.lora.adapters import (
 from cogvideox_flax.lora.files import FILE_NAME, LoRARecord, describe_lora, load_lora, save_lora
 
 __all__ = [
-    "ATTENTION",
     "FILE_NAME",
-    "TARGETS",
     "LoRALinear",
     "LoRARecord",
     "add_lora",

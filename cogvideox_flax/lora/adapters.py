@@ -6,7 +6,8 @@ share the arrays of the one they are given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -17,15 +18,10 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.family import ModelFamily
 from cogvideox_flax.nn.layers import Linear, Permutation, permuted, precision
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
-
-TARGETS: dict[str, str] = {"q": "attn", "k": "attn", "v": "attn", "out": "attn", "up": "mlp", "down": "mlp"}
-"""What can be adapted: name of a linear map -> the part of a block that holds it."""
-
-ATTENTION = ("q", "k", "v", "out")
 
 
 class LoRALinear(nnx.Module):
@@ -70,23 +66,25 @@ class LoRALinear(nnx.Module):
 
 
 def add_lora(
-    transformer: Transformer,
+    family: ModelFamily,
+    transformer: Any,
     rank: int,
     alpha: float | None = None,
-    targets: Sequence[str] = ATTENTION,
+    targets: Sequence[str] | None = None,
     *,
     rngs: nnx.Rngs,
     mesh: Mesh | None = None,
-) -> Transformer:
+) -> Any:
     """The transformer with new float32 adapters that change nothing yet: `b` is zero.
 
     `a` is uniform in ±in^-1/2, which is PEFT's own start (Kaiming uniform with a = sqrt(5)).
 
     Args:
+        family: of the transformer.
         transformer: without adapters on these targets.
         rank: 1 or more.
         alpha: the adapters' results are multiplied by alpha / rank; default: the rank.
-        targets: names of TARGETS.
+        targets: names of the family's `lora.targets`; default: its `lora.default_targets`.
         mesh: the one that the transformer lies on.
 
     Raises:
@@ -94,32 +92,34 @@ def add_lora(
     """
     if rank < 1:
         raise InputError(f"the rank of a LoRA must be 1 or more; got {rank}")
-    if not targets or (unknown := [name for name in targets if name not in TARGETS]):
+    known = family.lora.targets
+    targets = family.lora.default_targets if targets is None else targets
+    if not targets or (unknown := [name for name in targets if name not in known]):
         wrong = f"unknown LoRA targets {', '.join(unknown)}" if targets else "a LoRA needs at least one target"
-        raise InputError(f"{wrong}; known are {', '.join(TARGETS)}")
+        raise InputError(f"{wrong}; known are {', '.join(known)}")
     model = same_arrays(transformer)
     for target in dict.fromkeys(targets):
-        layers, width, out = plain_linear(model, target).kernel.shape
+        layers, width, out = plain_linear(model, known[target]).kernel.shape
         bound = width**-0.5
         a = jax.random.uniform(rngs.params(), (layers, width, rank), minval=-bound, maxval=bound)
-        model = with_adapter(model, target, a, jnp.zeros((layers, rank, out)), rank if alpha is None else alpha, mesh)
+        b = jnp.zeros((layers, rank, out))
+        model = with_adapter(family, model, known[target], a, b, rank if alpha is None else alpha, mesh)
     return model
 
 
-def adapters(transformer: Transformer) -> Iterator[tuple[str, LoRALinear]]:
-    """The targets that are adapted, with their adapters."""
-    for target, part in TARGETS.items():
-        if isinstance(linear := getattr(getattr(transformer.blocks, part), target), LoRALinear):
-            yield target, linear
+def adapters(transformer: Any) -> dict[str, LoRALinear]:
+    """Path -> adapter, of the linear maps that are adapted."""
+    modules = nnx.iter_modules(transformer)
+    return {".".join(map(str, path)): module for path, module in modules if isinstance(module, LoRALinear)}
 
 
-def lora_parameters(transformer: Transformer) -> dict[str, Array]:
+def lora_parameters(transformer: Any) -> dict[str, Array]:
     """Name -> array of the adapters alone; what training differentiates and keeps."""
-    names = {f"blocks.{TARGETS[target]}.{target}.{half}" for target, _ in adapters(transformer) for half in "ab"}
+    names = {f"{path}.{half}" for path in adapters(transformer) for half in "ab"}
     return {name: value for name, value in checkpoint.parameters(transformer).items() if name in names}
 
 
-def with_parameters(transformer: Transformer, parameters: Mapping[str, Array]) -> Transformer:
+def with_parameters(transformer: Any, parameters: Mapping[str, Array]) -> Any:
     """The transformer with some parameters replaced, by name.
 
     `jax.grad(lambda adapters: loss(with_parameters(model, adapters)))(lora_parameters(model))` is the gradient of the
@@ -136,51 +136,55 @@ def with_parameters(transformer: Transformer, parameters: Mapping[str, Array]) -
     return jax.tree_util.tree_unflatten(treedef, values)
 
 
-def merge_lora(transformer: Transformer) -> Transformer:
+def merge_lora(transformer: Any) -> Any:
     """A plain transformer that computes the same: the adapters are added to the weights, in the weights' dtype."""
     model = same_arrays(transformer)
-    for target, linear in list(adapters(model)):
-        setattr(getattr(model.blocks, TARGETS[target]), target, linear.merged())
+    for path, linear in adapters(model).items():
+        _set(model, path, linear.merged())
     return model
 
 
-def plain_linear(transformer: Transformer, target: str) -> Linear:
-    """The linear map that is to be adapted.
+def plain_linear(transformer: Any, path: str) -> Linear:
+    """The linear map that is to be adapted. path: of it, such as "blocks.attn.q".
 
     Raises:
         InputError: it is adapted already, or quantized.
     """
-    linear = getattr(getattr(transformer.blocks, TARGETS[target]), target)
+    linear: Linear = attrgetter(path)(transformer)
     if isinstance(linear, QuantizedLinear):
         raise InputError(
             f"adapters go with weights as they were trained, and this transformer's are {kind_of(linear.kernel.dtype)}"
         )
     if isinstance(linear, LoRALinear):
-        raise InputError(f"{target} of this transformer has a LoRA already; merge_lora makes it part of the weights")
+        raise InputError(f"{path} of this transformer has a LoRA already; merge_lora makes it part of the weights")
     return linear
 
 
 def with_adapter(
-    transformer: Transformer,
-    target: str,
+    family: ModelFamily,
+    transformer: Any,
+    path: str,
     a: Float[Any, "layers width rank"],
     b: Float[Any, "layers rank out"],
     alpha: float,
     mesh: Mesh | None,
-) -> Transformer:
-    """The transformer with one target adapted, the adapter laid out by the table of `sharding`."""
-    model = same_arrays(transformer)
-    part = TARGETS[target]
+) -> Any:
+    """The transformer with one linear map adapted, the adapter laid out by the family's rows."""
+    rows = family.components[family.lora.component].sharding
 
     def place(half: str, value: Any) -> Array:
         if mesh is None:
             return jnp.asarray(value)
-        name = f"blocks.{part}.{target}.{half}"
-        return jax.device_put(value, sharding.parameter_sharding(mesh, "transformer", name, value.shape))
+        return jax.device_put(value, sharding.parameter_sharding(mesh, rows, f"{path}.{half}", value.shape))
 
-    linear = LoRALinear(plain_linear(model, target), place("a", a), place("b", b), float(alpha))
-    setattr(getattr(model.blocks, part), target, linear)
+    model = same_arrays(transformer)
+    _set(model, path, LoRALinear(plain_linear(model, path), place("a", a), place("b", b), float(alpha)))
     return model
+
+
+def _set(model: Any, path: str, linear: nnx.Module) -> None:
+    owner, name = path.rsplit(".", 1)
+    setattr(attrgetter(owner)(model), name, linear)
 
 
 def _merge_layer(carry: None, layer: tuple[Array, Array, Array, Array]) -> tuple[None, Array]:

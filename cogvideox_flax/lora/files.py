@@ -19,32 +19,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
-from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.config import Config
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.lora.adapters import TARGETS, adapters, plain_linear, with_adapter
-from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.lora.adapters import adapters, plain_linear, with_adapter
+from cogvideox_flax.models.family import LoRALayout, ModelFamily
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
 
-SOURCES: dict[str, str] = {
-    "q": "attn1.to_q",
-    "k": "attn1.to_k",
-    "v": "attn1.to_v",
-    "out": "attn1.to_out.0",
-    "up": "ff.net.0.proj",
-    "down": "ff.net.2",
-}
-"""Target -> diffusers' name of it in a block."""
-
-_TARGET = {source: target for target, source in SOURCES.items()}
-_KEY = re.compile(
-    r"transformer\.transformer_blocks\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\."
-    # each half: the name of today, then those of older files
+_HALVES = (  # of an adapter: the name of today, then those of older files
     r"((?P<a>(lora_A|lora\.down|lora_down)\.weight)|(?P<b>(lora_B|lora\.up|lora_up)\.weight)|alpha)"
 )
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
@@ -58,7 +45,7 @@ class LoRARecord(TypedDict):
     sha256: str
 
 
-def save_lora(path: str | Path, transformer: Transformer) -> Path:
+def save_lora(family: ModelFamily, path: str | Path, transformer: Any) -> Path:
     """Write the adapters as diffusers does, with their config in the metadata.
 
     Args:
@@ -73,13 +60,14 @@ def save_lora(path: str | Path, transformer: Transformer) -> Path:
     path = Path(path)
     path = path if path.suffix == ".safetensors" else path / FILE_NAME
     tensors, ranks, alphas = {}, {}, {}
-    for target, linear in adapters(transformer):
-        source = SOURCES[target]
+    layout, adapted = family.lora, adapters(transformer)
+    for target in [target for target, place in layout.targets.items() if place in adapted]:
+        linear, source = adapted[layout.targets[target]], layout.sources[target]
         ranks[source] = linear.a.shape[-1]
         alphas[source] = int(linear.alpha) if linear.alpha.is_integer() else linear.alpha
         for half, value in (("A", linear.a), ("B", linear.b)):
             for layer, matrix in enumerate(np.asarray(value[...])):
-                name = f"transformer.transformer_blocks.{layer}.{source}.lora_{half}.weight"
+                name = f"{layout.component}.{layout.blocks}.{layer}.{source}.lora_{half}.weight"
                 tensors[name] = np.ascontiguousarray(matrix.T)
     if not tensors:
         raise InputError(f"there is nothing to write to {path}: the transformer has no LoRA")
@@ -91,29 +79,31 @@ def save_lora(path: str | Path, transformer: Transformer) -> Path:
         "rank_pattern": {source: value for source, value in ranks.items() if value != rank},
         "alpha_pattern": {source: value for source, value in alphas.items() if value != alpha},
     }
-    text = json.dumps({f"transformer.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
+    text = json.dumps({f"{layout.component}.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
     write_tensors(path, tensors, {"format": "pt", METADATA_KEY: text})
     return path
 
 
-def describe_lora(path: str | Path, scale: float, config: TransformerConfig) -> LoRARecord:
-    """Check from its header that an adapter fits a transformer, and say what identifies it.
+def describe_lora(family: ModelFamily, path: str | Path, scale: float, config: Config) -> LoRARecord:
+    """Check from its header that an adapter fits a transformer of this config, and say what identifies it.
 
     Raises:
         CheckpointError: the file is missing, damaged, or does not fit; with every fault found.
         InputError: the scale is not a finite number.
     """
     _check_scale(scale)
-    module = checkpoint.parameters(checkpoint.abstract("transformer", config))
+    layout = family.lora
+    module = checkpoint.parameters(family.components[layout.component].abstract(config))
     with TensorFile(_file(path)) as file:
         file.check()
-        _read_header(file, {target: module[f"blocks.{part}.{target}.kernel"].shape for target, part in TARGETS.items()})
+        shapes = {target: module[f"{place}.kernel"].shape for target, place in layout.targets.items()}
+        _read_header(file, layout, shapes)
     return {"file": str(file.path.absolute()), "scale": float(scale), "sha256": content_hash(file.path)[:16]}
 
 
 def load_lora(
-    path: str | Path, transformer: Transformer, scale: float = 1.0, *, mesh: Mesh | None = None
-) -> Transformer:
+    family: ModelFamily, path: str | Path, transformer: Any, scale: float = 1.0, *, mesh: Mesh | None = None
+) -> Any:
     """The transformer with the adapters of a file, as float32.
 
     Layers that the file leaves out get adapters that do nothing. Where layers differ in rank or alpha, they are brought
@@ -131,8 +121,9 @@ def load_lora(
     """
     _check_scale(scale)
     with TensorFile(_file(path)) as file:
-        shapes = {target: plain_linear(transformer, target).kernel.shape for target in TARGETS}
-        for target, pairs in _read_header(file, shapes).items():
+        layout = family.lora
+        shapes = {target: plain_linear(transformer, place).kernel.shape for target, place in layout.targets.items()}
+        for target, pairs in _read_header(file, layout, shapes).items():
             layers, width, out = shapes[target]
             rank, alpha = max(pair.rank for pair in pairs.values()), next(iter(pairs.values())).alpha
             same = len({(pair.rank, pair.alpha) for pair in pairs.values()}) == 1
@@ -143,8 +134,11 @@ def load_lora(
                 if not same:
                     b[layer] *= pair.alpha / pair.rank
             if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise CheckpointError(f"{file.path} holds NaN or infinity in {SOURCES[target]}; download it again")
-            transformer = with_adapter(transformer, target, a, b, scale * (alpha if same else rank), mesh)
+                raise CheckpointError(
+                    f"{file.path} holds NaN or infinity in {layout.sources[target]}; download it again"
+                )
+            strength = scale * (alpha if same else rank)
+            transformer = with_adapter(family, transformer, layout.targets[target], a, b, strength, mesh)
     return transformer
 
 
@@ -167,56 +161,65 @@ def _file(path: str | Path) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
-def _read_header(file: TensorFile, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[int, _Pair]]:
+def _read_header(
+    file: TensorFile, layout: LoRALayout, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[int, _Pair]]:
     """Target -> layer -> adapter, without reading weights. shapes: target -> (layers, in, out) of the model."""
-    groups, faults = _group(file)
+    groups, faults = _group(file, layout)
     for (target, layer), parts in groups.items():
-        faults += _misfits(file, parts, layer, shapes[target])
+        faults += _misfits(file, layout, parts, layer, shapes[target])
     if not file.tensors:
         faults.append("  missing  any tensor")
     if faults:
         faults = list(dict.fromkeys(faults))
         raise CheckpointError(
             f"{file.path} is not a LoRA that fits this transformer ({len(faults)} faults). A LoRA in diffusers' layout "
-            "has pairs transformer.transformer_blocks.*.TARGET.lora_A.weight and lora_B.weight; supported targets are "
-            f"{', '.join(_TARGET)}.\n" + "\n".join(faults)
+            f"has pairs {layout.component}.{layout.blocks}.*.TARGET.lora_A.weight and lora_B.weight; supported targets "
+            f"are {', '.join(layout.sources.values())}.\n" + "\n".join(faults)
         )
-    config = _config(file)
+    config = _config(file, layout)
     found: dict[str, dict[int, _Pair]] = {}
-    for target in SOURCES:
+    for target, source in layout.sources.items():
         for layer in sorted(layer for other, layer in groups if other == target):
             parts = groups[target, layer]
             rank = file.tensors[parts["a"]].shape[0]
             if "alpha" in parts:
                 alpha = float(file.read(parts["alpha"]).reshape(()))
             else:
-                alpha = _alpha(config, f"transformer_blocks.{layer}.{SOURCES[target]}", rank)
+                alpha = _alpha(config, f"{layout.blocks}.{layer}.{source}", rank)
             if not math.isfinite(alpha):
                 raise CheckpointError(f"{file.path} has alpha {alpha} for {parts['a']}; expected a finite number")
             found.setdefault(target, {})[layer] = _Pair(parts["a"], parts["b"], rank, alpha)
     return found
 
 
-def _group(file: TensorFile) -> tuple[dict[tuple[str, int], dict[str, str]], list[str]]:
+def _group(file: TensorFile, layout: LoRALayout) -> tuple[dict[tuple[str, int], dict[str, str]], list[str]]:
     """(target, layer) -> names of its a, b and alpha; and what is wrong with the names and dtypes."""
     groups: dict[tuple[str, int], dict[str, str]] = {}
     faults = []
+    targets = {source: target for target, source in layout.sources.items()}
+    blocks = re.escape(f"{layout.component}.{layout.blocks}.")
+    key = re.compile(blocks + r"(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\." + _HALVES)
     for name, info in file.tensors.items():
-        match = _KEY.fullmatch(name)
-        if match is None or match["source"] not in _TARGET:
-            faults.append(f"  unknown  {_any_layer(name)}")
+        match = key.fullmatch(name)
+        if match is None or match["source"] not in targets:
+            faults.append(f"  unknown  {_any_layer(name, layout)}")
             continue
         part = "a" if match["a"] else "b" if match["b"] else "alpha"
-        parts = groups.setdefault((_TARGET[match["source"]], int(match["layer"])), {})
+        parts = groups.setdefault((targets[match["source"]], int(match["layer"])), {})
         if part in parts:
             faults.append(f"  twice    {parts[part]} and {name}")
         if info.dtype not in _FLOATS:
-            faults.append(f"  dtype    {_any_layer(name)}: got {info.dtype}, expected bfloat16, float16 or float32")
+            faults.append(
+                f"  dtype    {_any_layer(name, layout)}: got {info.dtype}, expected bfloat16, float16 or float32"
+            )
         parts[part] = name
     return groups, faults
 
 
-def _misfits(file: TensorFile, parts: dict[str, str], layer: int, shape: tuple[int, ...]) -> list[str]:
+def _misfits(
+    file: TensorFile, layout: LoRALayout, parts: dict[str, str], layer: int, shape: tuple[int, ...]
+) -> list[str]:
     layers, width, out = shape
     if missing := {"a", "b"} - parts.keys():
         return [f"  missing  lora_{' and lora_'.join(sorted(missing)).upper()} beside {next(iter(parts.values()))}"]
@@ -226,25 +229,25 @@ def _misfits(file: TensorFile, parts: dict[str, str], layer: int, shape: tuple[i
     a, b = (file.tensors[parts[half]].shape for half in "ab")
     rank = a[0] if a else 0
     if rank < 1 or a != (rank, width) or b != (out, rank):
-        name = _any_layer(parts["a"])
+        name = _any_layer(parts["a"], layout)
         faults.append(f"  shape    {name} and its b: got {a} and {b}, expected (rank, {width}) and ({out}, rank)")
     if "alpha" in parts and math.prod(file.tensors[parts["alpha"]].shape) != 1:
-        faults.append(f"  shape    {_any_layer(parts['alpha'])}: expected one number")
+        faults.append(f"  shape    {_any_layer(parts['alpha'], layout)}: expected one number")
     return faults
 
 
-def _any_layer(name: str) -> str:
+def _any_layer(name: str, layout: LoRALayout) -> str:
     """Tensors that differ only in their layer share a line of a report."""
-    return re.sub(r"transformer_blocks\.\d+", "transformer_blocks.*", name)
+    return re.sub(rf"{layout.blocks}\.\d+", f"{layout.blocks}.*", name)
 
 
-def _config(file: TensorFile) -> dict[str, Any]:
+def _config(file: TensorFile, layout: LoRALayout) -> dict[str, Any]:
     """What the file's metadata says of the transformer's adapter (PEFT's `LoraConfig`), as far as it sets the scale.
 
     Raises:
         CheckpointError: damaged, or patterns that are regular expressions rather than names.
     """
-    prefix = "transformer."
+    prefix = f"{layout.component}."
     try:
         raw = json.loads(file.metadata.get(METADATA_KEY) or "{}")
         config = {key.removeprefix(prefix): value for key, value in raw.items() if key.startswith(prefix)}

@@ -1,18 +1,27 @@
-"""What differs between model families, and nothing else."""
+"""What differs between model families, and nothing else.
+
+A family is a folder under models/ with a `ModelFamily`, mapping tables under conversion/, and a row in
+models/registry.py. Everything else reads what it needs from here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
+from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
+from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import shown
+from cogvideox_flax.nn import quantized
 from cogvideox_flax.schedulers import Scheduler
+from cogvideox_flax.sharding import ParameterRows
 
 Configs = Mapping[str, Any]
 """Component, "tokenizer" or "scheduler" -> its config."""
@@ -78,60 +87,177 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextStage:
-    """One text encoder of a family: prompts to tokens, tokens to features.
+class Component:
+    """A part of a model that has weights.
 
-    component: its name.
-    tokenizer: (native checkpoint, configs) -> a function from prompts to a pytree of token arrays.
-    token_shapes: (configs, batch) -> the shapes of these arrays.
-    encode: (module, tokens) -> features.
+    Attributes:
+        config: the type of its config.
+        module: its NNX module, made by `module(config, rngs=...)`.
+        stage: of a run, in which it is needed.
+        sharding: which logical axes its parameters have.
+        linear_maps: paths of the stacked linear maps that can be quantized, such as "blocks.attn.q".
+        class_names: what config.json calls it (`_class_name` or `architectures`); the family of a directory is
+            recognised by them.
+    """
+
+    config: type[Config]
+    module: Callable[..., nnx.Module]
+    stage: Literal["encode", "denoise", "decode"]
+    sharding: ParameterRows
+    linear_maps: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
+
+    def abstract(self, config: Config, kind: str | None = None) -> Any:
+        """The module with shapes in place of arrays; costs no memory. kind: of quantized weights."""
+
+        def make() -> nnx.Module:
+            module = self.module(config, rngs=nnx.Rngs(0))
+            return quantized.quantize(module, self.linear_maps, kind) if kind else module
+
+        return jax.eval_shape(make)
+
+    @lru_cache(maxsize=64)  # noqa: B019  (components live as long as the process)
+    def num_parameters(self, config: Config) -> int:
+        """How many numbers its weights are."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract(config)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRALayout:
+    """Where adapters go, and what files call them.
+
+    Attributes:
+        component: the component that is adapted.
+        targets: name of a target -> path of its stacked linear map, such as "blocks.attn.q".
+        default_targets: those that are trained unless told otherwise.
+        sources: name of a target -> diffusers' name of it in a block.
+        blocks: diffusers' name of the list of blocks.
     """
 
     component: str
-    tokenizer: Callable[[Path, Configs], Callable[[Sequence[str]], Any]]
+    targets: Mapping[str, str]
+    default_targets: tuple[str, ...]
+    sources: Mapping[str, str]
+    blocks: str = "transformer_blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One released model: its configs and the settings its authors recommend.
+
+    `configs` are of the components, of the "scheduler" and the "tokenizer".
+    `dtype` is the dtype it was trained in; a bfloat16 release overflows in float16.
+    Sizes are (height, width) in pixels; `frame_step` is the rule of the trained frame counts, n * frame_step + 1.
+    """
+
+    name: str
+    hub_id: str
+    family: str
+    configs: Mapping[str, Any]
+    dtype: str = "bfloat16"
+    height: int = 480
+    width: int = 720
+    num_frames: int = 49
+    max_frames: int = 49
+    frame_step: int = 8
+    fps: int = 8
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    sampler: str = "dpm"
+    use_dynamic_cfg: bool = True
+    any_size: bool = False  # trained on many sizes: shorter side `height`, longer side up to `width`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextStage:
+    """One text encoder of a family: prompts to tokens, tokens to features.
+
+    Attributes:
+        component: its name.
+        tokenize: (tokenizer, prompts) -> a pytree of token arrays.
+        token_shapes: (configs, batch) -> the shapes of these arrays.
+        encode: (module, tokens) -> features.
+    """
+
+    component: str
+    tokenize: Callable[[Any, Sequence[str]], Any]
     token_shapes: Callable[[Configs, int], Any]
     encode: Callable[[Any, Any], Features]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFamily:
-    """All that is special about a family. Functions take the configs of a checkpoint.
+    """One architecture: its components, the facts about them, and what a run computes with them.
 
-    name: as checkpoints call it.
-    components: those with weights, in the order in which a run needs them.
-    denoiser, decoder: the components that predict and that decode.
-    text: the text encoders.
-    feature_shapes: (configs, batch) -> shapes of the text features that `predict` takes.
-    predict: (denoiser, latents, conditioning's text features, timestep) -> the prediction, float32.
-    decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
-    resolve_size: (configs, num_frames, height, width) -> Size; None is filled in, rules are checked.
-    size_warnings: (configs, size) -> what the size was not trained for, in sentences.
-    defaults: configs -> Defaults.
-    samplers: name -> class.
-    check: (configs, where) raises InputError for configs that are no model a run can use.
-    check_dtype: (configs, dtype) raises InputError for a dtype that the model does not survive.
-    check_tiling: (configs) raises InputError where decoding in tiles is not possible.
-    heads: configs -> component -> its attention heads, of which a mesh never cuts one.
-    workload: (configs, size) -> Workload.
+    Attributes:
+        components: name, which is also the directory's, -> component; in the order in which a run needs them.
+        scheduler: the type of scheduler/scheduler_config.json.
+        tokenizer: the type of the tokenizer's config.
+        tokenizer_files: the files that the tokenizer needs, relative to the checkpoint.
+        read_tokenizer: (tokenizer/tokenizer_config.json, the components' configs) -> the tokenizer's config.
+        make_tokenizer: (directory, configs) -> tokenizer; raises InputError where a file is missing or damaged.
+        releases: name -> release.
+        find_release: the release whose architecture some configs have, or None.
+        check: raises InputError for configs of components that do not belong together, or that no run can use.
+        check_tiling: raises InputError where decoding in tiles is not possible.
+        lora: how adapters are laid out.
+        samplers: name -> class.
+        defaults: configs -> what a run does unless told otherwise.
+        resolve_size: (configs, num_frames, height, width) -> Size: None is filled in, rules are checked.
+        size_warnings: (configs, size) -> what the size was not trained for, in sentences.
+        workload: (configs, size) -> the denoiser's work.
+        text: the text encoders.
+        feature_shapes: (configs, batch) -> shapes of the text features.
+        predict: (denoiser, latents, text features, timestep) -> the prediction, float32.
+        decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
     """
 
     name: str
-    components: tuple[str, ...]
-    denoiser: str
-    decoder: str
+    components: Mapping[str, Component]
+    scheduler: type[Config]
+    tokenizer: type[Config]
+    tokenizer_files: tuple[str, ...]
+    read_tokenizer: Callable[[Mapping[str, Any], Configs], Config]
+    make_tokenizer: Callable[[Path, Configs], Any]
+    releases: Mapping[str, Release]
+    find_release: Callable[[Configs], Release | None]
+    check: Callable[[Configs], None]
+    check_tiling: Callable[[Configs], None]
+    lora: LoRALayout
+    samplers: Mapping[str, type[Scheduler]]
+    defaults: Callable[[Configs], Defaults]
+    resolve_size: Callable[[Configs, int | None, int | None, int | None], Size]
+    size_warnings: Callable[[Configs, Size], list[str]]
+    workload: Callable[[Configs, Size], Workload]
     text: tuple[TextStage, ...]
     feature_shapes: Callable[[Configs, int], dict[str, tuple[int, ...]]]
     predict: Callable[[Any, Float32[Array, "B T h w C"], Features, Int[Array, ""]], Float32[Array, "B T h w C"]]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
-    resolve_size: Callable[[Configs, int | None, int | None, int | None], Size]
-    size_warnings: Callable[[Configs, Size], list[str]]
-    defaults: Callable[[Configs], Defaults]
-    samplers: Mapping[str, type[Scheduler]]
-    check: Callable[[Configs, object], None]
-    check_dtype: Callable[[Configs, str], None]
-    check_tiling: Callable[[Configs], None]
-    heads: Callable[[Configs], dict[str, int]]
-    workload: Callable[[Configs, Size], Workload]
+
+    @property
+    def config_types(self) -> dict[str, type[Config]]:
+        """Of every config of a checkpoint: tokenizer, components, scheduler."""
+        components = {name: component.config for name, component in self.components.items()}
+        return {"tokenizer": self.tokenizer, **components, "scheduler": self.scheduler}
+
+    @property
+    def denoiser(self) -> str:
+        """The name of the component that denoises."""
+        return next(name for name, component in self.components.items() if component.stage == "denoise")
+
+    @property
+    def decoder(self) -> str:
+        """The name of the component that makes frames of latents."""
+        return next(name for name, component in self.components.items() if component.stage == "decode")
+
+    @property
+    def quantizable(self) -> tuple[str, ...]:
+        """The names of the components that can be quantized."""
+        return tuple(name for name, component in self.components.items() if component.linear_maps)
+
+    def heads(self, configs: Configs) -> dict[str, int]:
+        """Component -> its attention heads, of which a mesh never cuts one."""
+        return {name: configs[name].heads for name in self.components if hasattr(configs[name], "heads")}
 
     def latent_channels(self, configs: Configs) -> int:
         """Channels of the latents that are denoised."""
@@ -149,7 +275,7 @@ class ModelFamily:
         return _make_sampler(kind, configs["scheduler"])
 
 
-@cache
+@lru_cache(maxsize=64)
 def _make_sampler(kind: Any, config: Any) -> Scheduler:
     """One object for equal configs, since programs are known by it."""
     return kind(config)

@@ -5,6 +5,10 @@ Source: T5 (arXiv 1910.10683), GLU variants (arXiv 2002.05202); transformers `T5
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +16,66 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.config import TextEncoderConfig
+from cogvideox_flax.config import Config, require
+from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.nn.layers import TransposedLinear, precision
 from cogvideox_flax.nn.stack import scan_layers, stack
+
+SHARDING: sharding.ParameterRows = (
+    (r"blocks\.attn\.[qkv]\.weight", (None, "heads", "stored")),
+    (r"blocks\.attn\.out\.weight", (None, "stored", "heads")),
+    (r"blocks\.mlp\.(gate|up)\.weight", (None, "hidden", "stored")),
+    (r"blocks\.mlp\.down\.weight", (None, "stored", "hidden")),
+    # scales are of quantized weights, one per output
+    (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
+    (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
+    (r"blocks\.(attn\.out|mlp\.down)\.scale", sharding.REPLICATED),
+    (r"position_bias", (None, "heads")),
+    (r"embedding", (None, "hidden")),
+    (r"blocks\.norm_(attn|mlp)\.scale|norm_out\.scale", sharding.REPLICATED),
+)
+"""Which logical axes the parameters have."""
+
+LINEAR_MAPS = (
+    *("blocks.attn.q", "blocks.attn.k", "blocks.attn.v", "blocks.attn.out"),
+    *("blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"),
+)
+"""The linear maps of the blocks, which can be quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoderConfig(Config):
+    """The encoder half of T5 v1.1 (transformers `T5Config`)."""
+
+    vocab_size: int = 32128
+    width: int = 4096
+    layers: int = 24
+    heads: int = 64
+    head_dim: int = 64
+    mlp_width: int = 10240
+    position_buckets: int = 32
+    position_max_distance: int = 128
+    norm_eps: float = 1e-6
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        require("text_encoder", raw, feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", model_type="t5")
+        # transformers' T5Config defaults describe t5-small; a saved file always holds these six.
+        needed = ("vocab_size", "d_model", "num_layers", "num_heads", "d_kv", "d_ff")
+        missing = [key for key in needed if key not in raw]
+        if missing:
+            raise CheckpointError(f"text_encoder/config.json lacks {missing}; expected a T5 v1.1 encoder config")
+        return cls(
+            vocab_size=raw["vocab_size"],
+            width=raw["d_model"],
+            layers=raw["num_layers"],
+            heads=raw["num_heads"],
+            head_dim=raw["d_kv"],
+            mlp_width=raw["d_ff"],
+            position_buckets=raw.get("relative_attention_num_buckets", 32),
+            position_max_distance=raw.get("relative_attention_max_distance", 128),
+            norm_eps=raw.get("layer_norm_epsilon", 1e-6),
+        )
 
 
 class TextEncoder(nnx.Module):
@@ -47,7 +108,7 @@ class TextEncoder(nnx.Module):
         bias = _gather_bias(self.position_bias[...].astype(jnp.float32), buckets)
 
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
-            return sharding.layer_weights("text_encoder", block)(x, bias, dtype), None
+            return sharding.layer_weights(SHARDING, block)(x, bias, dtype), None
 
         x = scan_layers(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks)
         return self.norm_out(x).astype(dtype)

@@ -57,8 +57,8 @@ def unstack_layers(module: T, tokens: int) -> T:
         tokens: how many go through each layer.
 
     Returns:
-        The module itself where it is unstacked already, where tokens are many, or where one layer's weights are less than `UNSTACK_FROM`
-        bytes: those stay in the cache, and without a scan a program takes longer to compile.
+        The module itself where it is unstacked already, where tokens are many, or where one layer's weights are less
+        than `UNSTACK_FROM` bytes: those stay in the cache, and without a scan a program takes longer to compile.
     """
     stack = getattr(module, "blocks", None)
     if stack is None or isinstance(stack, nnx.List) or tokens >= FEW_TOKENS:

@@ -10,7 +10,9 @@ and output are not, since there a rounding is not averaged over thousands of ter
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -33,13 +35,6 @@ class Kind:
 
 KINDS: dict[str, Kind] = {"int8": Kind(jnp.int8, 127), "float8": Kind(jnp.float8_e4m3fn, 448)}
 """Name in checkpoints -> kind. int8 is more accurate for evenly filled rows, float8 (e4m3) for rows with outliers."""
-
-_ATTENTION = tuple(("attn", name) for name in ("q", "k", "v", "out"))
-MAPS: dict[str, tuple[tuple[str, str], ...]] = {
-    "transformer": (*_ATTENTION, ("mlp", "up"), ("mlp", "down")),
-    "text_encoder": (*_ATTENTION, ("mlp", "gate"), ("mlp", "up"), ("mlp", "down")),
-}
-"""Component -> the linear maps of its blocks that are quantized."""
 
 
 class QuantizedLinear(nnx.Module):
@@ -112,20 +107,21 @@ def _wide_product(x: Array, kernel: Array) -> Array:
     return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
-def quantize(component: str, module: Any, kind: str = "int8") -> Any:
-    """The module with 8-bit maps in its blocks; everything else is shared with the given one.
+def quantize(module: Any, maps: Iterable[str], kind: str = "int8") -> Any:
+    """The module with some stacked linear maps in 8 bits; everything else is shared with the given one.
 
     Args:
-        component: "transformer" or "text_encoder".
+        maps: their paths, such as "blocks.attn.q".
         kind: "int8" or "float8".
 
     Raises:
         InputError: the maps have 8-bit weights already.
     """
     result = same_arrays(module)
-    for part, name in MAPS[component]:
-        owner = getattr(result.blocks, part)
-        setattr(owner, name, _quantized(getattr(owner, name), kind))
+    for path in maps:
+        owner, name = path.rsplit(".", 1)
+        part = attrgetter(owner)(result)
+        setattr(part, name, _quantized(getattr(part, name), kind))
     return result
 
 

@@ -106,7 +106,7 @@ def best_mesh(
 ) -> sharding.MeshShape:
     """The mesh over all chips of a topology with the least time for denoising among those that fit.
 
-    Weights are sharded over dp and sp only if nothing fits otherwise.
+    Weights are split over dp and sp (FSDP) only if nothing fits otherwise.
 
     Args:
         report: called with each mesh that was tried, and its denoising stage or why it cannot be.
@@ -175,7 +175,7 @@ def describe(forecast: Forecast) -> str:
     size, mesh = forecast.size, forecast.mesh
     head = (
         f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
-        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', weights sharded' if mesh[3:] == (True,) else ''}"
+        f"mesh dp={mesh[0]} sp={mesh[1]} tp={mesh[2]}{', fsdp' if mesh[3:] == (True,) else ''}"
     )
     rows = [("stage", "HBM GiB", "args", "temp", "TFLOP", "wire MiB", "compile s", "estimated s", "fits")]
     rows += [

@@ -2,7 +2,7 @@
 
 The parts are those of the compiled forecasts and were read off them (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer
 moves 78 bytes per token and channel outside of matrix products; a tensor-parallel one sums two float32 tensors over its
-devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and sharded weights send is counted,
+devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and gathered weights send is counted,
 not read off.
 """
 
@@ -47,9 +47,9 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
     fsdp: split weights over dp and sp too.
     """
     manifest, batch = run.manifest, run.denoiser_batch
-    work = manifest.family.workload(manifest.configs, run.size)
-    all_heads = manifest.family.heads(manifest.configs).values()
-    bytes_each = 1 if manifest.quantized(manifest.family.denoiser) else jnp.dtype(run.dtype).itemsize
+    work = manifest.model_family.workload(manifest.configs, run.size)
+    all_heads = manifest.model_family.heads(manifest.configs).values()
+    bytes_each = 1 if manifest.quantized(manifest.model_family.denoiser) else jnp.dtype(run.dtype).itemsize
     found = []
     for dp, sp, tp in meshes(devices):
         if batch % dp or any(heads % tp for heads in all_heads):
@@ -73,7 +73,7 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
 
 
 def choose_mesh(run: RunPrograms, devices: int, chip: Chip) -> Layout:
-    """The fastest mesh over all devices whose share of weights and activations fits; weights are sharded if they must.
+    """The fastest mesh over all devices whose share of weights and activations fits; FSDP only if nothing else does.
 
     Raises:
         InputError: none fits.

@@ -9,9 +9,9 @@ Source: DDIM (arXiv 2010.02502), DPM-Solver++ (arXiv 2211.01095, its SDE form of
 2305.08891); diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`.
 """
 
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.schedulers.base import Scheduler, StepTable
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.schedulers.ddim import DDIMScheduler
 from cogvideox_flax.schedulers.dpm import DPMScheduler
 from cogvideox_flax.schedulers.guidance import guidance_scales

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.schedulers.config import SchedulerConfig
 
 Table = Float32[np.ndarray, " N"]
 

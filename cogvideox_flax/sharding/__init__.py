@@ -8,9 +8,10 @@ from cogvideox_flax.sharding.sequence_parallel import pad_tokens, sequence_paral
 from cogvideox_flax.sharding.spatial_parallel import Padding, spatial_parallel_conv, spatial_split
 from cogvideox_flax.sharding.tables import (
     AXES,
-    PARAMS,
+    REPLICATED,
     RULES,
     MeshShape,
+    ParameterRows,
     check_batch,
     check_heads,
     constrain,
@@ -26,10 +27,11 @@ from cogvideox_flax.sharding.tables import (
 
 __all__ = [
     "AXES",
-    "PARAMS",
+    "REPLICATED",
     "RULES",
     "MeshShape",
     "Padding",
+    "ParameterRows",
     "check_batch",
     "check_heads",
     "constrain",

@@ -1,7 +1,7 @@
-"""The mesh, and the two tables that say what lies where: logical axis -> mesh axis, parameter -> logical axes.
+"""The mesh, and what lies where: logical axis -> mesh axis here, parameter -> logical axes in each family's rows.
 
-Weights are split over tp. On a mesh made with `shard_weights`, the large ones also are over dp and sp, along what the
-table calls "stored"; a layer's are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv 1910.02054).
+Weights are split over tp. On a mesh made with `fsdp`, the large ones also are over dp and sp, along what the rows call
+"stored"; a layer's are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -21,74 +21,42 @@ from cogvideox_flax.errors import InputError
 
 AXES = ("dp", "sp", "tp")
 
-SHARDED = "sharded"
-"""A mesh axis of size 1, by which all who see a mesh know that its weights are split over dp and sp too."""
+FSDP = "fsdp"
+"""A mesh axis of size 1: it marks a mesh whose weights are split over dp and sp too."""
 
 RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
 """Logical axis -> mesh axis, of what is computed with."""
 
 STORED = ("dp", "sp")
-"""The mesh axes of the logical axis "stored", where weights are sharded: none of a layer's once they are gathered."""
+"""The mesh axes of the logical axis "stored" on an FSDP mesh, until a layer's weights are gathered."""
 
 MeshShape = tuple[int, int, int] | tuple[int, int, int, bool]
-"""dp, sp, tp, and whether weights are sharded over dp and sp."""
+"""dp, sp, tp, and whether weights are split over dp and sp (FSDP)."""
 
 T = TypeVar("T")
 
-_REPLICATED: tuple[None, ...] = ()
 Axes = tuple[str | None, ...]
+"""Logical axis of each of an array's axes; those left out at the end are not split."""
 
-PARAMS: dict[str, tuple[tuple[str, Axes], ...]] = {
-    "transformer": (
-        # with a LoRA, a linear map is the adapter's `base`, and the adapter's own a and b are split as its sides are
-        (r"blocks\.attn\.[qkv]\.(base\.)?kernel", (None, "stored", "heads")),
-        (r"blocks\.attn\.[qkv]\.b", (None, None, "heads")),
-        (r"blocks\.attn\.[qkv]\.((base\.)?bias|scale)", (None, "heads")),
-        (r"blocks\.attn\.out\.(base\.)?kernel", (None, "heads", "stored")),
-        (r"blocks\.attn\.out\.a", (None, "heads", None)),
-        (r"blocks\.mlp\.up\.(base\.)?kernel", (None, "stored", "hidden")),
-        (r"blocks\.mlp\.up\.b", (None, None, "hidden")),
-        (r"blocks\.mlp\.up\.((base\.)?bias|scale)", (None, "hidden")),
-        (r"blocks\.mlp\.down\.(base\.)?kernel", (None, "hidden", "stored")),
-        (r"blocks\.mlp\.down\.a", (None, "hidden", None)),
-        (r"blocks\.norm[12]\.linear\.kernel", (None, "stored", None)),
-        (r"blocks\.(attn\.([qkv]\.a|out\.b)|mlp\.(up\.a|down\.b))", _REPLICATED),
-        (r"blocks\.(attn\.out|mlp\.down)\.((base\.)?bias|scale)", _REPLICATED),
-        (r"blocks\.(attn\.norm_[qk]|norm[12])\..*", _REPLICATED),
-        (r"(patch_embed|text_proj|time_embedding|ofs_embedding|norm_final|norm_out|proj_out)\..*", _REPLICATED),
-        (r"pos_embedding", _REPLICATED),
-    ),
-    "text_encoder": (
-        (r"blocks\.attn\.[qkv]\.weight", (None, "heads", "stored")),
-        (r"blocks\.attn\.out\.weight", (None, "stored", "heads")),
-        (r"blocks\.mlp\.(gate|up)\.weight", (None, "hidden", "stored")),
-        (r"blocks\.mlp\.down\.weight", (None, "stored", "hidden")),
-        # scales are of quantized weights, one per output
-        (r"blocks\.attn\.[qkv]\.scale", (None, "heads")),
-        (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
-        (r"blocks\.(attn\.out|mlp\.down)\.scale", _REPLICATED),
-        (r"position_bias", (None, "heads")),
-        (r"embedding", (None, "hidden")),
-        (r"blocks\.norm_(attn|mlp)\.scale|norm_out\.scale", _REPLICATED),
-    ),
-    "vae": ((r"(encoder|decoder)\..*", _REPLICATED),),
-}
-"""Component -> rows of (parameter name, logical axes); the first full match counts. No match is an error."""
+REPLICATED: Axes = ()
+
+ParameterRows = tuple[tuple[str, Axes], ...]
+"""Rows of (parameter name, a regular expression; logical axes); the first full match counts. No match is an error."""
 
 
 def make_mesh(
     dp: int = 1,
     sp: int = 1,
     tp: int = 1,
-    shard_weights: bool = False,
+    fsdp: bool = False,
     *,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh over the first dp * sp * tp devices.
 
     Args:
-        shard_weights: split large weights over dp and sp as well. Each device then holds 1 / (dp * sp * tp) of them,
-            and each layer's travel whenever it computes.
+        fsdp: split large weights over dp and sp as well (fully sharded data parallelism). Each device then holds
+            1 / (dp * sp * tp) of them, and each layer's are gathered whenever it computes.
 
     Raises:
         InputError: a size below 1, or more devices asked for than there are.
@@ -97,7 +65,7 @@ def make_mesh(
     need = dp * sp * tp
     if min(dp, sp, tp) < 1 or need > len(devices):
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
-    names, shape = (AXES, (dp, sp, tp)) if not shard_weights else ((*AXES, SHARDED), (dp, sp, tp, 1))
+    names, shape = (AXES, (dp, sp, tp)) if not fsdp else ((*AXES, FSDP), (dp, sp, tp, 1))
     kinds = (AxisType.Auto,) * len(shape)
     if need < len(devices):  # a part of a slice has no topology that the order could follow
         return Mesh(np.array(devices[:need]).reshape(shape), names, axis_types=kinds)
@@ -109,52 +77,52 @@ def make_mesh(
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,sharded' -> (2, 4, 1, True). As `make_mesh` takes them."""
-    sizes, comma, word = text.rpartition(",") if text.strip().endswith(SHARDED) else (text, "", "")
+    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,fsdp' -> (2, 4, 1, True). As `make_mesh` takes them."""
+    sizes, comma, word = text.rpartition(",") if text.strip().endswith(FSDP) else (text, "", "")
     parts = sizes.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or word.strip() not in ("", SHARDED):
-        raise InputError(f"mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,{SHARDED}; got {text!r}")
+    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or word.strip() not in ("", FSDP):
+        raise InputError(f"mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,{FSDP}; got {text!r}")
     dp, sp, tp = map(int, parts)
     return (dp, sp, tp, True) if comma else (dp, sp, tp)
 
 
 def describe_mesh(mesh: MeshShape) -> str:
     """As `parse_mesh` reads it."""
-    return ",".join(map(str, mesh[:3])) + (f",{SHARDED}" if mesh[3:] == (True,) else "")
+    return ",".join(map(str, mesh[:3])) + (f",{FSDP}" if mesh[3:] == (True,) else "")
 
 
-def parameter_axes(component: str, name: str) -> Axes:
+def parameter_axes(rows: ParameterRows, name: str) -> Axes:
     """Logical axes of one parameter.
 
     Raises:
-        KeyError: no row of PARAMS matches; a new parameter needs a row, it is never replicated by accident.
+        KeyError: no row matches; a new parameter needs a row, it is never replicated by accident.
     """
-    for pattern, axes in PARAMS[component]:
+    for pattern, axes in rows:
         if re.fullmatch(pattern, name):
             return axes
-    raise KeyError(f"no row of sharding.PARAMS[{component!r}] matches parameter {name!r}")
+    raise KeyError(f"no sharding row matches parameter {name!r}")
 
 
-def parameter_sharding(mesh: Mesh, component: str, name: str, shape: tuple[int, ...]) -> NamedSharding:
+def parameter_sharding(mesh: Mesh, rows: ParameterRows, name: str, shape: tuple[int, ...]) -> NamedSharding:
     """Where a parameter lies.
 
     Raises:
         InputError: an axis does not divide over the mesh, with the numbers.
     """
-    return NamedSharding(mesh, spec_of(mesh, parameter_axes(component, name), shape, f"parameter {component}.{name}"))
+    return NamedSharding(mesh, spec_of(mesh, parameter_axes(rows, name), shape, f"parameter {name}"))
 
 
-def layer_weights(component: str, layer: T) -> T:
-    """One layer of the component's blocks as it computes: where weights are sharded, gathered over dp and sp.
+def layer_weights(rows: ParameterRows, layer: T) -> T:
+    """One layer of a component's `blocks` as it computes: on an FSDP mesh, gathered over dp and sp.
 
     For the body of the scan over layers, so that no more than a layer or two is whole at any time.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if SHARDED not in mesh.axis_names:
+    if FSDP not in mesh.axis_names:
         return layer
 
     def gather(path: jax.tree_util.KeyPath, leaf: Array) -> Array:
-        axes = parameter_axes(component, f"blocks.{parameter_name(path)}")[1:]
+        axes = parameter_axes(rows, f"blocks.{parameter_name(path)}")[1:]
         return constrain(leaf, *(None if axis == "stored" else axis for axis in axes))
 
     return jax.tree_util.tree_map_with_path(gather, layer)
@@ -184,7 +152,7 @@ def spec_of(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int
 
 def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
     if axis == "stored":
-        return STORED if SHARDED in mesh.axis_names else ()
+        return STORED if FSDP in mesh.axis_names else ()
     return (RULES[axis],) if axis else ()
 
 

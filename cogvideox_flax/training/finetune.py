@@ -40,6 +40,7 @@ from cogvideox_flax.io.video import from_uint8, save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.family import ModelFamily
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.schedulers import make_scheduler
 from cogvideox_flax.training import clips as clip_folder
@@ -93,17 +94,16 @@ class Plan:
 
     def disk(self) -> int:
         """Bytes that the run will write, about."""
-        config, size, transformer = self.config, self.size, self.manifest.transformer
-        assert transformer and self.manifest.vae
-        latents = size.latent_frames * size.latent_height * size.latent_width * self.manifest.vae.latent_channels
+        config, size, configs = self.config, self.size, self.manifest.configs
+        transformer = configs["transformer"]
+        latents = size.latent_frames * size.latent_height * size.latent_width * configs["vae"].latent_channels
         example = 2 * 2 * latents + 4 * transformer.text_length * transformer.text_width
         state = (16 if config.loop.ema_decay else 12) * self.trainable
         return len(self.clips) * example + (config.loop.keep + 1) * state + 4 * self.trainable
 
     def describe(self) -> str:
         """What the run would do, for people."""
-        config, size, transformer = self.config, self.size, self.manifest.transformer
-        assert transformer
+        config, size, transformer = self.config, self.size, self.manifest.configs["transformer"]
         release = self.manifest.release
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
         rows = {
@@ -138,28 +138,28 @@ def check(config: FinetuneConfig) -> Plan:
     mesh = sharding.make_mesh(*sharding.parse_mesh(config.mesh)) if config.mesh is not None else None
     manifest = hub.peek(config.model, config.revision)
     check_model(manifest, where, loop.dtype, mesh)
-    assert manifest.transformer and manifest.vae and manifest.scheduler
     if manifest.quantized("transformer"):
         raise InputError(
             f"the transformer of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
-    release, transformer = manifest.release, manifest.transformer
+    release, configs = manifest.release, manifest.configs
+    transformer = configs["transformer"]
     size = resolve_size(
-        transformer, manifest.vae, release, num_frames=config.num_frames, height=config.height, width=config.width
+        transformer, configs["vae"], release, num_frames=config.num_frames, height=config.height, width=config.width
     )
     if mesh is not None:
         sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
     if sample.prompts:
         check_prompts(sample.prompts)
         check_sampling(sample.guidance_scale, False, sample.seed)
-        make_scheduler(manifest.scheduler).plan(sample.num_inference_steps)
+        make_scheduler(configs["scheduler"]).plan(sample.num_inference_steps)
         sharding.check_batch(mesh, len(sample.prompts) * (2 if sample.guidance_scale > 1 else 1))
     fps = release.fps if release is not None else 16 if transformer.patch_size_t else 8
-    base = checkpoint.abstract("transformer", transformer)
+    base = manifest.abstract("transformer")
     parameters = sum(x.size for x in jax.tree.leaves(base))
     trainable = parameters
     if config.method == "lora":
-        adapted = jax.eval_shape(partial(_with_lora, config=config, mesh=None), base)
+        adapted = jax.eval_shape(partial(_with_lora, family=manifest.model_family, config=config, mesh=None), base)
         trainable = sum(x.size for x in lora_parameters(adapted).values())
     plan = Plan(
         config=config,
@@ -209,7 +209,9 @@ def finetune(plan: Plan, *, stop_after: Callable[[int], bool] | None = None, pro
 
         frozen: dict[str, Any] = {"empty": empty}
         if config.method == "lora":
-            frozen["transformer"] = _with_lora(pipe.transformer, config=config, mesh=mesh)
+            frozen["transformer"] = _with_lora(
+                pipe.transformer, family=plan.manifest.model_family, config=config, mesh=mesh
+            )
             pipe.release("transformer")
         on_step = partial(_draw, plan, pipe, frozen, np.stack([empty, *prompts])) if prompts else None
         state = train(
@@ -227,16 +229,18 @@ def finetune(plan: Plan, *, stop_after: Callable[[int], bool] | None = None, pro
             return None
         trained = _assembled(state.result, frozen)
         if config.method == "lora":
-            result = save_lora(out, trained)
+            result = save_lora(plan.manifest.model_family, out, trained)
         else:
             result = _save_checkpoint(plan, pipe.manifest, native, trained)
         plot_metrics([out / "training" / "metrics.jsonl"], ("loss", "gradient_norm"), out / "loss.png")
         return result
 
 
-def _with_lora(transformer: Transformer, *, config: FinetuneConfig, mesh: Mesh | None) -> Transformer:
-    lora = config.lora
-    return add_lora(transformer, lora.rank, lora.alpha, lora.targets, rngs=nnx.Rngs(config.loop.seed), mesh=mesh)
+def _with_lora(
+    transformer: Transformer, *, family: ModelFamily, config: FinetuneConfig, mesh: Mesh | None
+) -> Transformer:
+    lora, rngs = config.lora, nnx.Rngs(config.loop.seed)
+    return add_lora(family, transformer, lora.rank, lora.alpha, lora.targets, rngs=rngs, mesh=mesh)
 
 
 def _initial_params(plan: Plan, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
@@ -255,19 +259,18 @@ def _assembled(params: dict[str, Any], frozen: dict[str, Any]) -> Transformer:
 
 def _loss(params: Any, frozen: Any, batch: Any, key: Key[Array, ""], *, plan: Plan) -> Any:
     """v-prediction on samples of the clips' latents, some with the empty caption."""
-    assert plan.manifest.vae and plan.manifest.transformer and plan.manifest.scheduler
+    configs = plan.manifest.configs
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
-    latents = sample_latents(
-        batch["mean"], batch["std"], sample_key, plan.manifest.vae.scaling_factor, plan.size.extra_latents
-    )
+    scaling_factor = configs["vae"].scaling_factor
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, scaling_factor, plan.size.extra_latents)
     context = drop_captions(batch["text"], frozen["empty"], plan.config.caption_dropout, drop_key)
     transformer = _assembled(params, frozen)
-    ofs = None if plan.manifest.transformer.ofs_width is None else OFS
+    ofs = None if configs["transformer"].ofs_width is None else OFS
 
     def denoiser(x: Array, t: Array) -> Array:
         return transformer(x, context, t, ofs, remat=plan.config.remat)
 
-    return v_prediction(denoiser, latents, noise_key, plan.manifest.scheduler)
+    return v_prediction(denoiser, latents, noise_key, configs["scheduler"])
 
 
 def _check_record(plan: Plan, pipe: CogVideoXPipeline, contents: str) -> None:
@@ -424,6 +427,6 @@ def _save_checkpoint(plan: Plan, manifest: Manifest, native: Path, transformer: 
         "steps": plan.config.loop.steps,
         "base": manifest.weights["transformer"].get("source", {}),
     }
-    stored, spiece = manifest.weights["transformer"]["dtype"], checkpoint.file_of(native, "tokenizer")
-    checkpoint.save(target, manifest, {"transformer": transformer}, stored, source, spiece, kept=native)
+    stored = manifest.weights["transformer"]["dtype"]
+    checkpoint.save(target, manifest, {"transformer": transformer}, stored, source, kept=native)
     return target

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
@@ -274,13 +275,13 @@ def _place(params: Params, config: LoopConfig, mesh: Mesh | None) -> State:
 
 
 def _placements(params: Params, mesh: Mesh | None) -> Any:
-    """Where each parameter lies, by the table of sharding; the outermost key is the component."""
+    """Where each parameter lies, by its component's rows; the outermost key is the component."""
     if mesh is None:
         return jax.tree.map(lambda _: jax.devices()[0], params)
 
     def place(path: jax.tree_util.KeyPath, leaf: Array) -> NamedSharding:
         component, _, name = sharding.parameter_name(path).partition(".")
-        return sharding.parameter_sharding(mesh, component, name, leaf.shape)
+        return sharding.parameter_sharding(mesh, COGVIDEOX.components[component].sharding, name, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(place, params)
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
 
-from cogvideox_flax.config import SchedulerConfig
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.metrics import Mean
 
 Metrics = dict[str, Float32[Array, ""] | Mean]

@@ -33,7 +33,7 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.lora import ATTENTION, TARGETS
+from cogvideox_flax.models.cogvideox.family import LORA
 from cogvideox_flax.training.loop import LoopConfig
 from cogvideox_flax.training.optimizer import OptimizerConfig
 
@@ -42,11 +42,11 @@ METHODS = ("lora", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """The adapters of method "lora". alpha: None for the rank; targets: names of `lora.TARGETS`."""
+    """The adapters of method "lora". alpha: None for the rank; targets: names of the family's `lora.targets`."""
 
     rank: int = 64
     alpha: float | None = None
-    targets: tuple[str, ...] = ATTENTION
+    targets: tuple[str, ...] = LORA.default_targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ class FinetuneConfig:
     out: folder of everything that the run writes; a run that was stopped goes on from it.
     method: "lora": adapters beside the weights, which stay as they are; "full": all weights of the transformer.
     num_frames, height, width: None for the release's.
-    mesh: "DP,SP,TP", or "DP,SP,TP,sharded" to split weights and moments over all of it; None for one device.
+    mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to split weights and moments over all of it; None for one device.
     batch: clips per step, over all micro-batches of `loop.accumulate`.
     caption_dropout: share of captions replaced by the empty one, for guidance.
     remat: compute each block again in the backward pass: a third more time, memory for one block in place of all,
-        of its gathered weights too on a sharded mesh.
+        of its gathered weights too on an FSDP mesh.
     loop: how long and how; its `dtype` is that of all weights that are not trained, and of the preparation.
     """
 
@@ -118,8 +118,8 @@ class FinetuneConfig:
                 (
                     "lora.targets",
                     list(lora.targets),
-                    bool(lora.targets) and set(lora.targets) <= set(TARGETS),
-                    f"some of {', '.join(TARGETS)}",
+                    bool(lora.targets) and set(lora.targets) <= set(LORA.targets),
+                    f"some of {', '.join(LORA.targets)}",
                 ),
                 ("sample.every", sample.every, sample.every >= 1, "1 or more"),
                 ("sample.frames", sample.frames, sample.frames >= 1, "1 or more"),

@@ -76,7 +76,13 @@ def train_vae(run: Run) -> Autoencoder:
         return load_vae(run.base, dtype="float32")
     done = run.folder / "vae-done"  # kept as it is: all later stages are made from these very numbers
     if not done.exists():
-        save(done, Manifest(vae=VAE), {"vae": _train_vae(run)}, "float32", {"seed": SEED})
+        save(
+            done,
+            Manifest(family="cogvideox", configs={"vae": VAE}),
+            {"vae": _train_vae(run)},
+            "float32",
+            {"seed": SEED},
+        )
     return load_vae(done)
 
 

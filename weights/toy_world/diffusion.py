@@ -16,10 +16,10 @@ from flax import nnx
 from jaxtyping import Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import SPIECE_FILE, Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
-from cogvideox_flax.tokenizer import Tokenizer
+from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer
 from cogvideox_flax.training.latent_cache import Store, prepare
 from cogvideox_flax.training.loop import State, to_the_end
 from cogvideox_flax.training.metrics import plot_metrics
@@ -171,17 +171,12 @@ def export(run: Run) -> None:
 
 def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:
     """RUN/checkpoint out of the three modules."""
-    manifest = Manifest(
-        text_encoder=TEXT,
-        transformer=TRANSFORMER,
-        vae=VAE,
-        scheduler=SCHEDULER,
-        tokenizer=TOKENIZER,
-        guidance_scale=GUIDANCE,
-    )
+    parts = {"text_encoder": TEXT, "transformer": TRANSFORMER, "vae": VAE}
+    configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
+    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE)
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
-    save(run.folder / "checkpoint", manifest, modules, DTYPES, source, spiece=run.folder / TOKENIZER_FILE)
+    save(run.folder / "checkpoint", manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})
 
 
 def sha256_of(module: nnx.Module) -> str:

@@ -8,8 +8,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from cogvideox_flax.checkpoint import read_manifest
-from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TokenizerConfig, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.t5 import TextEncoderConfig
+from cogvideox_flax.schedulers.config import SchedulerConfig
+from cogvideox_flax.tokenizer import TokenizerConfig
 from cogvideox_flax.training.loop import LoopConfig
 from cogvideox_flax.training.objectives import Focus
 from cogvideox_flax.training.optimizer import OptimizerConfig
@@ -192,8 +195,8 @@ class Run:
         if self.rounds < 1:
             raise InputError(f"the transformer must be cooled down once or more often; got {self.rounds} rounds")
         if self.base is not None:
-            manifest = read_manifest(self.base)
-            if (manifest.vae, manifest.text_encoder, manifest.transformer) != (VAE, TEXT, TRANSFORMER):
+            found = read_manifest(self.base).configs
+            if [found.get(name) for name in ("vae", "text_encoder", "transformer")] != [VAE, TEXT, TRANSFORMER]:
                 raise InputError(f"{self.base} is not this model: its config.json differs; give weights/embedded")
             if self.base.resolve().is_relative_to(self.folder.resolve()):
                 raise InputError(

@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
-from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.tiling import TileLayout, Tiling, tiled
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear

@@ -1,24 +1,88 @@
-"""CogVideoX as a family: what its runs compute and what they may ask for."""
+"""CogVideoX: a T5 text encoder, a transformer over text and video tokens, a causal video VAE.
+
+Source: arXiv 2408.06072.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from cogvideox_flax.config import TransformerConfig, find_release
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models import t5
+from cogvideox_flax.models.cogvideox import sharding
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_text_to_video, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.models.family import Configs, Defaults, Features, ModelFamily, Size, TextStage, Workload
+from cogvideox_flax.models.family import (
+    Component,
+    Configs,
+    Defaults,
+    Features,
+    LoRALayout,
+    ModelFamily,
+    Size,
+    TextStage,
+    Workload,
+)
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.schedulers import SCHEDULERS
-from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer
+from cogvideox_flax.schedulers.config import SchedulerConfig
+from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer, TokenizerConfig
+
+LORA = LoRALayout(
+    component="transformer",
+    targets={
+        "q": "blocks.attn.q",
+        "k": "blocks.attn.k",
+        "v": "blocks.attn.v",
+        "out": "blocks.attn.out",
+        "up": "blocks.mlp.up",
+        "down": "blocks.mlp.down",
+    },
+    default_targets=("q", "k", "v", "out"),
+    sources={
+        "q": "attn1.to_q",
+        "k": "attn1.to_k",
+        "v": "attn1.to_v",
+        "out": "attn1.to_out.0",
+        "up": "ff.net.0.proj",
+        "down": "ff.net.2",
+    },
+)
+
+
+def _read_tokenizer(raw: Mapping[str, Any], configs: Configs) -> TokenizerConfig:
+    """The transformer's text length wins over the tokenizer's own limit."""
+    transformer = configs.get("transformer")
+    return TokenizerConfig.from_hf(raw, transformer.text_length if transformer else None)
+
+
+def _make_tokenizer(folder: Path, configs: Configs) -> Tokenizer:
+    return Tokenizer(
+        folder / SPIECE_FILE, configs["tokenizer"].max_length, vocab_size=configs["text_encoder"].vocab_size
+    )
+
+
+def _check(configs: Configs) -> None:
+    text, transformer = configs["text_encoder"].width, configs["transformer"].text_width
+    if text != transformer:
+        raise InputError(f"the text encoder gives {text} channels, the transformer takes {transformer}")
+    check_text_to_video(configs["transformer"], configs["vae"])
+
+
+def _check_tiling(configs: Configs) -> None:
+    Tiling.official(configs["vae"]).check(configs["vae"].spatial_compression)
+
 
 OFS = 2.0
 """The motion scalar that the released pipeline gives to releases that take one."""
@@ -44,9 +108,12 @@ def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) ->
     return video.astype(jnp.float32)
 
 
-def _tokenizer(native_dir: Path, configs: Configs) -> Tokenizer:
-    length, vocab_size = configs["tokenizer"].max_length, configs["text_encoder"].vocab_size
-    return Tokenizer(native_dir / SPIECE_FILE, length, vocab_size=vocab_size)
+def _tokenize(tokenizer: Tokenizer, prompts: Sequence[str]) -> Int32[np.ndarray, "B L"]:
+    return tokenizer(prompts)
+
+
+def _token_shapes(configs: Configs, batch: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, configs["tokenizer"].max_length), "int32")
 
 
 def _feature_shapes(configs: Configs, batch: int) -> dict[str, tuple[int, ...]]:
@@ -56,7 +123,7 @@ def _feature_shapes(configs: Configs, batch: int) -> dict[str, tuple[int, ...]]:
 
 def _defaults(configs: Configs) -> Defaults:
     """The release's; for an architecture that was not released, those that the releases share."""
-    release = find_release(configs["transformer"])
+    release = find_release(configs)
     if release is None:
         return Defaults(
             fps=16 if configs["transformer"].patch_size_t else 8,
@@ -76,21 +143,12 @@ def _defaults(configs: Configs) -> Defaults:
 
 def _resolve_size(configs: Configs, num_frames: int | None, height: int | None, width: int | None) -> Size:
     given: Sequence[int | None] = (num_frames, height, width)
-    return resolve_size(configs["transformer"], configs["vae"], find_release(configs["transformer"]), *given)
+    return resolve_size(configs["transformer"], configs["vae"], find_release(configs), *given)
 
 
 def _size_warnings(configs: Configs, size: Size) -> list[str]:
-    release = find_release(configs["transformer"])
+    release = find_release(configs)
     return [] if release is None else size_warnings(release, size)
-
-
-def _check(configs: Configs, where: object) -> None:
-    check_text_to_video(configs["transformer"], configs["vae"], where)
-    if configs["text_encoder"].width != configs["transformer"].text_width:
-        raise InputError(
-            f"{where} holds parts that do not belong together: the text encoder gives {configs['text_encoder'].width} "
-            f"channels, the transformer takes {configs['transformer'].text_width}"
-        )
 
 
 def _workload(configs: Configs, size: Size) -> Workload:
@@ -106,28 +164,49 @@ def _workload(configs: Configs, size: Size) -> Workload:
 
 
 COGVIDEOX = ModelFamily(
-    name="cogvideox",
-    components=("text_encoder", "transformer", "vae"),
-    denoiser="transformer",
-    decoder="vae",
-    text=(
-        TextStage(
-            component="text_encoder",
-            tokenizer=_tokenizer,
-            token_shapes=lambda configs, batch: jax.ShapeDtypeStruct((batch, configs["tokenizer"].max_length), "int32"),
-            encode=encode_text,
+    name=FAMILY,
+    components={
+        "text_encoder": Component(
+            config=t5.TextEncoderConfig,
+            module=t5.TextEncoder,
+            stage="encode",
+            sharding=t5.SHARDING,
+            linear_maps=t5.LINEAR_MAPS,
+            class_names=("T5EncoderModel",),
         ),
-    ),
+        "transformer": Component(
+            config=TransformerConfig,
+            module=Transformer,
+            stage="denoise",
+            sharding=sharding.TRANSFORMER,
+            linear_maps=tuple(LORA.targets.values()),
+            class_names=("CogVideoXTransformer3DModel",),
+        ),
+        "vae": Component(
+            config=VAEConfig,
+            module=Autoencoder,
+            stage="decode",
+            sharding=sharding.VAE,
+            class_names=("AutoencoderKLCogVideoX",),
+        ),
+    },
+    scheduler=SchedulerConfig,
+    tokenizer=TokenizerConfig,
+    tokenizer_files=(SPIECE_FILE,),
+    read_tokenizer=_read_tokenizer,
+    make_tokenizer=_make_tokenizer,
+    releases=RELEASES,
+    find_release=find_release,
+    check=_check,
+    check_tiling=_check_tiling,
+    lora=LORA,
+    samplers=SCHEDULERS,
+    defaults=_defaults,
+    resolve_size=_resolve_size,
+    size_warnings=_size_warnings,
+    workload=_workload,
+    text=(TextStage(component="text_encoder", tokenize=_tokenize, token_shapes=_token_shapes, encode=encode_text),),
     feature_shapes=_feature_shapes,
     predict=predict,
     decode=decode,
-    resolve_size=_resolve_size,
-    size_warnings=_size_warnings,
-    defaults=_defaults,
-    samplers=SCHEDULERS,
-    check=_check,
-    check_dtype=lambda configs, dtype: configs["transformer"].check_dtype(dtype),
-    check_tiling=lambda configs: Tiling.official(configs["vae"]).check(configs["vae"].spatial_compression),
-    heads=lambda configs: {name: configs[name].heads for name in ("text_encoder", "transformer")},
-    workload=_workload,
 )

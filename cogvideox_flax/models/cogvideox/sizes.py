@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from cogvideox_flax.config import Release, TransformerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import Size
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.family import Release, Size
 
 MAX_FRAMES, MAX_SIDE = 2**14, 2**14
 """Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
-
-MAX_FPS = 1000
-"""Frames per second of a video that is written."""
 
 
 def resolve_size(
@@ -79,7 +76,7 @@ def resolve_size(
     )
 
 
-def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig, where: object) -> None:
+def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig) -> None:
     """Refuse a model whose transformer wants more than noise (image-to-video, control).
 
     Raises:
@@ -87,7 +84,7 @@ def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig, where: o
     """
     if transformer.in_channels != vae.latent_channels:
         raise InputError(
-            f"{where} is an image-to-video or control model: its transformer takes {transformer.in_channels} channels, "
+            f"this is an image-to-video or control model: its transformer takes {transformer.in_channels} channels, "
             f"text-to-video gives {vae.latent_channels}"
         )
 

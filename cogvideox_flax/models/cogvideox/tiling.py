@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from cogvideox_flax.config import VAEConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import VAEConfig
 
 HEIGHT, WIDTH = 2, 3
 """Axes of `B T H W C`."""

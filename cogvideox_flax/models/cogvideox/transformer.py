@@ -17,8 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cogvideox_flax import attention, sharding
-from cogvideox_flax.config import TransformerConfig
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid
 from cogvideox_flax.nn.stack import scan_layers, stack
@@ -214,7 +215,7 @@ class Transformer(nnx.Module):
         attend = self.attend or attention.attend
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
-            block = sharding.layer_weights("transformer", block)
+            block = sharding.layer_weights(TRANSFORMER, block)
             return block(replace(tokens, x=_shard_tokens(x)), attend), None
 
         # a scan's body needs no barrier against common subexpressions

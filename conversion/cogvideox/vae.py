@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from cogvideox_flax.config import VAEConfig
+from cogvideox_flax.models.cogvideox.config import VAEConfig
 from conversion.rules import Rule, Table, norm
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cogvideox_flax.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from conversion.rules import Rule, Table, linear, norm
 
 LAYER = r"transformer_blocks\.(?P<slot>\d+)\."

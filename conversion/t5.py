@@ -1,8 +1,8 @@
-"""transformers' `T5EncoderModel` -> `models.text_encoder.TextEncoder`."""
+"""transformers' `T5EncoderModel` -> `cogvideox_flax.models.t5.TextEncoder`."""
 
 from __future__ import annotations
 
-from cogvideox_flax.config import TextEncoderConfig
+from cogvideox_flax.models.t5 import TextEncoderConfig
 from conversion.rules import Alias, Ignore, Rule, Table
 
 BLOCK = r"encoder\.block\.(?P<slot>\d+)\."
@@ -10,7 +10,7 @@ ATTENTION = BLOCK + r"layer\.0\.SelfAttention\."
 MLP = BLOCK + r"layer\.1\.DenseReluDense\."
 
 
-def text_encoder_table(config: TextEncoderConfig) -> Table:
+def t5_table(config: TextEncoderConfig) -> Table:
     """The mapping of every tensor of a saved T5 encoder, or of a whole T5 whose decoder is left aside."""
     return (
         Rule(r"shared\.weight", "embedding"),

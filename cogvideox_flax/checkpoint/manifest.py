@@ -1,0 +1,237 @@
+"""config.json of a native checkpoint: its format version, family and configs, where its weights came from, hashes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
+from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import is_finite_number, shown
+from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.registry import get_family
+from cogvideox_flax.nn import quantized
+from cogvideox_flax.version import RESULTS
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+FLOAT32_BELOW = 10**9
+"""Parameters of a denoiser that runs in float32 unless told otherwise: below it they take less than 4 GB, which every
+device has, and small models show bfloat16's rounding most. The smallest release has 1.7 billion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What config.json says.
+
+    Attributes:
+        family: name of the model family.
+        configs: of the components that the checkpoint has, of the "scheduler" and the "tokenizer".
+        guidance_scale: what suits this model best, where its authors say so here.
+        weights: component -> dtype, sha256, source, quantized.
+        tokenizer_sha256: file of the tokenizer -> SHA-256; checkpoints of older versions do not say.
+    """
+
+    family: str
+    configs: dict[str, Any] = field(default_factory=dict)
+    guidance_scale: float | None = None
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tokenizer_sha256: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def model_family(self) -> ModelFamily:
+        return get_family(self.family)
+
+    @property
+    def release(self) -> Release | None:
+        """The release whose architecture this is."""
+        return self.model_family.find_release(self.configs)
+
+    @property
+    def default_dtype(self) -> str:
+        """What a run computes in unless told otherwise: bfloat16, or float32 for a small model (`FLOAT32_BELOW`)."""
+        family = self.model_family
+        if (config := self.configs.get(family.denoiser)) is None:
+            return "float32"
+        return "float32" if family.components[family.denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
+
+    @property
+    def default_guidance(self) -> float:
+        """The guidance scale of a run unless told otherwise: the checkpoint's own, else the release's, else 6."""
+        if self.guidance_scale is not None:
+            return self.guidance_scale
+        return self.release.guidance_scale if self.release else 6.0
+
+    def quantized(self, component: str) -> str | None:
+        """How a component's weights are quantized: "int8" or "float8"; None if they are not."""
+        kind = self.weights.get(component, {}).get("quantized")
+        if kind not in (None, *quantized.KINDS):
+            raise CheckpointError(f"the {component} is stored as {kind!r}, which this version does not know; update it")
+        return kind
+
+    def abstract(self, component: str) -> Any:
+        """A component's module with shapes in place of arrays, as it is stored."""
+        return self.model_family.components[component].abstract(self.configs[component], self.quantized(component))
+
+    @classmethod
+    def of_release(cls, release: Release) -> Manifest:
+        """What a checkpoint of this release says, before there is one."""
+        return cls(family=release.family, configs=dict(release.configs))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "family": self.family,
+            "release": self.release.name if self.release else None,
+            **{name: self.configs[name].to_dict() for name in self.model_family.config_types if name in self.configs},
+            **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
+            **({"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}),
+            "weights": self.weights,
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Manifest:
+        """What `to_json` wrote.
+
+        Raises:
+            InputError: of a family that this version does not know.
+            CheckpointError, KeyError, TypeError, AttributeError, ValueError: it is damaged.
+        """
+        family = get_family(_text(raw.get("family", "cogvideox")))  # older versions knew one family
+        configs = {name: kind.from_dict(raw[name]) for name, kind in family.config_types.items() if name in raw}
+        if not isinstance(records := raw["weights"], dict):
+            raise TypeError("weights is not an object")
+        weights = {n: {**records[n], "sha256": _text(records[n]["sha256"])} for n in family.components if n in records}
+        guidance, hashes = raw.get("guidance_scale"), raw.get("tokenizer_sha256", {})
+        if "spiece_sha256" in raw:  # as older versions wrote it
+            hashes = {family.tokenizer_files[0]: raw["spiece_sha256"]}
+        if guidance is not None and not is_finite_number(guidance):
+            raise ValueError(f"guidance_scale is {shown(guidance)}; expected a finite number")
+        return cls(
+            family=family.name,
+            configs=configs,
+            guidance_scale=None if guidance is None else float(guidance),
+            weights=weights,
+            tokenizer_sha256={name: _text(hashes[name]) for name in family.tokenizer_files if name in hashes},
+        )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def is_native(where: Path) -> bool:
+    """Whether the directory holds a native checkpoint (its config.json has our format version)."""
+    try:
+        raw = load_json(where / CONFIG_FILE)
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and "format_version" in raw
+
+
+def read_manifest(native_dir: str | Path) -> Manifest:
+    """Read config.json of a native checkpoint.
+
+    Raises:
+        CheckpointError: not a native checkpoint, or of a format this version does not know.
+    """
+    path = Path(native_dir) / CONFIG_FILE
+    try:
+        raw = load_json(path)
+    except OSError as e:
+        raise CheckpointError(
+            f"{native_dir} is not a native checkpoint: no readable {CONFIG_FILE} ({e.strerror}). "
+            "Convert a Hugging Face checkpoint with `python -m conversion SRC DST`."
+        ) from e
+    except ValueError as e:
+        raise CheckpointError(f"{path} is not JSON: {e}") from e
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version}, this version reads {FORMAT_VERSION}. "
+            + ("Convert the checkpoint again." if version else "Convert it with `python -m conversion SRC DST`.")
+        )
+    if not is_as_written(raw):
+        log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
+    try:
+        return Manifest.from_json(raw)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
+        if isinstance(e, InputError):
+            raise CheckpointError(f"{path}: {e}") from e
+        raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
+
+
+def write_manifest(native_dir: Path, manifest: Manifest) -> None:
+    """Write config.json.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    write_record(native_dir / CONFIG_FILE, manifest.to_json())
+
+
+def weights_file(native_dir: str | Path, component: str) -> Path:
+    """The file of a component's weights."""
+    return Path(native_dir) / component / WEIGHTS_FILE
+
+
+def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, remembered: bool = True) -> None:
+    """Compare files with the hashes in config.json. A file is read only if it may have changed since it last was.
+
+    Args:
+        manifest: of this directory.
+        names: components, or "tokenizer"; default: all that the manifest has hashes of.
+        remembered: False reads every file in any case.
+
+    Raises:
+        CheckpointError: a file is missing, or is not the one that was written.
+    """
+    expected = {
+        weights_file(native_dir, name): record["sha256"]
+        for name, record in manifest.weights.items()
+        if name in names or not names
+    }
+    if "tokenizer" in names or not names:
+        expected |= {Path(native_dir) / name: digest for name, digest in manifest.tokenizer_sha256.items()}
+    for file, found in zip(expected, content_hashes(list(expected), remembered=remembered), strict=True):
+        if found != expected[file] and content_hash(file, remembered=False) != expected[file]:
+            raise CheckpointError(
+                f"{file} is not the file that {CONFIG_FILE} describes (its SHA-256 differs): it was damaged or "
+                "changed. Copy or convert the checkpoint again."
+            )
+
+
+def verify(native_dir: str | Path) -> None:
+    """Read every file that config.json has a hash of, and compare.
+
+    Raises:
+        CheckpointError: a file differs from what was converted.
+    """
+    check_contents(native_dir, read_manifest(native_dir), remembered=False)
+
+
+def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
+    """Fingerprint of each part's config and contents: equal for equal ones.
+
+    Args:
+        manifest: of this directory, whose contents were checked.
+
+    Returns:
+        Component, "tokenizer" or "scheduler" -> fingerprint.
+    """
+    contents: dict[str, Any] = {name: [record["sha256"]] for name, record in manifest.weights.items()}
+    tokenizer = [Path(native_dir) / name for name in manifest.model_family.tokenizer_files]
+    if all(file.exists() for file in tokenizer):
+        contents["tokenizer"] = content_hashes(tokenizer)
+    contents["scheduler"] = []
+    configs = {name: config.to_dict() for name, config in manifest.configs.items()}
+    return {name: fingerprint(RESULTS, configs[name], *found) for name, found in contents.items() if name in configs}

@@ -1,0 +1,97 @@
+"""Modules to a native checkpoint, whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from cogvideox_flax.checkpoint.load import keep_dtype, parameters
+from cogvideox_flax.checkpoint.manifest import Manifest, is_native, weights_file, write_manifest
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.atomic import atomic_directory, sync_file
+from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.tensor_file import TensorWriter
+from cogvideox_flax.nn import quantized
+
+
+def save(
+    native_dir: str | Path,
+    manifest: Manifest,
+    modules: Mapping[str, nnx.Module],
+    dtype: str | dict[str, str],
+    source: dict[str, Any],
+    tokenizer: Mapping[str, Path] | None = None,
+    kept: str | Path | None = None,
+) -> None:
+    """Write modules as a native checkpoint, whole or not at all.
+
+    Args:
+        native_dir: a new or empty directory, or a native checkpoint, which is replaced.
+        manifest: the configs; its records of weights are replaced by those of `modules`.
+        modules: component -> module.
+        dtype: of the stored weights, for all or per component: float32, bfloat16 or float16.
+        source: where the weights came from, stored with each component.
+        tokenizer: name of a file of the tokenizer in the checkpoint -> the file to copy in.
+        kept: the native checkpoint that `manifest` is of; what it has and is not given here is linked in, or copied
+            where the file system has no links.
+
+    Raises:
+        InputError: the directory holds something else, cannot be written, or the disk is too small.
+    """
+    target = Path(native_dir)
+    if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} exists and is not a native checkpoint; choose another place")
+    with atomic_directory(target) as work:
+        records: dict[str, dict[str, Any]] = {}
+        for component, module in modules.items():
+            kind = dtype if isinstance(dtype, str) else dtype[component]
+            path = weights_file(work, component)
+            path.parent.mkdir()
+            _write(path, component, module, np.dtype(jnp.dtype(kind)))
+            records[component] = {"dtype": kind, "sha256": content_hash(path), "source": source}
+            if found := {quantized.kind_of(leaf.dtype) for leaf in jax.tree.leaves(module)} - {None}:
+                records[component]["quantized"] = found.pop()
+            del module  # before the next one, which may be loaded only now
+        files = dict(tokenizer or {})
+        if kept is not None:
+            for component in manifest.weights.keys() - modules.keys():
+                weights_file(work, component).parent.mkdir()
+                _link(weights_file(kept, component), weights_file(work, component))
+                records[component] = manifest.weights[component]
+            own = {name: Path(kept) / name for name in manifest.model_family.tokenizer_files}
+            files = {name: file for name, file in own.items() if file.exists()} | files
+        for name, file in files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, work / name)
+        hashes = {name: content_hash(work / name) for name in files}
+        write_manifest(work, dataclasses.replace(manifest, weights=records, tokenizer_sha256=hashes))
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no such thing."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync_file(target)
+
+
+def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:
+    arrays = parameters(module)
+    kept = keep_dtype(arrays)
+    kinds = {name: np.dtype(x.dtype) if name in kept else dtype for name, x in arrays.items()}
+    writer = TensorWriter(path, {name: (x.shape, kinds[name]) for name, x in arrays.items()}, {"component": component})
+    try:
+        for name, x in arrays.items():
+            writer.write(name, np.asarray(x).astype(kinds[name]))
+    finally:
+        writer.close()

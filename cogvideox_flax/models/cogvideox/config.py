@@ -1,0 +1,160 @@
+"""What config.json of a CogVideoX transformer and VAE says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cogvideox_flax.config import Config, require
+from cogvideox_flax.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """The 3D diffusion transformer (diffusers `CogVideoXTransformer3DModel`).
+
+    `sample_height`, `sample_width` are in latent pixels, `sample_frames` in video frames: the size of training.
+    """
+
+    layers: int = 30
+    heads: int = 30
+    head_dim: int = 64
+    in_channels: int = 16
+    out_channels: int = 16
+    patch_size: int = 2
+    patch_size_t: int | None = None
+    text_width: int = 4096
+    text_length: int = 226
+    time_width: int = 512
+    ofs_width: int | None = None
+    rotary: bool = False
+    learned_positions: bool = False
+    patch_bias: bool = True
+    attention_bias: bool = True
+    sample_height: int = 60
+    sample_width: int = 90
+    sample_frames: int = 49
+    temporal_compression: int = 4
+    spatial_interpolation_scale: float = 1.875
+    temporal_interpolation_scale: float = 1.0
+    norm_eps: float = 1e-5
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        require(
+            "transformer",
+            raw,
+            activation_fn="gelu-approximate",
+            timestep_activation_fn="silu",
+            flip_sin_to_cos=True,
+            freq_shift=0,
+            norm_elementwise_affine=True,
+        )
+        learned = raw.get("use_learned_positional_embeddings", False)
+        rotary = raw.get("use_rotary_positional_embeddings", False)
+        if learned and not rotary:
+            raise CheckpointError("transformer config has learned positions without rotary ones; no release has that")
+        patch_size_t = raw.get("patch_size_t")
+        return cls(
+            layers=raw.get("num_layers", 30),
+            heads=raw.get("num_attention_heads", 30),
+            head_dim=raw.get("attention_head_dim", 64),
+            in_channels=raw.get("in_channels", 16),
+            out_channels=raw.get("out_channels") or 16,
+            patch_size=raw.get("patch_size", 2),
+            patch_size_t=patch_size_t,
+            text_width=raw.get("text_embed_dim", 4096),
+            text_length=raw.get("max_text_seq_length", 226),
+            time_width=raw.get("time_embed_dim", 512),
+            ofs_width=raw.get("ofs_embed_dim"),
+            rotary=rotary,
+            learned_positions=learned,
+            # the reference's linear patch embedding (1.5) has a bias whatever `patch_bias` says
+            patch_bias=raw.get("patch_bias", True) or patch_size_t is not None,
+            attention_bias=raw.get("attention_bias", True),
+            sample_height=raw.get("sample_height", 60),
+            sample_width=raw.get("sample_width", 90),
+            sample_frames=raw.get("sample_frames", 49),
+            temporal_compression=raw.get("temporal_compression_ratio", 4),
+            spatial_interpolation_scale=raw.get("spatial_interpolation_scale", 1.875),
+            temporal_interpolation_scale=raw.get("temporal_interpolation_scale", 1.0),
+            norm_eps=raw.get("norm_eps", 1e-5),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def patch_volume(self) -> int:
+        """Latent pixels in one token."""
+        return (self.patch_size_t or 1) * self.patch_size**2
+
+    def check_dtype(self, dtype: str | None) -> None:
+        """Refuse float16 for the rotary releases (5b and 1.5): trained in bfloat16, they overflow in it.
+
+        Raises:
+            InputError: that is what was asked for.
+        """
+        if self.rotary and dtype == "float16":
+            raise InputError(
+                "float16 gives NaN (black video) with CogVideoX-5b and 1.5, which were trained in bfloat16; "
+                "use bfloat16 or float32"
+            )
+
+    @property
+    def learned_shape(self) -> tuple[int, int]:
+        """(positions, width) of the stored table of a `learned_positions` model: text, then video at sample size."""
+        frames = (self.sample_frames - 1) // self.temporal_compression + 1
+        grid = (self.sample_height // self.patch_size) * (self.sample_width // self.patch_size)
+        return self.text_length + frames * grid, self.width
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEConfig(Config):
+    """The causal video VAE (diffusers `AutoencoderKLCogVideoX`). `sample_height`, `sample_width` are in pixels."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    latent_channels: int = 16
+    block_channels: tuple[int, ...] = (128, 256, 256, 512)
+    layers_per_block: int = 3
+    norm_groups: int = 32
+    norm_eps: float = 1e-6
+    temporal_compression: int = 4
+    scaling_factor: float = 1.15258426
+    invert_scale_latents: bool = False
+    sample_height: int = 480
+    sample_width: int = 720
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        require("vae", raw, act_fn="silu", use_quant_conv=False, use_post_quant_conv=False)
+        for key in ("down_block_types", "up_block_types"):
+            odd = {b for b in raw.get(key, ()) if not b.startswith("CogVideoX")}
+            if odd:
+                raise CheckpointError(f"vae config: {key} has {sorted(odd)}; expected CogVideoX blocks only")
+        return cls(
+            in_channels=raw.get("in_channels", 3),
+            out_channels=raw.get("out_channels", 3),
+            latent_channels=raw.get("latent_channels", 16),
+            block_channels=tuple(raw.get("block_out_channels", (128, 256, 256, 512))),
+            layers_per_block=raw.get("layers_per_block", 3),
+            norm_groups=raw.get("norm_num_groups", 32),
+            norm_eps=raw.get("norm_eps", 1e-6),
+            temporal_compression=int(raw.get("temporal_compression_ratio", 4)),
+            scaling_factor=raw.get("scaling_factor", 1.15258426),
+            invert_scale_latents=raw.get("invert_scale_latents", False),
+            sample_height=raw.get("sample_height", 480),
+            sample_width=raw.get("sample_width", 720),
+        )
+
+    @property
+    def temporal_levels(self) -> int:
+        """How many of the first blocks halve (encoder) or double (decoder) the frame count."""
+        return self.temporal_compression.bit_length() - 1
+
+    @property
+    def spatial_compression(self) -> int:
+        return 2 ** (len(self.block_channels) - 1)

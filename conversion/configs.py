@@ -1,0 +1,83 @@
+"""The family and the configs of a directory in the Hugging Face layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.io.text import load_json
+from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.registry import FAMILIES
+from conversion.source import read_json
+
+
+def find_family(src: Path, preferred: str | None = None) -> ModelFamily:
+    """The family that most class names in the components' config.json files belong to.
+
+    Where they name none, or as many of several, the one with most of its components there counts; then `preferred`.
+    """
+    families = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
+
+    def matches(family: ModelFamily) -> tuple[int, int]:
+        named = sum(not _class_names(src / name).isdisjoint(c.class_names) for name, c in family.components.items())
+        return named, sum((src / name).is_dir() for name in family.components)
+
+    return max(families, key=matches)
+
+
+def _class_names(folder: Path) -> set[str]:
+    """What a component's config.json calls its class; nothing if it cannot be read, which `read_configs` reports."""
+    try:
+        raw = load_json(folder / "config.json")
+        return {raw["_class_name"]} if "_class_name" in raw else set(raw.get("architectures") or ())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return set()
+
+
+def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release: Release | None = None) -> Manifest:
+    """The configs of some components in a directory, of its scheduler and its tokenizer.
+
+    Args:
+        release: take the configs of the components and the scheduler from this release instead.
+
+    Raises:
+        ConversionError: a config file is missing, or not one that can be served.
+    """
+    configs = {name: _component_config(src, family, name, release) for name in wanted}
+    scheduler_file = src / "scheduler" / "scheduler_config.json"
+    known = release or family.find_release(configs)
+    if release is None and scheduler_file.is_file():
+        configs["scheduler"] = _parse(scheduler_file, family.scheduler.from_hf)
+    elif known is not None and family.denoiser in configs:
+        configs["scheduler"] = known.configs["scheduler"]
+    tokenizer_file = src / "tokenizer" / "tokenizer_config.json"
+    if tokenizer_file.is_file():
+        configs["tokenizer"] = _parse(tokenizer_file, lambda raw: family.read_tokenizer(raw, configs))
+    else:
+        configs["tokenizer"] = family.read_tokenizer({}, configs)
+    return Manifest(family=family.name, configs=configs)
+
+
+def _component_config(src: Path, family: ModelFamily, name: str, release: Release | None) -> Any:
+    if release is not None:
+        return release.configs[name]
+    path = src / name / "config.json"
+    if not path.is_file():
+        raise ConversionError(
+            f"{path} is missing; it says what the weights are. Download it too, "
+            "or name the model: python -m conversion SRC DST --release NAME."
+        )
+    return _parse(path, family.components[name].config.from_hf)
+
+
+def _parse(path: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
+    raw = read_json(path)
+    try:
+        return make(raw)
+    except InputError as e:
+        raise ConversionError(f"{path}: {e}") from e
+    except (TypeError, AttributeError, ValueError, OverflowError) as e:
+        raise ConversionError(f"{path} holds a value of the wrong type: {e}") from e

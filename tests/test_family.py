@@ -1,0 +1,169 @@
+"""A second family, registered by a test: converted, loaded, quantized, adapted and described as the first one is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_family import CONFIGS, RELEASE, TABLES, TINY, Denoiser, save_layout
+
+import conversion.__main__
+from cogvideox_flax import RELEASES, checkpoint, cli, sharding
+from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
+from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
+from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
+from conversion.configs import find_family
+from conversion.convert import convert
+from conversion.tables import TABLES as ALL_TABLES
+from conversion.tables import register_tables
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tiny():
+    register(TINY)
+    register_tables("tiny", TABLES)
+    yield
+    del FAMILIES["tiny"], RELEASES["tiny-1"], ALL_TABLES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory):
+    return tmp_path_factory.mktemp("tiny") / "hf"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tensors(layout):
+    return save_layout(layout)
+
+
+@pytest.fixture(scope="module")
+def native(layout):
+    convert(layout, layout.with_name("native"))
+    return layout.with_name("native")
+
+
+def context():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(2, 8, 16)), jnp.float32)
+
+
+def test_the_registry_knows_both():
+    assert list(FAMILIES) == ["cogvideox", "tiny"] and get_family("tiny") is TINY
+    assert get_release("TINY-1") is RELEASE and RELEASES["cogvideox-2b"].family == "cogvideox"
+    assert component_names() == ["text_encoder", "transformer", "vae", "text_encoder_1", "denoiser", "codec"]
+    assert (TINY.denoiser, TINY.quantizable) == ("denoiser", ("denoiser",))
+    with pytest.raises(InputError, match="unknown model family 'wan'; this version knows cogvideox, tiny"):
+        get_family("wan")
+    with pytest.raises(ValueError, match="registered already"):
+        register(TINY)
+
+
+def test_a_directory_is_converted_by_the_family_that_its_configs_name(layout, native, tensors):
+    assert find_family(layout) is TINY
+    manifest = checkpoint.read_manifest(native)
+    assert (manifest.family, manifest.configs, manifest.release) == ("tiny", CONFIGS, RELEASE)
+    assert json.loads((native / "config.json").read_text())["family"] == "tiny"
+    assert manifest.default_dtype == "float32"
+    checkpoint.verify(native)
+    loaded = checkpoint.parameters(checkpoint.load_component("denoiser", native))
+    for i in range(3):
+        source = tensors["denoiser"][f"layers.{i}.ffn.fc1.weight"]
+        np.testing.assert_array_equal(loaded["blocks.mlp.up.kernel"][i], source.T)
+    embedding = checkpoint.load_component("text_encoder_1", native).embedding[...]
+    np.testing.assert_array_equal(embedding, tensors["text_encoder_1"]["embed_tokens.weight"])
+    ids = TINY.make_tokenizer(native, manifest.configs)(["a red ball"])
+    assert ids.tolist() == [[1, 2, 3, 0, 0, 0]]
+    assert checkpoint.fingerprints(native, manifest).keys() == CONFIGS.keys()
+
+
+def test_what_does_not_fit_is_refused(layout, native, tmp_path):
+    with pytest.raises(InputError, match="does not survive float16"):
+        convert(layout, tmp_path / "half", dtype="float16")
+    with pytest.raises(InputError, match="unknown component 'vae'; known are text_encoder_1, denoiser, codec"):
+        convert(layout, tmp_path / "vae", components=["vae"])
+    with pytest.raises(CheckpointError, match="has no vae"):
+        checkpoint.load_vae(native)
+    with pytest.raises(InputError, match="does not survive float16"):
+        checkpoint.load_component("denoiser", native, dtype="float16")
+    shutil.copytree(hub.EMBEDDED, tmp_path / "embedded")
+    with pytest.raises(InputError, match="holds a model of the family cogvideox"):
+        convert(layout, tmp_path / "embedded")
+    odd = shutil.copytree(layout, tmp_path / "odd")
+    raw = json.loads((odd / "denoiser" / "config.json").read_text())
+    (odd / "denoiser" / "config.json").write_text(json.dumps(raw | {"qk_norm": "none"}))
+    with pytest.raises(ConversionError, match="asks for what is not implemented"):
+        convert(odd, tmp_path / "x")
+    raw = json.loads((native / "config.json").read_text())
+    other = shutil.copytree(native, tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(raw | {"family": "wan"}))
+    with pytest.raises(InputError, match=r"config\.json: unknown model family 'wan'"):
+        checkpoint.read_manifest(other)
+
+
+def test_one_component_by_the_command(layout, tmp_path, capsys):
+    assert conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "denoiser"]) == 0
+    manifest = checkpoint.read_manifest(tmp_path / "dst")
+    assert list(manifest.weights) == ["denoiser"] and "codec" not in manifest.configs
+    assert conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "codec"]) == 0
+    assert list(checkpoint.read_manifest(tmp_path / "dst").weights) == ["denoiser", "codec"]
+
+
+def test_the_cache_converts_it_once(layout):
+    assert hub.peek(layout).configs == CONFIGS
+    native = hub.resolve(layout, progress=False)
+    assert hub.resolve(layout, progress=False) == native
+    assert checkpoint.read_manifest(native).family == "tiny"
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 4), (2, 2, 2, True)], ids=["tp", "fsdp"])
+def test_on_a_mesh_it_computes_the_same(native, mesh):
+    mesh = sharding.make_mesh(*mesh)
+    alone = checkpoint.load_component("denoiser", native)(context())
+    spread = checkpoint.load_component("denoiser", native, mesh=mesh)
+    kernel = spread.blocks.mlp.up.kernel[...]
+    parts = mesh.shape["tp"] * (4 if "fsdp" in mesh.axis_names else 1)
+    assert kernel.addressable_shards[0].data.size * parts == kernel.size
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(Denoiser.__call__)(spread, context()), alone, atol=1e-5)
+
+
+def test_quantized(native):
+    int8 = native.with_name("int8")
+    quantize_checkpoint(native, int8)
+    manifest = checkpoint.read_manifest(int8)
+    assert [manifest.quantized(name) for name in TINY.components] == [None, "int8", None]
+    assert manifest.tokenizer_sha256 == checkpoint.read_manifest(native).tokenizer_sha256
+    small = checkpoint.load_component("denoiser", int8, dtype="bfloat16")
+    assert small.blocks.mlp.up.kernel.dtype == jnp.int8 and small.blocks.mlp.up.scale.dtype == jnp.float32
+    assert small.blocks.mlp.up.bias is not None and small.blocks.mlp.up.bias.dtype == jnp.bfloat16
+    exact, found = (checkpoint.load_component("denoiser", path)(context()) for path in (native, int8))
+    assert float(jnp.abs(found - exact).max() / exact.std()) < 0.1
+    with pytest.raises(InputError, match="no quantized form of 'codec'; there is one of denoiser"):
+        quantize_checkpoint(native, native.with_name("x"), ["codec"])
+
+
+def test_adapters(native, tmp_path):
+    model = checkpoint.load_component("denoiser", native)
+    adapted = add_lora(TINY, model, 2, rngs=nnx.Rngs(0))
+    assert sorted(lora_parameters(adapted)) == ["blocks.mlp.up.a", "blocks.mlp.up.b"]
+    adapted.blocks.mlp.up.b = nnx.Param(jnp.ones_like(adapted.blocks.mlp.up.b[...]))
+    path = save_lora(TINY, tmp_path, adapted)
+    assert describe_lora(TINY, path, 1.0, CONFIGS["denoiser"])["file"] == str(path)
+    merged = merge_lora(load_lora(TINY, path, model))
+    np.testing.assert_allclose(merged(context()), adapted(context()), atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["native", "hf"])
+def test_info(form, native, layout, capsys):
+    assert cli.main(["info", str(native if form == "native" else layout)]) == 0
+    text = capsys.readouterr().out
+    assert "tiny-1" in text and "5 frames of 16x16 at 8 fps, 50 flow steps" in text
+    for name, count in (("text_encoder_1", 192), ("denoiser", 13_120), ("codec", 27)):
+        assert re.search(rf"  {name} +{count:,} parameters", text)
