@@ -28,14 +28,15 @@ from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, add_lora, describe_lora, lora_parameters, with_parameters
 from cogvideox_flax.runtime.execution import compiler_options
 from cogvideox_flax.training import finetune as finetuning
-from cogvideox_flax.training import loop
+from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training.clips import find_clips, load_clip
-from cogvideox_flax.training.finetune import check, finetune
-from cogvideox_flax.training.loop import LoopConfig, train
+from cogvideox_flax.training.config import LoopConfig, OptimizerConfig, read_config
+from cogvideox_flax.training.finetune import finetune
+from cogvideox_flax.training.job import RECORD_FILE, check
+from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.objectives import sample_latents
-from cogvideox_flax.training.optimizer import OptimizerConfig
-from cogvideox_flax.training.recipe import read_config
+from cogvideox_flax.training.step import TrainState, init_state, train_step
 from conversion.convert import convert
 
 pytest_plugins = ["commands"]
@@ -319,7 +320,7 @@ def test_command_draws_samples_and_plots(write, run, started, tmp_path):
 
 
 def test_a_stopped_command_says_so(write, run, monkeypatch):
-    monkeypatch.setattr(finetuning, "train", lambda *_, **__: finetuning.State(jnp.int32(1), {}, None, None))
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: TrainState(jnp.int32(1), {}, None, None))
     code, out, err = run("train", "--config", write())
     assert (code, out) == (130, "")
     assert "the same command goes on" in err
@@ -347,6 +348,16 @@ def test_check_says_what_would_be_done_and_touches_nothing(write, run, tmp_path,
         assert part in out
 
 
+def test_full_needs_disk_for_components_that_cannot_be_linked(write, model, monkeypatch):
+    def disk():
+        return check(read_config(write(method="full"))).disk()
+
+    linked = disk()
+    monkeypatch.setattr(job_module, "_file_system", lambda path: path.is_relative_to(model))
+    files = [load_file(checkpoint.file_of(model, name)) for name in ("text_encoder", "vae")]
+    assert disk() - linked == sum(value.nbytes for tensors in files for value in tensors.values())
+
+
 # --- refusals ---
 
 
@@ -361,7 +372,7 @@ def test_changed_clips_weights_or_settings_are_another_run(started, write, clips
         finetune(check(read_config(write(out=out), {"lora.rank": 4})))
     with pytest.raises(InputError, match="method: there lora, now full"):
         finetune(check(read_config(write(out=out, method="full"))))
-    (out / finetuning.RECORD_FILE).unlink()  # what was prepared knows by itself
+    (out / RECORD_FILE).unlink()  # what was prepared knows by itself
     with pytest.raises(InputError, match=r"made from something else \(differing: clips\)"):
         finetune(check(read_config(write(out=out, clips=other))))
 
@@ -387,7 +398,7 @@ def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
     caplog.set_level("INFO")
     assert finetune(check(config), stop_after=lambda done: done == 3, progress=False) is None
     whole = finetune(check(read_config(write(out=tmp_path / "whole"))), progress=False)
-    for path in (out / finetuning.RECORD_FILE, out / "training" / "settings.json"):
+    for path in (out / RECORD_FILE, out / "training" / "settings.json"):
         text = path.read_text()
         for damaged in (text[: len(text) // 2], text.replace('": 0.3', '": 0.4').replace('": 0.9', '": 0.8')):
             path.write_text(damaged)
@@ -401,7 +412,7 @@ def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
     caplog.clear()
     result = finetune(check(config), progress=False)
     assert caplog.text.count("its examples are prepared again") == 2  # latents and texts
-    assert caplog.text.count("store.json is damaged") == 2 and "going on from step 3" in caplog.text
+    assert caplog.text.count("store.json is damaged") == 2 and "resuming from step 3" in caplog.text
     ours, theirs = load_file(result), load_file(whole)  # the order of a file's metadata is random
     assert ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
@@ -506,9 +517,9 @@ def test_latents_are_scaled_samples_with_the_first_frame_repeated():
 
 def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home, monkeypatch):
     layout = save_layout(tmp_path / "1.5", "cogvideox1.5-5b")
-    plan = check(read_config(write(model=layout)))
-    assert (plan.size.latent_frames, plan.size.extra_latents, plan.fps) == (4, 1, 16)
-    assert plan.tokens == 2 * 2 * 3
+    job = check(read_config(write(model=layout)))
+    assert (job.size.latent_frames, job.size.extra_latents, job.fps) == (4, 1, 16)
+    assert job.tokens == 2 * 2 * 3
     seen = {}
 
     def objective(denoiser, latents, key, config):
@@ -516,16 +527,14 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
         return denoiser(latents, jnp.zeros(2, jnp.int32)).mean(), {}
 
     monkeypatch.setattr(finetuning, "v_prediction", objective)
-    transformer = checkpoint.abstract("transformer", plan.manifest.transformer)
+    transformer = checkpoint.abstract("transformer", job.manifest.transformer)
     latents = jax.ShapeDtypeStruct((2, 3, 4, 6, 16), jnp.float16)
     text_shape = jax.ShapeDtypeStruct((2, 10, 40), jnp.float32)
     batch = {"mean": latents, "std": latents, "text": text_shape}
     frozen = {"empty": jax.ShapeDtypeStruct((10, 40), jnp.float32)}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    assert (
-        jax.eval_shape(partial(finetuning._loss, plan=plan), {"transformer": transformer}, frozen, batch, key)[0].shape
-        == ()
-    )
+    loss, _ = jax.eval_shape(partial(finetuning._loss, job=job), {"transformer": transformer}, frozen, batch, key)
+    assert loss.shape == ()
     assert seen["latents"].shape == (2, 4, 4, 6, 16)
 
 
@@ -545,7 +554,8 @@ def test_micro_batches_add_up(tmp_path):
             steps=3, accumulate=accumulate, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0)
         )
         start = {"transformer": {"w": jnp.arange(3.0)}}
-        return train(start, None, loss, batches, config, tmp_path / str(accumulate)).params["transformer"]["w"]
+        trainer = Trainer(loss=loss, batches=batches, config=config, folder=tmp_path / str(accumulate))
+        return trainer.train(start).params["transformer"]["w"]
 
     whole, halves, single = (np.asarray(run(n)) for n in (1, 2, 4))
     assert np.abs(whole - np.arange(3)).min() > 0.02
@@ -567,10 +577,10 @@ def test_a_frozen_base_is_neither_copied_nor_widened(tmp_path):
         v = with_parameters(frozen, params["transformer"])(x, context, jnp.zeros(1, jnp.int32), remat=True)
         return jnp.square(v).mean(), {}
 
-    state = jax.eval_shape(lambda p: loop._place({"transformer": p}, settings, None), lora_parameters(model))
+    state = jax.eval_shape(lambda p: init_state({"transformer": p}, settings, None), lora_parameters(model))
     batch = tuple(jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32) for shape in ((1, 4, 4, 16), (8, 64)))
     step = jax.jit(
-        partial(loop._step, loss=loss, config=settings), donate_argnums=0, compiler_options=compiler_options("bfloat16")
+        partial(train_step, loss=loss, config=settings), donate_argnums=0, compiler_options=compiler_options("bfloat16")
     )
     memory = step.lower(state, model, batch).compile().memory_analysis()
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base))
