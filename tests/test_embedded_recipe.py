@@ -95,7 +95,7 @@ def test_clips_with_small_squares_are_oversampled():
     np.testing.assert_array_equal(oversample(scenes, 1), np.arange(200))
 
 
-def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
+def test_every_round_has_a_folder_of_its_own(tmp_path):
     assert [phase.name for phase in Run(tmp_path, constant_steps=7, rounds=3).phases] == [
         "transformer",
         "transformer-cool-7",

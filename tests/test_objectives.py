@@ -14,7 +14,7 @@ from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import Mean, read_metrics
-from cogvideox_flax.training.objectives import drop_captions, v_prediction
+from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 
 
 def test_v_prediction_is_the_reference_target():
@@ -50,7 +50,7 @@ def test_a_perfect_denoiser_has_no_loss():
     assert float(v_prediction(perfect, latents, key, config)[0]) < 1e-10
 
 
-def test_weighted_errors_are_a_mean_by_weight():
+def test_pixel_weights_give_a_weighted_mean():
     """What is wrong by 1 in one latent pixel of eight, which weighs nine times as much as the others."""
     latents, key, config = jnp.zeros((3, 2, 2, 2, 16)), jax.random.key(1), SchedulerConfig()
     noise = jax.random.normal(jax.random.split(key, 3)[0], latents.shape)
@@ -75,7 +75,7 @@ def test_captions_are_dropped_at_the_rate():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_means_over_parts_of_a_batch_do_not_count_batches_without_any(tmp_path, accumulate):
+def test_means_over_parts_of_a_batch_skip_empty_micro_batches(tmp_path, accumulate):
     """`loss_noisy` and `loss_clean` of a step are means over its clips, however they are cut into micro-batches."""
 
     def loss(params, frozen, batch, key):
@@ -102,3 +102,14 @@ def test_a_small_batch_may_have_no_noisy_clip():
     )
     assert sorted(float(logged[name].count) for name in ("loss_noisy", "loss_clean")) == [0, 1]
     assert sum(np.isnan(float(logged[name])) for name in ("loss_noisy", "loss_clean")) == 1
+
+
+def test_latents_are_scaled_samples_with_the_first_frame_repeated():
+    mean = jax.random.normal(jax.random.key(0), (2, 3, 4, 6, 16)).astype(jnp.float16)
+    exact = sample_latents(mean, jnp.zeros_like(mean), jax.random.key(1), 0.7, 1)
+    assert exact.shape == (2, 4, 4, 6, 16)
+    np.testing.assert_allclose(exact[:, 1:], 0.7 * mean.astype(jnp.float32), rtol=1e-6)
+    noisy = sample_latents(mean, jnp.full_like(mean, 2), jax.random.key(1), 0.7, 1)
+    assert (noisy[:, 0] == noisy[:, 1]).all()  # one sample, twice
+    assert abs(float((noisy - exact)[:, 1:].std()) / (0.7 * 2) - 1) < 0.05
+    assert sample_latents(mean, mean, jax.random.key(1), 0.7, 0).shape == mean.shape

@@ -19,17 +19,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cogvideox_flax import sharding
+from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.config import SchedulerConfig, TextEncoderConfig, TransformerConfig
 from cogvideox_flax.errors import CheckpointError, DivergedError, InputError
+from cogvideox_flax.lora import add_lora, lora_parameters, with_parameters
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.runtime.execution import compiler_options
 from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import v_prediction
+from cogvideox_flax.training.step import init_state, train_step
 
 TEXT = TextEncoderConfig(vocab_size=32, width=32, layers=1, heads=2, head_dim=16, mlp_width=32)
 SMALL = TransformerConfig(
@@ -226,7 +229,7 @@ def test_settings_are_kept_beside_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_a_damaged_state_is_not_gone_on_from(tmp_path, caplog, damaged):
+def test_a_run_does_not_resume_from_a_damaged_state(tmp_path, caplog, damaged):
     """Of the two states that are kept, the newer one that is whole; if none is, nothing is lost without a word."""
     config = replace(QUICK, save_minutes=1e-9)
     expected = train(START, pull, some_batches, config, tmp_path / "whole")
@@ -250,7 +253,7 @@ def test_a_damaged_state_is_not_gone_on_from(tmp_path, caplog, damaged):
     assert steps == list(range(1, 31))
 
 
-def test_every_state_that_is_kept_is_hashed_though_others_were_gone_before(tmp_path, monkeypatch):
+def test_kept_states_are_hashed_after_others_were_removed(tmp_path, monkeypatch):
     real = snapshots._hashes
 
     def slow(folder):
@@ -278,7 +281,7 @@ def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
     assert "the training state of step 4 is damaged and is removed" in caplog.text
 
 
-def test_what_orbax_raises_is_not_said_twice(tmp_path, caplog):
+def test_orbax_errors_are_not_logged_too(tmp_path, caplog):
     message = "failed: No space left on device; free"
     with snapshots.Snapshots(tmp_path, 1) as states, pytest.raises(InputError, match=message), states._errors():
         try:
@@ -289,7 +292,55 @@ def test_what_orbax_raises_is_not_said_twice(tmp_path, caplog):
     assert "Traceback" not in caplog.text and "Signaling" not in caplog.text
 
 
-def test_lines_that_are_no_metrics_are_left_out(tmp_path):
+def test_damaged_metrics_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n7\n{"loss": 1}\n{"step": "x"}\n\xff\n{"step": 2, "loss": 1.0}\n{"st')
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_micro_batches_add_up(tmp_path):
+    """Two micro-batches of one are a batch of two, where the loss draws nothing."""
+
+    def loss(params, frozen, batch, key):
+        error = batch["x"] @ params["transformer"]["w"] - batch["y"]
+        return jnp.square(error).mean(), {}
+
+    def batches(step):
+        random = np.random.default_rng(step)
+        return {"x": random.normal(size=(4, 3)).astype(np.float32), "y": random.normal(size=(4,)).astype(np.float32)}
+
+    def run(accumulate):
+        config = LoopConfig(
+            steps=3, accumulate=accumulate, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0)
+        )
+        start = {"transformer": {"w": jnp.arange(3.0)}}
+        return train(start, loss, batches, config, tmp_path / str(accumulate)).params["transformer"]["w"]
+
+    whole, halves, single = (np.asarray(run(n)) for n in (1, 2, 4))
+    assert np.abs(whole - np.arange(3)).min() > 0.02
+    np.testing.assert_allclose(halves, whole, atol=1e-6)
+    np.testing.assert_allclose(single, whole, atol=1e-6)
+
+
+def test_a_frozen_base_is_neither_copied_nor_widened(tmp_path):
+    """The step of a LoRA run on a bfloat16 base of which nothing but single layers may appear a second time."""
+    config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
+    base = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), checkpoint.abstract("transformer", config)
+    )
+    model = jax.eval_shape(lambda base: add_lora(base, 2, rngs=nnx.Rngs(0)), base)
+    settings = LoopConfig(steps=2, dtype="bfloat16")
+
+    def loss(params, frozen, batch, key):
+        x, context = batch
+        v = with_parameters(frozen, params["transformer"])(x, context, jnp.zeros(1, jnp.int32), remat=True)
+        return jnp.square(v).mean(), {}
+
+    state = jax.eval_shape(lambda p: init_state({"transformer": p}, settings, None), lora_parameters(model))
+    batch = tuple(jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32) for shape in ((1, 4, 4, 16), (8, 64)))
+    step = jax.jit(
+        partial(train_step, loss=loss, config=settings), donate_argnums=0, compiler_options=compiler_options("bfloat16")
+    )
+    memory = step.lower(state, model, batch).compile().memory_analysis()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base))
+    assert memory.temp_size_in_bytes < 0.5 * held

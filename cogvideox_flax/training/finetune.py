@@ -14,7 +14,6 @@ Contents of the run's directory, in the order in which they appear:
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -27,17 +26,15 @@ from jaxtyping import Array, Float32, Key
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest, hub
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stages
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.programs import OFS
-from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer
+from cogvideox_flax.training.loop import METRICS_FILE, Trainer, match_run
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, v_prediction
 from cogvideox_flax.training.prepare import clip_features, clip_latents, prompt_features
@@ -67,18 +64,18 @@ def finetune(
         InputError: the directory holds a run of something else, or something there cannot be read or written.
         DivergedError: the loss is NaN or infinite.
     """
-    config, out = job.config, job.config.out
+    config, out, full = job.config, job.config.out, job.config.method == "full"
     native = hub.resolve(config.model, config.revision, progress=progress)
     with stages.run_dir_lock(out):
         pipe = CogVideoXPipeline(native, config.loop.dtype, job.mesh)
-        _match_record(job, pipe)
+        match_run(out / RECORD_FILE, _made_of(job, pipe))
         captions = clip_features(job, pipe, progress)
         prompts = prompt_features(job, pipe, progress)
         pipe.release("text_encoder")
         latents = clip_latents(job, pipe)
         pipe.release("vae")
         frozen: dict[str, Any] = {"empty": prompts[0]}
-        if config.method == "lora":
+        if not full:
             frozen["transformer"] = job.add_lora(pipe.transformer, job.mesh)
             pipe.release("transformer")
 
@@ -100,11 +97,7 @@ def finetune(
         if int(state.step) < config.loop.steps:
             return None
         trained = _assemble(state.trained, frozen)
-        result = (
-            save_lora(out, trained)
-            if config.method == "lora"
-            else _save_checkpoint(job, pipe.manifest, native, trained)
-        )
+        result = _save_checkpoint(job, pipe.manifest, native, trained) if full else save_lora(out, trained)
         plot_metrics([trainer.folder / METRICS_FILE], ("loss", "gradient_norm"), out / "loss.png")
         return result
 
@@ -124,6 +117,7 @@ def _assemble(params: dict[str, Any], frozen: dict[str, Any]) -> Transformer:
 
 
 def _batch(step: int, *, job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> dict[str, np.ndarray]:
+    """`mean`, `std` and `text` of the clips of one step."""
     config = job.config
     indices = shuffled_indices(step, batch=config.batch, count=len(job.clips), seed=config.loop.seed)
     return {**latents.gather(indices), **captions.gather(indices)}
@@ -147,23 +141,19 @@ def _loss(
     return v_prediction(denoiser, latents, noise_key, scheduler)
 
 
-def _match_record(job: FinetuneJob, pipe: CogVideoXPipeline) -> None:
-    """Record what the run is made of, or compare it with the run that is in the directory."""
+def _made_of(job: FinetuneJob, pipe: CogVideoXPipeline) -> dict[str, Any]:
+    """What decides the result of the run, beside the settings of its loop; the record in its directory."""
     config, size = job.config, job.size
-    ours: dict[str, Any] = {"method": config.method, "batch": config.batch, "caption_dropout": config.caption_dropout}
-    if config.method == "lora":
-        ours["lora"] = dataclasses.asdict(config.lora)
-    ours |= {"clips": job.clips_fingerprint, "size": [size.num_frames, size.height, size.width], "fps": job.fps}
-    ours |= {name.replace("_", " "): value for name, value in pipe.fingerprints().items()}
-    ours = json.loads(json.dumps(ours))
-    theirs = match_record(config.out / RECORD_FILE, ours)
-    differing = [name for name in ours if ours[name] != theirs.get(name)]
-    if differing:
-        raise InputError(
-            f"{config.out} holds a run of something else:\n"
-            + "\n".join(f"  {name}: there {theirs.get(name)}, now {ours[name]}" for name in differing)
-            + "\nChoose another directory, or the same settings, clips and model to resume it."
-        )
+    return {
+        "method": config.method,
+        "batch": config.batch,
+        "caption_dropout": config.caption_dropout,
+        **({"lora": dataclasses.asdict(config.lora)} if config.method == "lora" else {}),
+        "clips": job.clips_fingerprint,
+        "size": [size.num_frames, size.height, size.width],
+        "fps": job.fps,
+        **{name.replace("_", " "): value for name, value in pipe.fingerprints().items()},
+    }
 
 
 def _save_samples(

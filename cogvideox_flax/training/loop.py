@@ -12,7 +12,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class Trainer:
         """
         config = self.config
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._match_settings()
+        match_run(self.folder / SETTINGS_FILE, dataclasses.asdict(config) | dict(self.recorded), MAY_CHANGE)
         with (
             jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext(),
             Snapshots(self.folder / "states", config.keep) as snapshots,
@@ -128,17 +128,27 @@ class Trainer:
             compiler_options=compiler_options(self.config.dtype),
         )
 
-    def _match_settings(self) -> None:
-        """Record the settings in the folder, or compare them with those of the run that is there."""
-        ours = json.loads(json.dumps(dataclasses.asdict(self.config) | dict(self.recorded)))
-        theirs = match_record(self.folder / SETTINGS_FILE, ours)
-        differing = [k for k in ours if k not in MAY_CHANGE and ours[k] != theirs.get(k)]
-        if differing:
-            raise InputError(
-                f"{self.folder} holds a run with other settings:\n"
-                + "\n".join(f"  {k}: there {theirs.get(k)}, now {ours[k]}" for k in differing)
-                + "\nUse another folder, or the same settings to resume it."
-            )
+
+def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = ()) -> None:
+    """Record in a directory what its run is made of, or compare that with the run that is there.
+
+    Args:
+        record: the file.
+        ours: what this run is made of, as JSON values.
+        may_change: names of values that may differ.
+
+    Raises:
+        InputError: they are different runs, or the record is damaged.
+    """
+    ours = json.loads(json.dumps(ours))
+    theirs = match_record(record, ours)
+    differing = [name for name in ours if name not in may_change and ours[name] != theirs.get(name)]
+    if differing:
+        raise InputError(
+            f"{record.parent} holds a run of something else:\n"
+            + "\n".join(f"  {name}: there {theirs.get(name)}, now {ours[name]}" for name in differing)
+            + "\nChoose another directory, or the same settings, clips and model to resume it."
+        )
 
 
 class _StepLog:
