@@ -14,7 +14,7 @@ import imageio_ffmpeg
 import numpy as np
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.video import count_frames, read_metadata, read_video
+from cogvideox_flax.io.video import count_frames, read_metadata, read_video, save_video
 
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
@@ -98,3 +98,20 @@ def refusals_of_damaged(path: Path, data: bytes, trials: int, head: int) -> int:
                 refused += 1
                 assert str(path) in str(e) and "\n" not in str(e)
     return refused
+
+
+CAPTION = "a small red circle"
+
+
+def make_clips(folder):
+    """An mp4 at another rate and size, a gif, and a directory of PNGs, each moving, with captions beside them."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    picture = random.integers(0, 256, (40, 90, 3)).astype(np.uint8)
+    frames = np.stack([np.roll(picture, 3 * i, 1) for i in range(20)])
+    save_video(folder / "a.mp4", frames, 16)
+    save_video(folder / "b.gif", frames[:10, :32, :48], 8)
+    save_video(folder / "c", frames[:9, :, :40], 8)
+    for name, caption in (("a", CAPTION), ("b", "a large blue square\n"), ("c", "a white circle")):
+        (folder / f"{name}.txt").write_text(caption)
+    return folder

@@ -1,20 +1,23 @@
-"""One clip as the model sees it: which frames, how they are cut, and what loading one costs."""
+"""Folders of clips: finding and checking them, and loading one in the model's size and frame rate."""
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
-from media import cost_of_loading, ffmpeg, pattern
+from media import CAPTION, cost_of_loading, ffmpeg, make_clips, pattern
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.video import read_video, save_video
+from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.training.clips import find_clips, load_clip
 
 
-def from_the_whole(path, num_frames, height, width, fps):
+def load_from_whole_decode(path, num_frames, height, width, fps):
     """The same clip from a whole decode."""
     frames, own_fps = read_video(path)
     ratio = own_fps / fps if own_fps else 1.0
@@ -33,26 +36,27 @@ def from_the_whole(path, num_frames, height, width, fps):
     ("name", "rate"),
     [*(("a.mp4", rate) for rate in (5, 8, 12, 24, 60)), ("a.mkv", "30000/1001"), ("a.mov", 24), ("a.webm", 30)],
 )
-def test_a_clip_is_that_of_a_whole_decode(tmp_path, name, rate):
+def test_load_clip_equals_decoding_the_whole_video(tmp_path, name, rate):
     path = tmp_path / name
     codec = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-bf", 3]
     if name == "a.webm":
         codec = ["-c:v", "libvpx", "-deadline", "realtime", "-cpu-used", 8]
     ffmpeg(*pattern(90, 50, rate, 12), *codec, "-g", 24, path)
     for num_frames, size in ((9, (32, 48)), (49, (16, 16))):
-        np.testing.assert_array_equal(load_clip(path, num_frames, *size, 8), from_the_whole(path, num_frames, *size, 8))
+        expected = load_from_whole_decode(path, num_frames, *size, 8)
+        np.testing.assert_array_equal(load_clip(path, num_frames, *size, 8), expected)
 
 
 @pytest.mark.parametrize("name", ["hiker_240x368_49f.mp4", "horse_480x720_49f.mp4"])
-def test_a_real_clip_is_that_of_a_whole_decode(name):
+def test_load_clip_equals_decoding_a_whole_real_video(name):
     path = SHARED / "data" / "media" / name
     if not path.is_file():
         pytest.skip(f"the real video is not at {path}")
-    np.testing.assert_array_equal(load_clip(path, 9, 48, 64, 4), from_the_whole(path, 9, 48, 64, 4))
+    np.testing.assert_array_equal(load_clip(path, 9, 48, 64, 4), load_from_whole_decode(path, 9, 48, 64, 4))
 
 
 @pytest.mark.parametrize("own", [(32, 47), (33, 47), (47, 31), (13, 20), (1, 1), (1, 90), (90, 1), (32, 48)])
-def test_pictures_of_any_size_are_cut(tmp_path, own):
+def test_frames_of_any_size_are_cropped(tmp_path, own):
     """In floats, the box of 47x32 in 48x32 begins at -4e-15."""
     save_video(tmp_path / "c", np.full((1, *own, 3), 200, np.uint8), 8)
     clip = load_clip(tmp_path / "c", 1, 32, 48, 8)
@@ -60,7 +64,7 @@ def test_pictures_of_any_size_are_cut(tmp_path, own):
     assert (clip == 200).all()
 
 
-def test_a_rate_that_floats_approximate_never_asks_for_a_frame_behind_the_last(tmp_path):
+def test_an_inexact_frame_rate_never_selects_a_frame_past_the_end(tmp_path):
     for own in (100 * n / d for n in range(1, 12) for d in range(1, 12)):
         save_video(tmp_path / "c", np.zeros((3, 8, 8, 3), np.uint8), own)
         try:
@@ -131,3 +135,115 @@ def test_hostile_files_of_a_folder_are_faults_of_one_line_each(tmp_path):
         faults, ("its contents are none of", "20000x20000 has 400,000,000 pixels", "'abc'"), strict=True
     ):
         assert part in fault
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    return make_clips(tmp_path_factory.mktemp("data") / "clips")
+
+
+def test_clips_are_found_with_their_captions(clips):
+    found = find_clips(clips, 9, 8)
+    assert [(clip.name, clip.caption) for clip in found] == [
+        ("a.mp4", CAPTION),
+        ("b.gif", "a large blue square"),
+        ("c", "a white circle"),
+    ]
+
+
+def test_captions_may_be_in_one_file(clips, tmp_path):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    lines = [{"file": "b.gif", "caption": "second"}, {"file": "./c", "caption": "third"}]
+    (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    assert [(clip.name, clip.caption) for clip in find_clips(folder, 9, 8)] == [("b.gif", "second"), ("c", "third")]
+
+
+@pytest.mark.parametrize(("count", "fps"), [(9, 8), (30, 30), (81, 16), (1, 8)])
+@pytest.mark.parametrize("name", ["v.mp4", "v.gif", "v"])
+def test_frames_are_counted_as_they_would_be_read(tmp_path, name, count, fps):
+    # every frame is another one: a gif joins equal neighbours
+    save_video(
+        tmp_path / name,
+        np.arange(count, dtype=np.uint8).reshape(-1, 1, 1, 1).repeat(16, 1).repeat(16, 2).repeat(3, 3),
+        fps,
+    )
+    frames, own = read_video(tmp_path / name)
+    assert count_frames(tmp_path / name) == (len(frames), own)
+    assert len(frames) == count
+
+
+def numbered(count):
+    """Frames that say which they are: frame i has the value 5 i."""
+    return np.full((count, 16, 16, 3), 1, np.uint8) * (5 * np.arange(count, dtype=np.uint8)).reshape(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("own_fps", "expected"),
+    [
+        (8, [7, 8, 9, 10, 11]),
+        (16, [4, 6, 8, 10, 12]),
+        (24, [3, 6, 9, 12, 15]),
+        (12, [6, 8, 9, 11, 12]),  # 7.5 and 10.5 round up
+        (4, [9, 9, 10, 10, 11]),  # a frame for every two
+        (0, [7, 8, 9, 10, 11]),  # a sequence that does not say its rate
+    ],
+)
+def test_the_middle_of_a_clip_is_resampled_to_the_nearest_frame(tmp_path, own_fps, expected):
+    save_video(tmp_path / "c", numbered(20), own_fps)
+    clip = load_clip(tmp_path / "c", 5, 16, 16, 8)
+    assert (clip[:, 0, 0, 0] // 5).tolist() == expected
+
+
+def test_clips_cover_and_are_cropped_around_the_centre(tmp_path):
+    wide = np.zeros((1, 20, 60, 3), np.uint8)
+    wide[:, :, 20:40] = [200, 100, 0]  # the middle third, square
+    save_video(tmp_path / "wide", wide, 8)
+    clip = load_clip(tmp_path / "wide", 1, 40, 40, 8)
+    assert clip.shape == (1, 40, 40, 3)
+    assert (clip[0, :, 8:-8] == [200, 100, 0]).all()
+    assert clip[0, :, :, 0].min() > 90  # the black beside it only rings into the border
+    tall = wide.transpose(0, 2, 1, 3)
+    save_video(tmp_path / "tall", tall, 8)
+    assert (load_clip(tmp_path / "tall", 1, 40, 40, 8) == clip.transpose(0, 2, 1, 3)).all()
+
+
+def test_all_faults_of_a_folder_in_one_message(clips, tmp_path):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    (folder / "a.txt").unlink()
+    (folder / "b.txt").write_text(" \n")
+    (folder / "d.mp4").write_bytes(b"not a video")
+    (folder / "d.txt").write_text("something")
+    save_video(folder / "e.mp4", numbered(9), 16)
+    (folder / "e.txt").write_text("something")
+    (folder / "notes.md").write_text("not a clip")
+    with pytest.raises(InputError) as caught:
+        find_clips(folder, 9, 8)
+    message = str(caught.value)
+    assert "(4 faults)" in message
+    for part in ("a.mp4: no caption a.txt", "b.txt is empty", "d.mp4: cannot read", "e.mp4: too short, 5 frames"):
+        assert part in message
+    assert "notes" not in message
+
+
+def test_all_faults_of_a_caption_file_in_one_message(clips, tmp_path):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    lines = [
+        '{"file": "../clips/a.mp4", "caption": "x"}',
+        json.dumps({"file": str(clips / "a.mp4"), "caption": "x"}),
+        '{"file": "c/../../a.mp4", "caption": "x"}',
+        '{"file": "a.mp4"}',
+        "not json",
+        '{"file": "b.gif", "caption": ""}',
+        '{"file": "gone.mp4", "caption": "x"}',
+        '{"file": "c", "caption": "x"}',
+        '{"file": "c/", "caption": "y"}',
+        '{"file": 3, "caption": "y"}',
+    ]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError) as caught:
+        find_clips(folder, 9, 8)
+    message = str(caught.value)
+    assert message.count("leaves the folder") == 3
+    assert message.count('expected {"file"') == 2
+    for part in ("(9 faults)", "b.gif: its caption", "there is no video", "line 9: c/ has a caption", "must be text"):
+        assert part in message

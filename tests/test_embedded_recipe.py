@@ -1,4 +1,4 @@
-"""What only the embedded model's training has: rounds, repeated clips, a standardised latent."""
+"""The training of the embedded model: its objectives, phases, oversampled clips, standardised latents."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
 from reference import relative_error
 
 from cogvideox_flax.checkpoint import hub, read_manifest
+from cogvideox_flax.config import SchedulerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
-from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.training.objectives import v_prediction
 from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise
-from weights.toy_world.diffusion import repeated
+from weights.toy_world.diffusion import oversample
+from weights.toy_world.objectives import TimestepDensity, reconstruction
 from weights.toy_world.settings import Run
 
 
@@ -35,18 +38,65 @@ def test_standardise_moves_the_latent_and_not_the_video():
     assert np.array_equal(encode(vae, video)[0], mean)  # the original is untouched
 
 
-def test_hard_clips_are_shown_more_often():
+class HalvingVAE:
+    """Encodes to half the video with a given spread, decodes to what it is given: its loss is known on paper."""
+
+    def encode(self, video):
+        return 0.5 * video, jnp.full(video.shape, -3.0)
+
+    def decode(self, z):
+        return z
+
+
+def test_reconstruction_terms():
+    video = jax.random.uniform(jax.random.key(1), (2, 3, 8, 8, 3), minval=-1)
+    loss, logged = reconstruction(HalvingVAE(), video, jax.random.key(2), kl_weight=0.5, l1_weight=0.25)
+    posterior = torch.distributions.Normal(torch.tensor(np.asarray(0.5 * video)), float(np.exp(-1.5)))
+    kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).mean().item()
+    assert float(logged["kl"]) == pytest.approx(kl, rel=1e-4)
+    error = np.exp(-1.5) * np.asarray(jax.random.normal(jax.random.key(2), video.shape)) - 0.5 * np.asarray(video)
+    mse, l1 = np.square(error).mean(), abs(error).mean()
+    assert float(loss) == pytest.approx(mse + 0.25 * l1 + 0.5 * kl, rel=1e-4)
+    psnr = np.mean([10 * np.log10(4 / np.square(e).mean()) for e in error])
+    assert float(logged["psnr"]) == pytest.approx(psnr, rel=1e-4)
+    assert float(logged["posterior_std"]) == pytest.approx(np.exp(-1.5), rel=1e-4)
+
+
+def test_timesteps_follow_the_density():
+    density = TimestepDensity(0.25, 0.9, 0.85)
+    samples = np.asarray(density((jnp.arange(20000) + 0.5) / 20000))
+    shares = np.histogram(samples, [0, 0.25, 0.9, 1])[0] / 20000
+    np.testing.assert_allclose(shares, [0.15 * 25 / 35, 0.85, 0.15 * 10 / 35], atol=1e-3)
+    assert (np.diff(samples) > 0).all() and samples[0] >= 0 and samples[-1] < 1
+    np.testing.assert_allclose(
+        TimestepDensity(0, 0.5, 0.5)(jnp.linspace(0, 0.99, 7)), np.linspace(0, 0.99, 7), atol=1e-6
+    )
+    seen = {}
+
+    def denoiser(x, t):
+        seen.update(t=np.asarray(t))
+        return jnp.zeros_like(x)
+
+    latents = jnp.zeros((40, 1, 2, 2, 16))
+    v_prediction(denoiser, latents, jax.random.key(0), SchedulerConfig(), density)
+    assert ((seen["t"] >= 250) & (seen["t"] < 900)).sum() in (33, 34, 35)
+    for wrong in ((0.5, 0.4, 0.5), (0, 1, 0.5), (0.1, 0.9, 0)):
+        with pytest.raises(ValueError, match="expected 0 <= low"):
+            TimestepDensity(*wrong)
+
+
+def test_clips_with_small_squares_are_oversampled():
     scenes = [world.tracks_of_clip(3, i)[0] for i in range(200)]
-    shown = np.bincount(repeated(scenes, 4), minlength=200)
+    shown = np.bincount(oversample(scenes, 4), minlength=200)
     for scene, times in zip(scenes, shown, strict=True):
         hard = ("small", "square") in [(thing.size, thing.shape) for thing in scene.things]
         assert times == (4 if hard else 1)
     assert 0.1 < (shown == 4).mean() < 0.3
-    np.testing.assert_array_equal(repeated(scenes, 1), np.arange(200))
+    np.testing.assert_array_equal(oversample(scenes, 1), np.arange(200))
 
 
-def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
-    assert [phase.name for phase in Run(tmp_path, stop=7, rounds=3).phases] == [
+def test_every_round_has_a_folder_of_its_own(tmp_path):
+    assert [phase.name for phase in Run(tmp_path, constant_steps=7, rounds=3).phases] == [
         "transformer",
         "transformer-cool-7",
         "transformer-cool-7-2",
@@ -56,5 +106,5 @@ def test_rounds_of_cooling_have_places_of_their_own(tmp_path):
     which = read_manifest(hub.EMBEDDED).weights["transformer"]["sha256"][:8]
     assert [phase.name for phase in again.phases] == [f"transformer-{which}-again-{n}" for n in (1, 2)]
     assert again.steps_before() >= 26_500
-    with pytest.raises(InputError, match="got 0 rounds"):
+    with pytest.raises(InputError, match="1 round or more; got 0"):
         Run(tmp_path, rounds=0)

@@ -1,4 +1,4 @@
-"""The objectives of training, against diffusers' schedulers and torch's distributions."""
+"""The training objective against diffusers' schedulers, and means over micro-batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from cogvideox_flax.training.loop import LoopConfig, train
+from cogvideox_flax.training.config import LoopConfig
+from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import Mean, read_metrics
-from cogvideox_flax.training.objectives import Focus, drop_captions, reconstruction, v_prediction
+from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
 
 
 def test_v_prediction_is_the_reference_target():
@@ -36,27 +37,6 @@ def test_v_prediction_is_the_reference_target():
     assert [float(logged["loss_noisy"]), float(logged["loss_clean"])] == pytest.approx(halves, rel=1e-4)
 
 
-def test_focus_draws_its_share():
-    focus = Focus(0.25, 0.9, 0.85)
-    drawn = np.asarray(focus((jnp.arange(20000) + 0.5) / 20000))
-    shares = np.histogram(drawn, [0, 0.25, 0.9, 1])[0] / 20000
-    np.testing.assert_allclose(shares, [0.15 * 25 / 35, 0.85, 0.15 * 10 / 35], atol=1e-3)
-    assert (np.diff(drawn) > 0).all() and drawn[0] >= 0 and drawn[-1] < 1
-    np.testing.assert_allclose(Focus(0, 0.5, 0.5)(jnp.linspace(0, 0.99, 7)), np.linspace(0, 0.99, 7), atol=1e-6)
-    seen = {}
-
-    def denoiser(x, t):
-        seen.update(t=np.asarray(t))
-        return jnp.zeros_like(x)
-
-    latents = jnp.zeros((40, 1, 2, 2, 16))
-    v_prediction(denoiser, latents, jax.random.key(0), SchedulerConfig(), focus)
-    assert ((seen["t"] >= 250) & (seen["t"] < 900)).sum() in (33, 34, 35)
-    for wrong in ((0.5, 0.4, 0.5), (0, 1, 0.5), (0.1, 0.9, 0)):
-        with pytest.raises(ValueError, match="focus needs"):
-            Focus(*wrong)
-
-
 def test_a_perfect_denoiser_has_no_loss():
     latents = jax.random.normal(jax.random.key(0), (4, 2, 4, 4, 16))
     key, config = jax.random.key(1), SchedulerConfig(snr_shift_scale=1.0)
@@ -70,7 +50,7 @@ def test_a_perfect_denoiser_has_no_loss():
     assert float(v_prediction(perfect, latents, key, config)[0]) < 1e-10
 
 
-def test_weighted_errors_are_a_mean_by_weight():
+def test_pixel_weights_give_a_weighted_mean():
     """What is wrong by 1 in one latent pixel of eight, which weighs nine times as much as the others."""
     latents, key, config = jnp.zeros((3, 2, 2, 2, 16)), jax.random.key(1), SchedulerConfig()
     noise = jax.random.normal(jax.random.split(key, 3)[0], latents.shape)
@@ -94,32 +74,8 @@ def test_captions_are_dropped_at_the_rate():
     assert np.array_equal(out[~dropped], np.asarray(ids)[~dropped])
 
 
-class HalvingVAE:
-    """Encodes to half the video with a given spread, decodes to what it is given: its loss is known on paper."""
-
-    def encode(self, video):
-        return 0.5 * video, jnp.full(video.shape, -3.0)
-
-    def decode(self, z):
-        return z
-
-
-def test_reconstruction_terms():
-    video = jax.random.uniform(jax.random.key(1), (2, 3, 8, 8, 3), minval=-1)
-    loss, logged = reconstruction(HalvingVAE(), video, jax.random.key(2), kl_weight=0.5, l1_weight=0.25)
-    posterior = torch.distributions.Normal(torch.tensor(np.asarray(0.5 * video)), float(np.exp(-1.5)))
-    kl = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).mean().item()
-    assert float(logged["kl"]) == pytest.approx(kl, rel=1e-4)
-    error = np.exp(-1.5) * np.asarray(jax.random.normal(jax.random.key(2), video.shape)) - 0.5 * np.asarray(video)
-    mse, l1 = np.square(error).mean(), abs(error).mean()
-    assert float(loss) == pytest.approx(mse + 0.25 * l1 + 0.5 * kl, rel=1e-4)
-    psnr = np.mean([10 * np.log10(4 / np.square(e).mean()) for e in error])
-    assert float(logged["psnr"]) == pytest.approx(psnr, rel=1e-4)
-    assert float(logged["posterior_std"]) == pytest.approx(np.exp(-1.5), rel=1e-4)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_means_over_parts_of_a_batch_do_not_count_batches_without_any(tmp_path, accumulate):
+def test_means_over_parts_of_a_batch_skip_empty_micro_batches(tmp_path, accumulate):
     """`loss_noisy` and `loss_clean` of a step are means over its clips, however they are cut into micro-batches."""
 
     def loss(params, frozen, batch, key):
@@ -134,7 +90,7 @@ def test_means_over_parts_of_a_batch_do_not_count_batches_without_any(tmp_path, 
         return {"x": np.float32([8, 1, 2, 4]), "noisy": np.array([True, False, False, False])}
 
     config = LoopConfig(steps=1, accumulate=accumulate, log_every=1)
-    train({"transformer": jnp.zeros(())}, None, loss, batches, config, tmp_path)
+    Trainer(loss=loss, batches=batches, config=config, folder=tmp_path).train({"transformer": jnp.zeros(())})
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert line["noisy"] == 8 and "none" not in line
     assert line["loss"] == pytest.approx((64 + 1 + 4 + 16) / 4)
@@ -146,3 +102,14 @@ def test_a_small_batch_may_have_no_noisy_clip():
     )
     assert sorted(float(logged[name].count) for name in ("loss_noisy", "loss_clean")) == [0, 1]
     assert sum(np.isnan(float(logged[name])) for name in ("loss_noisy", "loss_clean")) == 1
+
+
+def test_latents_are_scaled_samples_with_the_first_frame_repeated():
+    mean = jax.random.normal(jax.random.key(0), (2, 3, 4, 6, 16)).astype(jnp.float16)
+    exact = sample_latents(mean, jnp.zeros_like(mean), jax.random.key(1), 0.7, 1)
+    assert exact.shape == (2, 4, 4, 6, 16)
+    np.testing.assert_allclose(exact[:, 1:], 0.7 * mean.astype(jnp.float32), rtol=1e-6)
+    noisy = sample_latents(mean, jnp.full_like(mean, 2), jax.random.key(1), 0.7, 1)
+    assert (noisy[:, 0] == noisy[:, 1]).all()  # one sample, twice
+    assert abs(float((noisy - exact)[:, 1:].std()) / (0.7 * 2) - 1) < 0.05
+    assert sample_latents(mean, mean, jax.random.key(1), 0.7, 0).shape == mean.shape

@@ -13,8 +13,8 @@ from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
-from cogvideox_flax.training.loop import LoopConfig
-from cogvideox_flax.training.optimizer import OptimizerConfig, _decayed, learning_rate, make_optimizer
+from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
+from cogvideox_flax.training.optimizer import learning_rate, make_optimizer, weight_decay_mask
 
 
 def test_learning_rate_warms_up_and_decays():
@@ -26,7 +26,9 @@ def test_learning_rate_warms_up_and_decays():
 
 
 def test_only_kernels_and_embeddings_decay():
-    mask = parameters(_decayed({"t": Transformer(SMALL, rngs=nnx.Rngs(0)), "e": TextEncoder(TEXT, rngs=nnx.Rngs(0))}))
+    mask = parameters(
+        weight_decay_mask({"t": Transformer(SMALL, rngs=nnx.Rngs(0)), "e": TextEncoder(TEXT, rngs=nnx.Rngs(0))})
+    )
     decayed = {name for name, value in mask.items() if value}
     assert all(name.endswith(("kernel", "weight", "embedding")) for name in decayed)
     assert not any(name.endswith(("kernel", "weight")) for name in set(mask) - decayed)

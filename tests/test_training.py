@@ -17,20 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cogvideox_flax.runtime.execution import compiler_options
 from flax import nnx
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import CheckpointError, DivergedError, InputError
+from cogvideox_flax.lora import add_lora, lora_parameters, with_parameters
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training import snapshots
-from cogvideox_flax.training.loop import LoopConfig, train
+from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
+from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import v_prediction
-from cogvideox_flax.training.optimizer import OptimizerConfig
+from cogvideox_flax.training.step import init_state, train_step
 
 TEXT = TextEncoderConfig(vocab_size=32, width=32, layers=1, heads=2, head_dim=16, mlp_width=32)
 SMALL = TransformerConfig(
@@ -54,12 +58,17 @@ START = {"transformer": {"blocks.attn.q.bias": np.zeros((2, 8), np.float32)}}
 QUICK = LoopConfig(steps=30, ema_decay=0.9, log_every=1, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=3))
 
 
+def train(params, loss, batches, config, folder, *, mesh=None, on_step=None, stop_after=None):
+    trainer = Trainer(loss=loss, batches=batches, config=config, folder=folder, mesh=mesh)
+    return trainer.train(params, on_step or (lambda done, _: done == stop_after))
+
+
 def bias(tree):
     return np.asarray(tree["transformer"]["blocks.attn.q.bias"])
 
 
 def test_training_reaches_the_target(tmp_path):
-    state = train(START, None, pull, some_batches, replace(QUICK, steps=100), tmp_path)
+    state = train(START, pull, some_batches, replace(QUICK, steps=100), tmp_path)
     assert int(state.step) == 100
     assert abs(bias(state.params) - 1).max() < 0.1 and abs(bias(state.ema) - 1).max() < 0.1
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -72,22 +81,22 @@ def test_training_reaches_the_target(tmp_path):
 
 
 def test_stopped_and_resumed_is_the_same_run(tmp_path):
-    whole = train(START, None, pull, some_batches, QUICK, tmp_path / "whole")
-    halted = train(START, None, pull, some_batches, QUICK, tmp_path / "cut", stop_after=lambda step: step == 11)
+    whole = train(START, pull, some_batches, QUICK, tmp_path / "whole")
+    halted = train(START, pull, some_batches, QUICK, tmp_path / "cut", stop_after=11)
     assert int(halted.step) == 11
-    resumed = train(START, None, pull, some_batches, QUICK, tmp_path / "cut")
+    resumed = train(START, pull, some_batches, QUICK, tmp_path / "cut")
     for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
         assert np.array_equal(ours, theirs)
     losses = [[line["loss"] for line in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("whole", "cut")]
     assert losses[0] == losses[1]
-    again = train(START, None, pull, some_batches, QUICK, tmp_path / "cut")  # done: nothing more to do
+    again = train(START, pull, some_batches, QUICK, tmp_path / "cut")  # done: nothing more to do
     assert np.array_equal(bias(again.params), bias(whole.params))
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
-    train(START, None, pull, some_batches, QUICK, tmp_path, stop_after=lambda step: step == 2)
+    train(START, pull, some_batches, QUICK, tmp_path, stop_after=2)
     with pytest.raises(InputError, match="steps: there 30, now 31"):
-        train(START, None, pull, some_batches, replace(QUICK, steps=31), tmp_path)
+        train(START, pull, some_batches, replace(QUICK, steps=31), tmp_path)
 
 
 def test_divergence_is_reported_and_not_saved(tmp_path):
@@ -95,7 +104,7 @@ def test_divergence_is_reported_and_not_saved(tmp_path):
         return {"x": np.full((4, 2, 8), np.nan if step == 6 else 1.0, np.float32)}
 
     with pytest.raises(DivergedError, match="step 7"):
-        train(START, None, pull, poison, replace(QUICK, save_minutes=1e-9), tmp_path)
+        train(START, pull, poison, replace(QUICK, save_minutes=1e-9), tmp_path)
     assert (tmp_path / "states" / "6").is_dir() and not (tmp_path / "states" / "7").exists()
 
 
@@ -103,11 +112,11 @@ def test_accumulated_gradients_are_the_whole_batch(tmp_path):
     def plain(params, _, batch, key):
         return jnp.square(params["transformer"]["blocks.attn.q.bias"] - batch["x"]).mean(), {}
 
-    one = train(START, None, plain, some_batches, QUICK, tmp_path / "one")
-    four = train(START, None, plain, some_batches, replace(QUICK, accumulate=4), tmp_path / "four")
+    one = train(START, plain, some_batches, QUICK, tmp_path / "one")
+    four = train(START, plain, some_batches, replace(QUICK, accumulate=4), tmp_path / "four")
     np.testing.assert_allclose(bias(four.params), bias(one.params), atol=1e-5)
     with pytest.raises(InputError, match="batch of 4 does not divide into 3"):
-        train(START, None, plain, some_batches, replace(QUICK, accumulate=3), tmp_path / "three")
+        train(START, plain, some_batches, replace(QUICK, accumulate=3), tmp_path / "three")
 
 
 def denoise(params, _, batch, key):
@@ -135,25 +144,25 @@ SHORT = LoopConfig(steps=3, log_every=1, ema_decay=0.5, optimizer=OptimizerConfi
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return train(models(), None, denoise, denoise_batches, SHORT, tmp_path_factory.mktemp("single"))
+    return train(models(), denoise, denoise_batches, SHORT, tmp_path_factory.mktemp("single"))
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 2, True)], ids=str)
 def test_sharded_training_is_the_same(tmp_path, trained, shape):
     mesh = sharding.make_mesh(*shape)
-    sharded = train(models(), None, denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
+    sharded = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
     q = sharded.opt_state[1][0].mu["transformer"].blocks.attn.q.kernel[...]
     stored = ("dp", "sp") if len(shape) > 3 else None
     assert tuple(q.sharding.spec) == (None, stored, "tp")  # the moments lie where their parameter lies
     for name, value in parameters(sharded.params).items():
         np.testing.assert_allclose(value, parameters(trained.params)[name], atol=3e-5, err_msg=name)
-    resumed = train(models(), None, denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
+    resumed = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
     for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(sharded), strict=True):
         assert np.array_equal(ours, theirs) and ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
 
 
 def test_bfloat16_trains_float32_weights(tmp_path, trained):
-    state = train(models(), None, denoise, denoise_batches, replace(SHORT, dtype="bfloat16"), tmp_path)
+    state = train(models(), denoise, denoise_batches, replace(SHORT, dtype="bfloat16"), tmp_path)
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"float32"}
     start, full, half = (parameters(tree) for tree in (models(), trained.params, state.params))
     moved = [np.asarray(x[n] - start[n]).ravel() for x in (full, half) for n in sorted(start)]
@@ -186,7 +195,7 @@ def die(step, state):
         os.kill(os.getpid(), signal.SIGKILL)
 
 config = replace(t.SHORT, steps=6, save_minutes=1e-9)
-t.train(t.models(), None, t.denoise, t.denoise_batches, config, Path(sys.argv[1]), on_step=die)
+t.train(t.models(), t.denoise, t.denoise_batches, config, Path(sys.argv[1]), on_step=die)
 """
 
 
@@ -207,7 +216,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
     states = []
     for folder in ("cut", "whole"):
         config = replace(SHORT, steps=6, save_minutes=1e-9)
-        states.append(train(models(), None, denoise, denoise_batches, config, tmp_path / folder))
+        states.append(train(models(), denoise, denoise_batches, config, tmp_path / folder))
     assert int(states[0].step) == 6
     for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.array_equal(ours, theirs)
@@ -216,17 +225,17 @@ def test_killed_and_resumed_is_bit_identical(tmp_path):
 
 
 def test_settings_are_kept_beside_the_run(tmp_path):
-    train(START, None, pull, some_batches, QUICK, tmp_path, stop_after=lambda step: step == 1)
+    train(START, pull, some_batches, QUICK, tmp_path, stop_after=1)
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["steps"] == 30 and settings["optimizer"]["learning_rate"] == 0.1
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_a_damaged_state_is_not_gone_on_from(tmp_path, caplog, damaged):
+def test_a_run_does_not_resume_from_a_damaged_state(tmp_path, caplog, damaged):
     """Of the two states that are kept, the newer one that is whole; if none is, nothing is lost without a word."""
     config = replace(QUICK, save_minutes=1e-9)
-    expected = train(START, None, pull, some_batches, config, tmp_path / "whole")
-    train(START, None, pull, some_batches, config, tmp_path / "run", stop_after=lambda done: done == 10)
+    expected = train(START, pull, some_batches, config, tmp_path / "whole")
+    train(START, pull, some_batches, config, tmp_path / "run", stop_after=10)
     states = tmp_path / "run" / "states"
     assert sorted(path.name for path in states.glob("*.json")) == ["10.json", "9.json"]
     for step in (10, 9)[:damaged]:
@@ -236,17 +245,17 @@ def test_a_damaged_state_is_not_gone_on_from(tmp_path, caplog, damaged):
         path.write_bytes(data)
     if damaged == 2:
         with pytest.raises(InputError, match=r"all training states in .* are damaged; delete .* to begin anew"):
-            train(START, None, pull, some_batches, config, tmp_path / "run")
+            train(START, pull, some_batches, config, tmp_path / "run")
         assert (states / "10").exists()
         return
-    state = train(START, None, pull, some_batches, config, tmp_path / "run")
+    state = train(START, pull, some_batches, config, tmp_path / "run")
     assert "the training state of step 10 is damaged and is removed" in caplog.text
     assert np.array_equal(bias(state.params), bias(expected.params))
     steps = [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert steps == list(range(1, 31))
 
 
-def test_every_state_that_is_kept_is_hashed_though_others_were_gone_before(tmp_path, monkeypatch):
+def test_kept_states_are_hashed_after_others_were_removed(tmp_path, monkeypatch):
     real = snapshots._hashes
 
     def slow(folder):
@@ -255,13 +264,13 @@ def test_every_state_that_is_kept_is_hashed_though_others_were_gone_before(tmp_p
 
     monkeypatch.setattr(snapshots, "_hashes", slow)
     config = replace(QUICK, save_minutes=1e-9, keep=1)
-    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 6)
+    train(START, pull, some_batches, config, tmp_path, stop_after=6)
     assert [path.name for path in (tmp_path / "states").glob("*.json")] == ["6.json"]
 
 
 def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
     config = replace(QUICK, save_minutes=1e-9)
-    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 4)
+    train(START, pull, some_batches, config, tmp_path, stop_after=4)
     real = snapshots._hashes
 
     def unreadable(folder):
@@ -270,11 +279,11 @@ def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
         return real(folder)
 
     monkeypatch.setattr(snapshots, "_hashes", unreadable)
-    train(START, None, pull, some_batches, config, tmp_path, stop_after=lambda done: done == 3)
+    train(START, pull, some_batches, config, tmp_path, stop_after=3)
     assert "the training state of step 4 is damaged and is removed" in caplog.text
 
 
-def test_what_orbax_raises_is_not_said_twice(tmp_path, caplog):
+def test_orbax_errors_are_not_logged_too(tmp_path, caplog):
     message = "failed: No space left on device; free"
     with snapshots.Snapshots(tmp_path, 1) as states, pytest.raises(InputError, match=message), states._errors():
         try:
@@ -285,7 +294,55 @@ def test_what_orbax_raises_is_not_said_twice(tmp_path, caplog):
     assert "Traceback" not in caplog.text and "Signaling" not in caplog.text
 
 
-def test_lines_that_are_no_metrics_are_left_out(tmp_path):
+def test_damaged_metrics_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n7\n{"loss": 1}\n{"step": "x"}\n\xff\n{"step": 2, "loss": 1.0}\n{"st')
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_micro_batches_add_up(tmp_path):
+    """Two micro-batches of one are a batch of two, where the loss draws nothing."""
+
+    def loss(params, frozen, batch, key):
+        error = batch["x"] @ params["transformer"]["w"] - batch["y"]
+        return jnp.square(error).mean(), {}
+
+    def batches(step):
+        random = np.random.default_rng(step)
+        return {"x": random.normal(size=(4, 3)).astype(np.float32), "y": random.normal(size=(4,)).astype(np.float32)}
+
+    def run(accumulate):
+        config = LoopConfig(
+            steps=3, accumulate=accumulate, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0)
+        )
+        start = {"transformer": {"w": jnp.arange(3.0)}}
+        return train(start, loss, batches, config, tmp_path / str(accumulate)).params["transformer"]["w"]
+
+    whole, halves, single = (np.asarray(run(n)) for n in (1, 2, 4))
+    assert np.abs(whole - np.arange(3)).min() > 0.02
+    np.testing.assert_allclose(halves, whole, atol=1e-6)
+    np.testing.assert_allclose(single, whole, atol=1e-6)
+
+
+def test_a_frozen_base_is_neither_copied_nor_widened(tmp_path):
+    """The step of a LoRA run on a bfloat16 base of which nothing but single layers may appear a second time."""
+    config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
+    base = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), COGVIDEOX.components["transformer"].abstract(config)
+    )
+    model = jax.eval_shape(lambda base: add_lora(COGVIDEOX, base, 2, rngs=nnx.Rngs(0)), base)
+    settings = LoopConfig(steps=2, dtype="bfloat16")
+
+    def loss(params, frozen, batch, key):
+        x, context = batch
+        v = with_parameters(frozen, params["transformer"])(x, context, jnp.zeros(1, jnp.int32), remat=True)
+        return jnp.square(v).mean(), {}
+
+    state = jax.eval_shape(lambda p: init_state({"transformer": p}, settings, None), lora_parameters(model))
+    batch = tuple(jax.ShapeDtypeStruct((1, 1, *shape), jnp.float32) for shape in ((1, 4, 4, 16), (8, 64)))
+    step = jax.jit(
+        partial(train_step, loss=loss, config=settings), donate_argnums=0, compiler_options=compiler_options("bfloat16")
+    )
+    memory = step.lower(state, model, batch).compile().memory_analysis()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(base))
+    assert memory.temp_size_in_bytes < 0.5 * held

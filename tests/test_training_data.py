@@ -1,4 +1,4 @@
-"""The order of examples, the store of what is computed once, and the tokenizer made of words."""
+"""The order of the examples, the latent cache, and the embedded model's word tokenizer."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import pytest
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.tokenizer import Tokenizer
-from cogvideox_flax.training.latent_cache import Store, prepare
-from cogvideox_flax.training.order import examples_of_step
+from cogvideox_flax.training.latent_cache import prepare
+from cogvideox_flax.training.shuffle import shuffled_indices
 from weights.toy_world.vocabulary import word_model
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():
-    seen = np.concatenate([examples_of_step(step, batch=4, count=10, seed=1) for step in range(5)])
+    seen = np.concatenate([shuffled_indices(step, batch=4, count=10, seed=1) for step in range(5)])
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert not np.array_equal(seen[:10], seen[10:])
-    assert np.array_equal(examples_of_step(3, batch=4, count=10, seed=1), seen[12:16])
-    assert not np.array_equal(examples_of_step(0, batch=10, count=10, seed=2), seen[:10])
+    assert np.array_equal(shuffled_indices(3, batch=4, count=10, seed=1), seen[12:16])
+    assert not np.array_equal(shuffled_indices(0, batch=10, count=10, seed=2), seen[:10])
 
 
-def test_store_goes_on_where_it_stopped(tmp_path):
+def test_an_interrupted_latent_cache_is_completed(tmp_path):
     made = []
 
-    def make(indices):
+    def compute(indices):
         made.append(indices)
         if len(made) == 3:
             raise RuntimeError("power cut")
         return {"x": np.arange(indices.start, indices.stop, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)}
 
     with pytest.raises(RuntimeError):
-        prepare(tmp_path, 10, make, shard_size=3, meta={"vae": "a"})
-    store = prepare(tmp_path, 10, make, shard_size=3, meta={"vae": "a"})
+        prepare(tmp_path, 10, compute, shard_size=3, meta={"vae": "a"})
+    cache = prepare(tmp_path, 10, compute, shard_size=3, meta={"vae": "a"})
     assert [m.start for m in made] == [0, 3, 6, 6, 9]
-    assert len(store) == 10
-    assert np.array_equal(Store(tmp_path).gather(np.array([9, 0, 4]))["x"][:, 0], [9, 0, 4])
+    assert len(cache) == 10
+    assert np.array_equal(cache.gather(np.array([9, 0, 4]))["x"][:, 0], [9, 0, 4])
     with pytest.raises(InputError, match="vae"):
-        prepare(tmp_path, 10, make, shard_size=3, meta={"vae": "b"})
+        prepare(tmp_path, 10, compute, shard_size=3, meta={"vae": "b"})
 
 
 def test_vocabulary_is_one_token_per_word(tmp_path):

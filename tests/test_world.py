@@ -134,9 +134,9 @@ def test_scales_with_the_frame():
     assert abs(halved - small).mean() < 1
 
 
-def test_dense_clips_are_crowded():
-    clips = [world.dense_clip(1, i) for i in range(20)]
+def test_crowded_clips_are_crowded():
+    clips = [world.crowded_clip(1, i) for i in range(20)]
     covered = [(clip[0] != clip[0, 0, 0]).any(-1).mean() for clip in clips]
     sparse = [(clip[0] != clip[0, 0, 0]).any(-1).mean() for clip in (world.sample_clip(1, i).video for i in range(20))]
     assert np.mean(covered) > 2.5 * np.mean(sparse)
-    assert np.array_equal(clips[3], world.dense_clip(1, 3))
+    assert np.array_equal(clips[3], world.crowded_clip(1, 3))

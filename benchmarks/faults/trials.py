@@ -135,7 +135,7 @@ def kill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     metrics = folder / "trained" / "training" / "metrics.jsonl"
     done = max((int(line["step"]) for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
     outcome = again(bench, bench.train(), folder, what)
-    found = re.search(r"going on from step (\d+)", (folder / "stderr").read_text())
+    found = re.search(r"resuming from step (\d+)", (folder / "stderr").read_text())
     kept = int(found[1]) if found else 0
     lost = f"lost: {done} steps were done, {kept} were kept" if done - kept > 1 else None
     return Outcome(f"{what}, {done} steps done, {kept} kept", outcome.bad or lost)

@@ -146,16 +146,17 @@ def train(args: argparse.Namespace) -> None:
         import orbax.checkpoint  # noqa: F401
     except ImportError as e:
         raise InputError(f'training needs {e.name}; install it with: pip install "cogvideox-flax[train]"') from e
-    from cogvideox_flax.training.finetune import check, finetune
-    from cogvideox_flax.training.recipe import read_config
+    from cogvideox_flax.training.config import read_config
+    from cogvideox_flax.training.finetune import finetune
+    from cogvideox_flax.training.job import check
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # which Orbax uses for notes about each state
     given = {key: getattr(args, option.removeprefix("--")) for key, (option, _) in TRAINING_OPTIONS.items()}
-    plan = check(read_config(args.config, {key: value for key, value in given.items() if value is not None}))
+    job = check(read_config(args.config, {key: value for key, value in given.items() if value is not None}))
     if args.check:
-        print(plan.describe())
+        print(job.describe())
         return
-    result = finetune(plan, progress=not args.quiet)
+    result = finetune(job, progress=not args.quiet)
     if result is None:
         raise KeyboardInterrupt  # stopped in order: `main` says how to go on
     print(result)

@@ -1,1 +1,1 @@
-"""Training and fine-tuning: objectives, optimiser, loop, data (the `train` extra)."""
+"""Fine-tuning: settings, data, objective, optimizer, training loop. Needs the `train` extra."""

@@ -1,4 +1,4 @@
-"""A folder of clips with captions: which clips there are, what is wrong with them, and one clip as the model sees it.
+"""A folder of clips with captions: finding and checking them, and loading one in the model's size and frame rate.
 
 clips/a.mp4  clips/a.txt            a video and its caption beside it; .gif, .mov, .mkv and .webm too
 clips/b/0000.png ...  clips/b.txt   a directory of PNGs is a video
@@ -34,7 +34,7 @@ CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
 
 @dataclass(frozen=True)
 class Clip:
-    """A video (file, or directory of PNGs) and what it shows. `name` is its path inside the folder."""
+    """A video (a file, or a directory of PNGs) and its caption. `name` is its path inside the folder of clips."""
 
     path: Path
     name: str
@@ -48,15 +48,15 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
         num_frames: how long a clip must be at least, at `fps` frames per second.
 
     Raises:
-        InputError: no clips, or faults, all in one message: a caption that is missing or empty, a video that is
-            missing, unreadable or too short, a file name that leaves the folder.
+        InputError: there are no clips; or some have faults, all in one message: a caption that is missing or empty, a
+            video that is missing, unreadable or too short, a file name that leaves the folder.
     """
     if not folder.is_dir():
         raise InputError(f"there is no folder of clips {folder}; expected videos with a caption each (NAME.txt)")
     tables = [folder / name for name in CAPTION_FILES if (folder / name).exists()]
     if len(tables) > 1:
         raise InputError(f"{folder} holds both {' and '.join(CAPTION_FILES)}; keep one")
-    clips, faults = _from_table(folder, tables[0]) if tables else _from_neighbours(folder)
+    clips, faults = _read_caption_table(folder, tables[0]) if tables else _read_caption_files(folder)
     for clip in clips:
         faults += _video_faults(clip, num_frames, fps)
     if faults:
@@ -66,7 +66,7 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
     return sorted(clips, key=lambda clip: clip.name)
 
 
-def fingerprint(clips: Sequence[Clip]) -> str:
+def clips_fingerprint(clips: Sequence[Clip]) -> str:
     """SHA-256 over the names, captions and contents of clips.
 
     Raises:
@@ -86,23 +86,26 @@ def fingerprint(clips: Sequence[Clip]) -> str:
 def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) -> UInt8[np.ndarray, "F H W 3"]:
     """The middle `num_frames` of a video at `fps`, resized to cover height x width and cropped around the centre.
 
-    The nearest frame in time is taken. A PNG sequence that does not say its rate is taken as it is. Only these frames
-    are kept, in their new size: memory stays near one frame of the video beside the result.
+    Each frame is the nearest one in time. PNGs without a frame rate are not resampled. Peak memory is the result and
+    about one frame of the video.
 
     Raises:
         InputError: the video cannot be read or is too short.
     """
     video = open_video(path)
     info = video.info
-    ratio = _ratio(info.fps, fps)
-    there = _resampled_count(info.num_frames, ratio)
-    if there < num_frames:
-        raise InputError(f"{path} has {there} frames at {fps:g} per second; {num_frames} are needed")
-    start = (there - num_frames) // 2
+    ratio = _frame_ratio(info.fps, fps)
+    count = _resampled_count(info.num_frames, ratio)
+    if count < num_frames:
+        raise InputError(f"{path} has {count} frames at {fps:g} per second; {num_frames} are needed")
+    start = (count - num_frames) // 2
     nearest = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
-    chosen = np.minimum(nearest, info.num_frames - 1)  # of a rate that floats only approximate
+    chosen = np.minimum(nearest, info.num_frames - 1)  # rounding may give one frame too many
     scale = max(height / info.height, width / info.width)
-    (top, bottom), (left, right) = _middle(info.height, height / scale), _middle(info.width, width / scale)
+    (top, bottom), (left, right) = (
+        _centered_span(info.height, height / scale),
+        _centered_span(info.width, width / scale),
+    )
     box = (left, top, right, bottom)
     clip = np.empty((num_frames, height, width, 3), np.uint8)
     for i, frame in video.frames(np.unique(chosen).tolist()):
@@ -111,13 +114,13 @@ def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) 
     return clip
 
 
-def _middle(length: int, kept: float) -> tuple[float, float]:
-    """Where the middle `kept` pixels of a side begin and end; floats alone may reach beyond it by the last bit."""
+def _centered_span(length: int, kept: float) -> tuple[float, float]:
+    """Start and end of the middle `kept` pixels of a side, clipped because floats may exceed it by the last bit."""
     start = (length - kept) / 2
     return max(start, 0), min(start + kept, length)
 
 
-def _ratio(own_fps: float, fps: float) -> float:
+def _frame_ratio(own_fps: float, fps: float) -> float:
     """Frames of the video per frame of the clip."""
     return own_fps / fps if own_fps else 1.0
 
@@ -127,7 +130,7 @@ def _resampled_count(count: int, ratio: float) -> int:
     return math.ceil((count - 0.5) / ratio)
 
 
-def _from_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
+def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
     clips: dict[str, Clip] = {}
     faults = []
     try:
@@ -159,7 +162,7 @@ def _from_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
     return list(clips.values()), faults
 
 
-def _from_neighbours(folder: Path) -> tuple[list[Clip], list[str]]:
+def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
     clips, faults = [], []
     for path in sorted(folder.iterdir()):
         is_video = any(path.glob("*.png")) if path.is_dir() else path.suffix.lower() in SUFFIXES
@@ -184,9 +187,9 @@ def _video_faults(clip: Clip, num_frames: int, fps: float) -> list[str]:
         count, own_fps = count_frames(clip.path)
     except InputError as e:
         return [f"  {clip.name}: {e}"]
-    ratio = _ratio(own_fps, fps)
-    if (there := _resampled_count(count, ratio)) < num_frames:
-        return [f"  {clip.name}: too short, {there} frames at {fps:g} per second; {num_frames} are needed"]
+    ratio = _frame_ratio(own_fps, fps)
+    if (resampled := _resampled_count(count, ratio)) < num_frames:
+        return [f"  {clip.name}: too short, {resampled} frames at {fps:g} per second; {num_frames} are needed"]
     if ratio < 0.99:
         log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own_fps, fps)
     return []

@@ -1,7 +1,7 @@
-"""Training examples on disk: arrays computed once (latents, text features), written in shards, read at random.
+"""Latents and text features of the training clips on disk: computed once, written in shards, read at random.
 
-A shard is written whole or not at all, so that an interrupted preparation goes on where it stopped. Beside it stands
-what it was made from and the hash of its contents, so that a damaged one is made again.
+A shard is written atomically, so that an interrupted preparation continues with the next one. A note beside it holds
+the fingerprint of what it was made from and the hash of its contents; a damaged shard is computed again.
 """
 
 from __future__ import annotations
@@ -27,19 +27,14 @@ RECORD_FILE = "store.json"
 Arrays = Mapping[str, np.ndarray]
 
 
-class Store:
-    """`count` examples in a folder: named arrays, each with the example first, cut into shards of `shard_size`.
+class LatentCache:
+    """`count` examples in a folder: named arrays, the example first, in shards of `shard_size` examples.
 
-    Attributes:
-        meta: what the examples were made from; free to the caller.
+    Open one with `prepare`.
     """
 
-    def __init__(self, folder: Path):
-        record = _read_record(folder)
-        if record is None:
-            raise InputError(f"{folder} holds no prepared examples; prepare them first")
-        self._folder = folder
-        self._count, self._shard_size, self.meta = record["count"], record["shard_size"], record["meta"]
+    def __init__(self, folder: Path, count: int, shard_size: int):
+        self._folder, self._count, self._shard_size = folder, count, shard_size
         self._files: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -59,50 +54,43 @@ class Store:
 
 
 def prepare(
-    folder: Path,
-    count: int,
-    make: Callable[[range], Arrays],
-    *,
-    shard_size: int,
-    meta: dict[str, Any],
-    progress: Callable[[int, int], None] | None = None,
-) -> Store:
-    """Fill a folder with `count` examples, or with those that are still missing, and open it.
+    folder: Path, count: int, compute: Callable[[range], Arrays], *, shard_size: int, meta: dict[str, Any]
+) -> LatentCache:
+    """Compute the examples that a folder does not hold yet, and open it.
 
     Args:
-        make: the arrays of a range of examples.
-        meta: what the examples are made from. A folder with other examples is refused.
-        progress: called with (examples there, count).
+        count: examples in all.
+        compute: the arrays of a range of examples.
+        meta: what the examples are made from, as JSON values.
 
     Raises:
         InputError: the folder holds examples made from something else.
     """
     record = json.loads(json.dumps({"count": count, "shard_size": shard_size, "meta": meta}))
     found = _read_record(folder)
-    if found is not None and found != record:
+    if found is None:
+        write_record(folder / RECORD_FILE, record)
+    elif found != record:
         differing = [k for k in {**found["meta"], **meta} if found["meta"].get(k) != record["meta"].get(k)]
         raise InputError(
             f"{folder} holds examples made from something else (differing: {', '.join(differing) or 'their number'}); "
             "delete the folder or name another"
         )
-    if found is None:
-        write_record(folder / RECORD_FILE, record)
     made_from = fingerprint(record)
     for shard, start in enumerate(range(0, count, shard_size)):
         stop = min(start + shard_size, count)
         target = _shard_path(folder, shard)
         if not _is_fresh(target, made_from):
-            arrays = {name: np.ascontiguousarray(value) for name, value in make(range(start, stop)).items()}
+            arrays = {name: np.ascontiguousarray(value) for name, value in compute(range(start, stop)).items()}
             with atomic_write(target) as partial:
                 save_file(arrays, partial)
-                write_text(_note_of(target), f"{made_from} {content_hash(partial)}")
-        if progress is not None:
-            progress(stop, count)
-    return Store(folder)
+                write_text(_note_path(target), f"{made_from} {content_hash(partial)}")
+            log.info("%s: %d of %d examples prepared", folder.name, stop, count)
+    return LatentCache(folder, count, shard_size)
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
-    """What a folder of examples says of itself; None if there is nothing, or nothing whole."""
+    """The record of a folder of examples; None if it is missing or damaged."""
     path = folder / RECORD_FILE
     try:
         record = read_record(path)
@@ -115,11 +103,11 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_fresh(shard: Path, made_from: str) -> bool:
-    """Whether a shard is there, made from this, and holds what was written."""
+    """Whether a shard is there, made from this, and undamaged."""
     if not shard.exists():
         return False
     try:
-        if _note_of(shard).read_text() == f"{made_from} {content_hash(shard)}":
+        if _note_path(shard).read_text() == f"{made_from} {content_hash(shard)}":
             return True
     except (OSError, UnicodeDecodeError, CheckpointError):
         pass
@@ -127,8 +115,7 @@ def _is_fresh(shard: Path, made_from: str) -> bool:
     return False
 
 
-def _note_of(shard: Path) -> Path:
-    """The file with what a shard was made from and the hash of its contents."""
+def _note_path(shard: Path) -> Path:
     return shard.with_suffix(".sha256")
 
 

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, and their plot."""
+"""Training metrics: means over micro-batches, a file of JSON lines, a plot."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from cogvideox_flax.io.atomic import atomic_write, write_text
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """Sum and count of numbers, so that micro-batches are added before the mean is taken."""
+    """Sum and count of numbers. Micro-batches add up both, so that the mean is over the whole batch."""
 
     total: Float32[Array, ""]
     count: Float32[Array, ""]
 
     def __float__(self) -> float:
-        """NaN for the mean of nothing."""
+        """The mean; NaN if the count is 0."""
         return float(self.total) / float(self.count) if float(self.count) else float("nan")
 
 
@@ -31,13 +31,13 @@ class MetricsLog:
     """A file with one JSON object per line, each with its `step`.
 
     Args:
-        path: the file; appended to.
-        keep_to: lines of later steps are dropped, so that a resumed run leaves one line per step.
+        path: the file; lines are appended.
+        last_step: lines of later steps are removed, so that a resumed run leaves one line per step.
     """
 
-    def __init__(self, path: Path, keep_to: int):
+    def __init__(self, path: Path, last_step: int):
         self._path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= keep_to] if path.exists() else []
+        kept = [line for line in read_metrics(path) if line["step"] <= last_step] if path.exists() else []
         write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, values: Mapping[str, float]) -> None:
@@ -47,7 +47,7 @@ class MetricsLog:
                 file.write(json.dumps({name: _rounded(value) for name, value in values.items()}) + "\n")
         except OSError as e:
             raise InputError(
-                f"writing {self._path} failed: {e.strerror}; free some space, the same command goes on from there"
+                f"writing {self._path} failed: {e.strerror}; free some space; the same command resumes the run"
             ) from e
 
 
@@ -56,7 +56,7 @@ def _rounded(value: float) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file; one that a kill cut short, or that is damaged, is left out."""
+    """The lines of a metrics file. Lines that are damaged, or cut short by a kill, are skipped."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -69,13 +69,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None:
-    """Draw metrics over steps, one panel each with a running mean, as a PNG.
+    """Plot metrics over steps as a PNG: one panel per metric, with a running mean.
 
     Args:
-        paths: metrics files; of several, each goes on where the one before it ended.
+        paths: metrics files. The steps of each are counted on from the last step of the one before it.
+        names: of the metrics.
 
     Raises:
-        InputError: the files hold no line with one of the names.
+        InputError: no line of the files has one of the metrics.
     """
     import matplotlib
 
@@ -90,8 +91,8 @@ def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None
     for axis, name in zip(axes[0], names, strict=True):
         points = [(line["step"], line[name]) for line in lines if name in line]
         if not points:
-            has = sorted({k for line in lines for k in line})
-            raise InputError(f"{', '.join(map(str, paths))}: no metric {name!r}; there are {has}")
+            known = sorted({k for line in lines for k in line})
+            raise InputError(f"{', '.join(map(str, paths))}: no metric {name!r}; there are {known}")
         steps, values = zip(*points, strict=True)
         axis.plot(steps, values, color="tab:blue", alpha=0.25, linewidth=0.8)
         axis.plot(steps, _running_mean(values, max(1, len(values) // 50)), color="tab:blue")
@@ -104,5 +105,6 @@ def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None
     pyplot.close(figure)
 
 
-def _running_mean(values: Sequence[float], reach: int) -> list[float]:
-    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - reach) : i + reach + 1])]
+def _running_mean(values: Sequence[float], radius: int) -> list[float]:
+    windows = [values[max(0, i - radius) : i + radius + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

@@ -1,4 +1,4 @@
-"""Training states on disk: written in the background by Orbax, whole or not at all, and checked before use."""
+"""Training states on disk: written atomically in the background by Orbax, and verified before use."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _POLL_SECONDS = 0.1
 
 
 class Snapshots:
-    """The last `keep` states in a folder, by step. Use it as a context: leaving waits for the last write.
+    """The last `keep` states in a folder, by step. A context manager: leaving it waits for the last write.
 
-    A state's files are hashed once Orbax has put it in place, into STEP.json beside it.
+    When Orbax has put a state in place, its files are hashed, into STEP.json beside it.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -34,7 +34,7 @@ class Snapshots:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._hashing = ThreadPoolExecutor(1)
-        self._leaving = threading.Event()
+        self._closing = threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class Snapshots:
             with self._errors():
                 self._manager.wait_until_finished()
         finally:
-            self._leaving.set()
+            self._closing.set()
             self._hashing.shutdown()
             self._manager.close()
 
@@ -55,13 +55,9 @@ class Snapshots:
         except (OSError, ValueError) as e:
             reason = "No space left on device" if "No space left on device" in str(e) else str(e).splitlines()[0]
             raise InputError(
-                f"writing a training state to {self._folder} failed: {reason}; free some space, the same command goes "
-                "on from the last one"
+                f"writing a training state to {self._folder} failed: {reason}; free some space; the same command "
+                "resumes from the last state"
             ) from e
-
-    def latest_step(self) -> int | None:
-        """The step of the newest state; None if there is none."""
-        return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
         """Copy the state to the host, then write it in the background. A step already there stays.
@@ -76,13 +72,13 @@ class Snapshots:
         if jax.process_index() == 0:
             self._hashing.submit(self._write_hashes, step)
 
-    def restore_latest(self, like: Any) -> tuple[int, Any] | None:
-        """The newest state that is as it was written, and its step; None if there is no state.
+    def restore_latest(self, like: Any) -> Any | None:
+        """The newest undamaged state, with the structure, dtypes and placement of `like`; None if there is no state.
 
-        Damaged ones are removed. The result has the structure, dtypes and placement of `like`.
+        Damaged states are removed, unless all are.
 
         Raises:
-            CheckpointError: all are damaged, or one belongs to another model.
+            CheckpointError: all states are damaged, or the state is of another model.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
@@ -96,10 +92,10 @@ class Snapshots:
             log.warning("the training state of step %d is damaged and is removed", step)
             self._manager.delete(step)
             self._hash_file(step).unlink(missing_ok=True)
-        return undamaged, self._restore(undamaged, like)
+        return self._restore(undamaged, like)
 
     def _restore(self, step: int, like: Any) -> Any:
-        names = list(_by_name(like))  # the order of the leaves; jax.tree.map would sort a dictionary
+        names = list(_by_name(like))  # in the order of the leaves, which jax.tree.map below does not keep
         wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:
             found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
@@ -111,11 +107,11 @@ class Snapshots:
         return self._folder / f"{step}.json"
 
     def _write_hashes(self, step: int) -> None:
-        """Write the hashes of a state's files once it is in place, and remove those of states that are gone."""
+        """Write the hashes of a state's files when it is in place, and remove the hashes of removed states."""
         folder = self._folder / str(step)
         while not folder.exists():
             later = (path for path in self._folder.iterdir() if path.name.isdecimal() and int(path.name) > step)
-            if self._leaving.is_set() or any(later):  # it was not written, or is gone already
+            if self._closing.is_set() or any(later):  # not written, or removed already
                 return
             time.sleep(_POLL_SECONDS)
         try:
@@ -123,12 +119,11 @@ class Snapshots:
             for path in self._folder.glob("*.json"):
                 if path.stem.isdecimal() and not (self._folder / path.stem).exists():
                     path.unlink(missing_ok=True)
-        except InputError as e:  # gone again, or a full disk: the state is there without hashes
+        except InputError as e:  # the state was removed meanwhile, or the disk is full
             log.info("the training state of step %d has no hashes: %s", step, e)
 
     def _is_damaged(self, step: int) -> bool:
-        """Whether a state differs from what was written, where that is known: its writer may have been killed before
-        it was hashed."""
+        """Whether a state differs from its hashes. It has none if its writer was killed before it was hashed."""
         try:
             written = read_record(self._hash_file(step))["sha256"]
         except (OSError, ValueError, KeyError):
@@ -140,7 +135,7 @@ class Snapshots:
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """A filter for Orbax' messages: the errors that it logs with a traceback it also raises."""
+    """A logging filter: Orbax also raises the errors that it logs with a traceback."""
     return not record.exc_info
 
 
@@ -151,7 +146,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by their path, so that what is on disk does not depend on Python classes."""
+    """Leaves by their path, so that the files do not depend on Python classes."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -1,1 +1,1 @@
-"""The recipe of the embedded model: a tiny CogVideoX, trained from scratch on the procedural world."""
+"""The training of the embedded model: a tiny CogVideoX, from scratch, on a procedural world of moving shapes."""

@@ -2,9 +2,9 @@
 
 python -m weights.toy_world RUN                # every stage, in order; ends with RUN/checkpoint
 python -m weights.toy_world RUN vae            # up to one stage
-python -m weights.toy_world RUN --from weights/embedded    # trains a finished model on
+python -m weights.toy_world RUN --from weights/embedded    # trains an existing checkpoint further
 
-RUN is a folder. Each stage goes on from where it stopped, and is passed over once it is done.
+RUN is a folder. Each stage resumes where it stopped, and is skipped once it is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from weights.toy_world.autoencoder import train_vae, train_vae_images
 from weights.toy_world.diffusion import export, prepare_latents, train_transformer
-from weights.toy_world.settings import DIFFUSION_AGAIN, DIFFUSION_STOP, Run
+from weights.toy_world.settings import CONSTANT_STEPS, RESTART_LOOP, Run
 
 STAGES: dict[str, Callable[[Run], Any]] = {
     "vae-images": train_vae_images,
@@ -31,11 +31,11 @@ STAGES: dict[str, Callable[[Run], Any]] = {
     "transformer": train_transformer,
     "export": export,
 }
-"""Each runs those before it, as far as they are not done."""
+"""Each first runs the stages before it that are not done."""
 
 
 def main() -> int:
-    """Parse, run, and say how it ended: 0 done, 2 cannot be done, 130 stopped."""
+    """Run the command line. Exit codes: 0 done, 2 wrong input, 130 stopped."""
     parser = argparse.ArgumentParser(
         prog="python -m weights.toy_world",
         description=__doc__,
@@ -43,15 +43,15 @@ def main() -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("stage", nargs="?", choices=STAGES, default="export")
+    parser.add_argument("--rounds", type=int, default=1, help="how often the learning rate is cooled down; default: 1")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often it is cooled down, from the last time's weights"
-    )
-    parser.add_argument(
-        "--round-steps", type=int, default=DIFFUSION_AGAIN.steps, help="of each time but a new model's first"
+        "--round-steps", type=int, default=RESTART_LOOP.steps, help="steps of each round but a new model's first"
     )
     start = parser.add_mutually_exclusive_group()
-    start.add_argument("--steps", type=int, default=DIFFUSION_STOP, help="of the transformer before it is cooled down")
-    start.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="cool this model's weights again")
+    start.add_argument(
+        "--steps", type=int, default=CONSTANT_STEPS, help="steps of the transformer before the first cooldown"
+    )
+    start.add_argument("--from", dest="base", type=Path, metavar="CHECKPOINT", help="start from this model")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr, force=True)
     logging.getLogger("absl").setLevel(logging.WARNING)

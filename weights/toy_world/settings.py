@@ -1,4 +1,4 @@
-"""The settings of the embedded model: what it is, and how each stage of its training goes."""
+"""The settings of the embedded model: its configs, and those of each stage of its training."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import TokenizerConfig
-from cogvideox_flax.training.loop import LoopConfig
-from cogvideox_flax.training.objectives import Focus
-from cogvideox_flax.training.optimizer import OptimizerConfig
+from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
+from weights.toy_world.objectives import TimestepDensity
 
 SEED = 20
 SIZE, FRAMES = 64, 17
@@ -40,7 +39,7 @@ VIDEO_LOOP = LoopConfig(
     optimizer=replace(VAE_OPTIMIZER, learning_rate=8e-4, final_learning_rate=2e-5, warmup_steps=100),
 )
 VIDEO_STOP = 1390
-VIDEO_COOL = LoopConfig(
+VIDEO_COOLDOWN = LoopConfig(
     steps=300,
     seed=SEED + 7,
     ema_decay=0.99,
@@ -55,8 +54,8 @@ VIDEO_FINE = LoopConfig(
 KL_WEIGHT, L1_WEIGHT = 2e-4, 0.1
 CAPTION_DROPOUT = 0.1
 IMAGE_BATCH, VIDEO_BATCH, VIDEO_FRAMES = 24, 4, 9
-DENSE_SHARE, FINE_DENSE_SHARE = 0.7, 0.3
-"""Share of crowded clips in the training of the autoencoder, and in its last stage; the rest are as in the world."""
+CROWDED_SHARE, FINE_CROWDED_SHARE = 0.7, 0.3
+"""Share of crowded clips in the autoencoder's training, and in its last stage. The others are ordinary clips."""
 
 
 TEXT = TextEncoderConfig(
@@ -71,74 +70,75 @@ TRANSFORMER = TransformerConfig(
     text_length=TOKENIZER.max_length,
     time_width=128,
     rotary=True,
-    learned_positions=True,  # as 5b-I2V has beside rotary ones: rotations by 0 to 3 patches tell little
+    learned_positions=True,  # as in 5b-I2V: rotary positions alone say little on a grid of 4 patches
     sample_height=SIZE // 8,
     sample_width=SIZE // 8,
     sample_frames=FRAMES,
 )
 GUIDANCE = 2.0
-"""What the checkpoint recommends. At 6, as the releases do, early weights overshot: triangles got three prongs."""
+"""What the checkpoint recommends. With the releases' 6, early weights drew triangles with three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
 CLIPS, CLIP_SEED, SHARD = 16_000, SEED + 3, 40
 DIFFUSION_BATCH = 32
-FOCUS = Focus(0.5, 0.85, 0.85)
-"""Noise levels at which shape and direction are decided: above, little but the text is to be seen; below, nothing is
-left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
-FOCUS_AGAIN = Focus(0.3, 0.7, 0.75)
-"""Of further rounds. Corners are small, so they show later: with all else known, noise of 0.62 still hides whether they
-are there, noise of 0.33 does not. Up to 0.8, for the places of two things, did not help in 1500 steps."""
-CORNERS_AGAIN = 40.0
-"""Of further rounds: how much more a latent pixel weighs that is all corners. A sixth of all latent pixels are touched
-by a corner, which is an eighth of them. At timestep 500, "circle" instead of "square" moved the answer to 64 clips of
-squares by 34 % of what it should; 3600 steps with all weights the same made that 40 %, 150 with 80 here 53 %. (As
-`benchmarks.word_shift` measures it; those weights are not kept.)"""
-SMALL_SQUARES_AGAIN = 6
-"""Of further rounds: how often a clip with a small square is shown for each time of another. They came out as circles,
-or too large, and are better for it. Two things, of which one video in ten was all right, were no better after 1500
-steps in which they were shown four times as often."""
-AGAIN = FOCUS_AGAIN, CORNERS_AGAIN, SMALL_SQUARES_AGAIN
-"""How the phase of a further round differs: its focus, corners and small squares."""
+DENSITY = TimestepDensity(0.5, 0.85, 0.85)
+"""Shape and direction are decided at these noise levels: above them little but the text is visible, below them nothing
+is left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
 DIFFUSION_LOOP = LoopConfig(steps=100_000, seed=SEED + 2, ema_decay=0.999, optimizer=DIFFUSION_OPTIMIZER)
-DIFFUSION_STOP = 5000
-DIFFUSION_COOL = LoopConfig(
+CONSTANT_STEPS = 5000
+DIFFUSION_COOLDOWN = LoopConfig(
     steps=4000,
     seed=SEED + 6,
     ema_decay=0.995,
     optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
 )
-"""A constant rate for as long as one likes, then a decay to almost nothing: the first part can be gone on with."""
-DIFFUSION_AGAIN = LoopConfig(
+"""A constant learning rate, whose length is free, then a decay to almost 0."""
+
+RESTART_LOOP = LoopConfig(
     steps=6500,
     seed=SEED + 9,
     ema_decay=0.995,
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
 )
-"""Further rounds, from the cooled weights at half the rate (warm restarts, arXiv 1608.03983): what is small, as the
-difference between two shapes, is learned when little else moves."""
-DIFFUSION_FROM_BASE = replace(DIFFUSION_AGAIN, optimizer=replace(DIFFUSION_AGAIN.optimizer, learning_rate=5e-4))
-"""Further rounds from a base, which was cooled several times: at a quarter of the first rate."""
+"""Further rounds, warm restarts (arXiv 1608.03983) from the averaged weights at half the learning rate: small features,
+such as the difference between two shapes, are learned while little else changes."""
+BASE_RESTART_LOOP = replace(RESTART_LOOP, optimizer=replace(RESTART_LOOP.optimizer, learning_rate=5e-4))
+"""Further rounds from a base, which was cooled down several times: at a quarter of the first learning rate."""
+RESTART_DENSITY = TimestepDensity(0.3, 0.7, 0.75)
+"""Of further rounds. Corners are small, so they are decided later: with all else known, noise of 0.62 still hides them,
+noise of 0.33 does not. Up to 0.8, for the places of two things, did not help in 1500 steps."""
+RESTART_CORNERS = 40.0
+"""Of further rounds: the additional weight of a latent pixel that is all corners. A sixth of the latent pixels touch a
+corner, which covers an eighth of their area. At timestep 500, "circle" instead of "square" moved the prediction for 64
+clips of squares by 34 % of what it should; 3600 steps with equal weights made that 40 %, 150 steps with 80 here 53 %.
+(Measured by `benchmarks.word_shift`; those weights are not kept.)"""
+RESTART_SMALL_SQUARES = 6
+"""Of further rounds: how often an epoch shows a clip with a small square. They came out as circles, or too large, and
+improved. Two things, of which one video in ten was right, did not improve in 1500 steps that showed them four times."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the transformer's training: `steps` steps of the schedule laid out in `config`.
+    """A part of the transformer's training.
 
-    focus: noise levels that it sees the most of.
-    corners: how much more than others latent pixels weigh that are all corners.
-    small_squares: how often a clip with a small square is shown for each time of another.
-    cooled: whether the rate falls to its end, so that what goes on is the average of the weights.
+    name: of its folder.
+    config: settings and schedule of the loop.
+    steps: how many steps of the schedule are done.
+    density: of the timesteps.
+    corners: additional weight of latent pixels that are all corners.
+    small_squares: how often an epoch shows a clip with a small square.
+    cooled: whether the learning rate ends near 0, so that the averaged weights are the result.
     """
 
     name: str
     config: LoopConfig
     steps: int
-    focus: Focus = FOCUS
+    density: TimestepDensity = DENSITY
     corners: float = 0.0
     small_squares: int = 1
     cooled: bool = True
@@ -146,59 +146,59 @@ class Phase:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the recipe.
+    """One training of the embedded model.
 
-    folder: gets all that the stages write, and what they go on from.
-    base: a native checkpoint of this model to start from: its autoencoder as it is, its other weights to train on.
-    stop: steps of the transformer at a constant rate, before it is cooled down; none of them with a base.
-    rounds: how often it is cooled down in all; each further time from the cooled weights, as the first from a base.
-    round_steps: of each further time.
+    folder: for everything that the stages write, and resume from.
+    base: a native checkpoint of this model to start from. Its autoencoder stays; its other weights are trained.
+    constant_steps: the transformer's steps at a constant learning rate; not used with a base.
+    rounds: how often the learning rate is cooled down. Each further round starts from the averaged weights of the one
+        before, or of the base.
+    round_steps: of each further round.
     """
 
     folder: Path
     mesh: Mesh | None = None
     base: Path | None = None
-    stop: int = DIFFUSION_STOP
+    constant_steps: int = CONSTANT_STEPS
     rounds: int = 1
-    round_steps: int = DIFFUSION_AGAIN.steps
+    round_steps: int = RESTART_LOOP.steps
 
     @property
     def phases(self) -> list[Phase]:
         """The transformer's training, in order."""
         if self.base is not None:
-            again = replace(DIFFUSION_FROM_BASE, steps=self.round_steps)
-            which = read_manifest(self.base).weights["transformer"]["sha256"][:8]
-            return [Phase(f"transformer-{which}-again-{n}", again, again.steps, *AGAIN) for n in self._rounds]
-        again = replace(DIFFUSION_AGAIN, steps=self.round_steps)
-        cooled = f"transformer-cool-{self.stop}"
+            base_hash = read_manifest(self.base).weights["transformer"]["sha256"][:8]
+            names = [f"transformer-{base_hash}-again-{n}" for n in range(1, self.rounds + 1)]
+            return [self._restart(name, BASE_RESTART_LOOP) for name in names]
+        cooled = f"transformer-cool-{self.constant_steps}"
         return [
-            Phase("transformer", DIFFUSION_LOOP, self.stop, cooled=False),
-            Phase(cooled, DIFFUSION_COOL, DIFFUSION_COOL.steps),
-            *(Phase(f"{cooled}-{n}", again, again.steps, *AGAIN) for n in self._rounds[1:]),
+            Phase("transformer", DIFFUSION_LOOP, self.constant_steps, cooled=False),
+            Phase(cooled, DIFFUSION_COOLDOWN, DIFFUSION_COOLDOWN.steps),
+            *(self._restart(f"{cooled}-{n}", RESTART_LOOP) for n in range(2, self.rounds + 1)),
         ]
 
-    @property
-    def _rounds(self) -> range:
-        return range(1, self.rounds + 1)
+    def _restart(self, name: str, loop: LoopConfig) -> Phase:
+        config = replace(loop, steps=self.round_steps)
+        return Phase(name, config, config.steps, RESTART_DENSITY, RESTART_CORNERS, RESTART_SMALL_SQUARES)
 
     def steps_before(self) -> int:
-        """Steps that the base has seen, as far as it says."""
+        """The base's training steps, if its config.json has them."""
         if self.base is None:
             return 0
         return int(read_manifest(self.base).weights["transformer"].get("source", {}).get("steps", 0))
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stop <= DIFFUSION_LOOP.steps:
-            raise InputError(f"the transformer's steps must be 1 to {DIFFUSION_LOOP.steps}; got {self.stop}")
+        if not 1 <= self.constant_steps <= DIFFUSION_LOOP.steps:
+            raise InputError(f"the transformer's steps must be 1 to {DIFFUSION_LOOP.steps}; got {self.constant_steps}")
         if self.round_steps < 1:
             raise InputError(f"a round of cooling must have 1 step or more; got {self.round_steps}")
         if self.rounds < 1:
-            raise InputError(f"the transformer must be cooled down once or more often; got {self.rounds} rounds")
+            raise InputError(f"cooling down takes 1 round or more; got {self.rounds} rounds")
         if self.base is not None:
             found = read_manifest(self.base).configs
             if [found.get(name) for name in ("vae", "text_encoder", "transformer")] != [VAE, TEXT, TRANSFORMER]:
                 raise InputError(f"{self.base} is not this model: its config.json differs; give weights/embedded")
             if self.base.resolve().is_relative_to(self.folder.resolve()):
                 raise InputError(
-                    f"{self.base} lies in the run's own folder, which would replace it; give another folder"
+                    f"{self.base} lies in the run's own folder, which would overwrite it; give another folder"
                 )

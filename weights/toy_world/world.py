@@ -1,6 +1,6 @@
 """A procedural world: short clips of simple shapes in motion, each with a prompt that says what is seen.
 
-It is what the embedded model is trained and judged on. A clip is a pure function of (seed, index). Combinations of
+The embedded model is trained and evaluated on it. A clip is a pure function of (seed, index). Combinations of
 colour, shape, size and motion for which `held_out` is true never occur in the training split, although every pair of
 values does, so that a score on them measures composition.
 
@@ -145,7 +145,7 @@ def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: i
     """Tracks that keep every thing inside the frame and apart from the others; None if none is found in `tries`."""
     for _ in range(tries):
         tracks = tuple(_track(thing, rng, frames) for thing in scene.things)
-        if len(tracks) == 1 or _apart(scene.things, tracks, frames):
+        if len(tracks) == 1 or _keeps_gap(scene.things, tracks, frames):
             return tracks
     return None
 
@@ -166,10 +166,10 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
 
 
 def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64) -> Float[np.ndarray, "T h w"]:
-    """Where a square and its circle differ: the share of each latent pixel that lies in the one but not in the other.
+    """The share of each latent pixel that is inside a thing's square but outside its circle.
 
-    It is taken of every thing, whatever its shape, so it does not tell which. frames: 4 n + 1, which makes T = n + 1;
-    h = w = size / cell.
+    Computed for every thing as if it were both, so that it does not depend on the shape. frames: 4 n + 1, which makes
+    T = n + 1; h = w = size / cell.
     """
     scale = size / UNIT
     centres = (np.arange(size) + 0.5) / scale
@@ -186,7 +186,7 @@ def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64)
 
 
 def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
-    """A scene of the split for which there is room, and where its things go."""
+    """A scene of the split and tracks for it; scenes without room in the frame are rejected."""
     while True:
         scene = sample_scene(rng, split)
         tracks = place(scene, rng, frames)
@@ -195,19 +195,19 @@ def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int 
 
 
 def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
-    """Clip number `index` of the endless stream with this seed and split."""
+    """Clip number `index` of the endless sequence with this seed and split."""
     rng = np.random.default_rng([seed, index])
     scene, tracks = sample_tracks(rng, split, frames)
     return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
 
 
 def tracks_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
-    """What that clip shows, and where, without drawing it."""
+    """The scene and the tracks of `sample_clip`, without rendering."""
     return sample_tracks(np.random.default_rng([seed, index]), split, frames)
 
 
-def dense_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
-    """A crowd of four to seven things that overlap, in any combination: more to learn per pixel for an autoencoder."""
+def crowded_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
+    """Four to seven things in any combination, which may overlap: more for an autoencoder to learn per pixel."""
     rng = np.random.default_rng([seed, index])
     things = tuple(sample_thing(rng, "any") for _ in range(rng.integers(4, 8)))
     scene = Scene(things, str(rng.choice(list(BACKGROUNDS))))
@@ -222,7 +222,7 @@ def describe(scene: Scene, rng: np.random.Generator) -> str:
     parts = [_describe_thing(thing, rng) for thing in scene.things]
     text = " and ".join(parts)
     if rng.random() < 0.7:
-        ground = f"{_pick(rng, 'on', 'against')} a {scene.background} background"
+        ground = f"{_choose(rng, 'on', 'against')} a {scene.background} background"
         text = f"{ground} {text}" if rng.random() < 0.25 else f"{text} {ground}"
     return text
 
@@ -230,31 +230,31 @@ def describe(scene: Scene, rng: np.random.Generator) -> str:
 def _describe_thing(thing: Thing, rng: np.random.Generator) -> str:
     words = [thing.colour]
     if rng.random() < 0.9:
-        size = {"small": _pick(rng, "small", "small", "little"), "large": _pick(rng, "large", "large", "big")}[
+        size = {"small": _choose(rng, "small", "small", "little"), "large": _choose(rng, "large", "large", "big")}[
             thing.size
         ]
         words = [thing.colour, size] if rng.random() < 0.2 else [size, thing.colour]
-    noun = {"circle": _pick(rng, "circle", "circle", "ball"), "square": "square", "triangle": "triangle"}[thing.shape]
+    noun = {"circle": _choose(rng, "circle", "circle", "ball"), "square": "square", "triangle": "triangle"}[thing.shape]
     article = "an" if words[0][0] in "aeiou" else "a"
     subject = f"{article} {' '.join(words)} {noun}"
     if thing.motion == "still":
-        return f"{subject} {_pick(rng, 'stays still', 'staying still', 'does not move')}"
-    verb = _pick(rng, "moves", "moving", "goes", "going", "slides", "sliding")
+        return f"{subject} {_choose(rng, 'stays still', 'staying still', 'does not move')}"
+    verb = _choose(rng, "moves", "moving", "goes", "going", "slides", "sliding")
     where = {
-        "right": _pick(rng, "to the right", "to the right", "right"),
-        "left": _pick(rng, "to the left", "to the left", "left"),
-        "up": _pick(rng, "up", "upwards"),
-        "down": _pick(rng, "down", "downwards"),
+        "right": _choose(rng, "to the right", "to the right", "right"),
+        "left": _choose(rng, "to the left", "to the left", "left"),
+        "up": _choose(rng, "up", "upwards"),
+        "down": _choose(rng, "down", "downwards"),
     }[thing.motion]
     if rng.random() < 0.4:
         return f"{subject} {verb} {where}"
     if rng.random() < 0.5:
         return f"{subject} {thing.speed} {verb} {where}"
-    adverb = {"slowly": "slowly", "quickly": _pick(rng, "quickly", "fast")}[str(thing.speed)]
+    adverb = {"slowly": "slowly", "quickly": _choose(rng, "quickly", "fast")}[str(thing.speed)]
     return f"{subject} {verb} {where} {adverb}"
 
 
-def _pick(rng: np.random.Generator, *choices: str) -> str:
+def _choose(rng: np.random.Generator, *choices: str) -> str:
     return choices[int(rng.integers(len(choices)))]
 
 
@@ -298,7 +298,7 @@ def _on_grid(rng: np.random.Generator, low: float, high: float) -> float:
     return GRID * float(rng.integers(math.ceil(low / GRID), math.floor(high / GRID) + 1))
 
 
-def _apart(things: tuple[Thing, ...], tracks: Tracks, frames: int) -> bool:
+def _keeps_gap(things: tuple[Thing, ...], tracks: Tracks, frames: int) -> bool:
     """Whether the bounding boxes of two things keep their distance in every frame."""
     time = np.arange(frames)[:, None]
     boxes = []

@@ -1,0 +1,297 @@
+"""The settings of a training run, and how they are read from a TOML file.
+
+model = "zai-org/CogVideoX-2b"      # as --model takes it; left out: the embedded checkpoint
+clips = "clips"                     # paths are relative to the working directory
+out = "run"
+method = "lora"                     # or "full"
+seed = 0
+
+[lora]
+rank = 64
+
+[loop]
+steps = 1000
+dtype = "bfloat16"
+
+[optimizer]
+learning_rate = 1e-4
+
+[sample]
+prompts = ["a red kite over the sea"]
+every = 200
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.models.cogvideox.family import LORA
+
+METHODS = ("lora", "full")
+OPTIMIZERS = ("adamw", "muon")
+
+
+def _require(config: object, *rules: tuple[str, bool, str]) -> None:
+    """Raise one InputError that lists every setting whose rule does not hold.
+
+    Args:
+        rules: (dotted name of the setting, whether the rule holds, what is expected).
+    """
+    faults = [
+        f"  {name}: got {attrgetter(name)(config)!r}, expected {expected}"
+        for name, holds, expected in rules
+        if not holds
+    ]
+    if faults:
+        raise InputError("the training settings are invalid:\n" + "\n".join(faults))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate schedule.
+
+    kind: "adamw"; or "muon", which orthogonalises the updates of the blocks' attention and feed-forward matrices and
+        trains the other parameters with Adam with Nesterov momentum. Muon learns faster from scratch; weights that
+        AdamW trained are better fine-tuned with AdamW.
+    learning_rate: the peak, at the end of the warm-up. A cosine leads from it to `final_learning_rate` at the last
+        step.
+    weight_decay: of matrices and kernels. Biases, norm scales and other vectors do not decay.
+    clip_norm: a gradient with a larger global norm is scaled down to this norm.
+    """
+
+    kind: str = "adamw"
+    learning_rate: float = 1e-4
+    final_learning_rate: float = 0.0
+    warmup_steps: int = 100
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 1e-3
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            ("kind", self.kind in OPTIMIZERS, " or ".join(OPTIMIZERS)),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
+            ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
+            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("b1", 0 <= self.b1 < 1, "0 to below 1"),
+            ("b2", 0 <= self.b2 < 1, "0 to below 1"),
+            ("eps", 0 <= self.eps < math.inf, "a finite number, 0 or more"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
+            ("clip_norm", self.clip_norm > 0, "above 0"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """The training loop.
+
+    steps: optimizer steps in all. The learning rate schedule has this length.
+    accumulate: micro-batches per step, whose gradients are averaged.
+    dtype: of the weights in the forward and backward pass. The trained weights themselves are float32.
+    ema_decay: of the moving average of the weights: min(ema_decay, (1 + n) / (10 + n)) after n steps. 0: no average.
+    save_minutes: time between two training states on disk. One is also written at the end and when the run is stopped.
+    keep: how many training states stay on disk.
+    """
+
+    steps: int
+    seed: int = 0
+    accumulate: int = 1
+    dtype: str = "float32"
+    ema_decay: float = 0.999
+    log_every: int = 10
+    save_minutes: float = 5.0
+    keep: int = 2
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            ("steps", 1 <= self.steps < 2**31, "1 or more"),
+            ("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}"),
+            ("accumulate", self.accumulate >= 1, "1 or more"),
+            ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
+            ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
+            ("log_every", self.log_every >= 1, "1 or more"),
+            ("save_minutes", self.save_minutes > 0, "above 0"),
+            ("keep", self.keep >= 1, "1 or more"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """The adapters of method "lora". alpha: None for the rank. targets: names of the family's `lora.targets`."""
+
+    rank: int = 64
+    alpha: float | None = None
+    targets: tuple[str, ...] = LORA.default_targets
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Videos generated while training, on a contact sheet with a row per prompt.
+
+    every: steps between two sheets. There is one after the last step too.
+    frames: frames of each video on the sheet.
+    """
+
+    prompts: tuple[str, ...] = ()
+    every: int = 200
+    frames: int = 6
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """A fine-tuning run.
+
+    model: native or Hugging Face layout directory, or hub id; None for the embedded checkpoint.
+    revision: of a hub id: branch, tag or commit.
+    clips: folder of clips, see `training.clips`.
+    out: the run's directory. A stopped run resumes from what is there.
+    method: "lora" trains adapters and leaves the weights as they are; "full" trains all weights of the transformer.
+    num_frames, height, width: None for the release's.
+    mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to shard weights and moments over all devices; None for one device.
+    batch: clips per step, all micro-batches of `loop.accumulate` together.
+    caption_dropout: share of captions replaced by the empty one, which classifier-free guidance needs.
+    remat: recompute each block in the backward pass: a third more time, and memory for the activations, and on a
+        mesh with FSDP the gathered weights, of one block only.
+    loop: the training loop. Its `dtype` is also that of the weights that are not trained, and of the preparation.
+    """
+
+    clips: Path
+    out: Path
+    model: str | None = None
+    revision: str | None = None
+    method: str = "lora"
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    mesh: str | None = None
+    batch: int = 1
+    caption_dropout: float = 0.1
+    remat: bool = True
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    loop: LoopConfig
+
+    def __post_init__(self) -> None:
+        lora, accumulate = self.lora, self.loop.accumulate
+        _require(
+            self,
+            ("method", self.method in METHODS, " or ".join(METHODS)),
+            ("batch", self.batch >= 1, "1 or more"),
+            ("batch", self.batch % accumulate == 0, f"a multiple of loop.accumulate, {accumulate}"),
+            ("caption_dropout", 0 <= self.caption_dropout <= 1, "0 to 1"),
+            ("lora.rank", lora.rank >= 1, "1 or more"),
+            ("lora.alpha", lora.alpha is None or lora.alpha > 0, "above 0"),
+            ("lora.targets", set() < set(lora.targets) <= set(LORA.targets), f"some of {', '.join(LORA.targets)}"),
+            ("sample.every", self.sample.every >= 1, "1 or more"),
+            ("sample.frames", self.sample.frames >= 1, "1 or more"),
+        )
+
+
+def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainingConfig:
+    """Read a TOML file.
+
+    Args:
+        overrides: dotted key ("loop.steps") -> value that replaces the file's.
+
+    Raises:
+        InputError: the file cannot be read; or keys are unknown, missing or of a wrong type, all in one message; or
+            values are out of range, those of one table in one message.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"cannot read the training settings {path}: {e}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise InputError(f"{path} is not TOML: {e}") from e
+    for dotted, value in (overrides or {}).items():
+        table, _, key = dotted.rpartition(".")
+        target = raw.setdefault(table, {}) if table else raw
+        if isinstance(target, dict):
+            target[key] = value
+    faults: list[str] = []
+    # In the file, seed and [optimizer] stand at the top; the dataclass has them in the loop.
+    top_level = {"seed": raw.pop("seed", 0), "optimizer": raw.pop("optimizer", {})}
+    if isinstance(loop := raw.get("loop", {}), dict):
+        faults += [f"  loop.{key}: unknown key; it stands at the top of the file" for key in top_level if key in loop]
+        raw["loop"] = loop | top_level
+    values = _typed_values(TrainingConfig, raw, "", faults)
+    if faults:
+        raise InputError(f"{path} is not a training configuration ({len(faults)} faults):\n" + "\n".join(faults))
+    return _build(TrainingConfig, values)
+
+
+_TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    str: ((str,), "a text in quotes"),
+    Path: ((str, Path), "a path in quotes"),
+}
+"""Type of a field -> the types that TOML may give for it, and their name in messages."""
+
+
+def _typed_values(cls: type, raw: Mapping[str, Any], prefix: str, faults: list[str]) -> dict[str, Any]:
+    """The values of a dataclass's fields, converted to the fields' types; faults are appended to `faults`."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    known = [name for name in fields if not (cls is LoopConfig and name in ("seed", "optimizer"))]
+    if cls is TrainingConfig:
+        known += ["seed", "optimizer"]
+    faults += [f"  {prefix}{key}: unknown key; known are {', '.join(known)}" for key in raw if key not in fields]
+    for name, spec in fields.items():
+        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
+        if required and name not in raw:
+            faults.append(f"  {prefix}{name}: missing")
+    values = {}
+    for name in fields.keys() & raw.keys():
+        shown = name if name in ("seed", "optimizer") else f"{prefix}{name}"
+        values[name] = _typed_value(hints[name], raw[name], shown, faults)
+    return values
+
+
+def _typed_value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
+    if isinstance(kind, types.UnionType):  # X | None; TOML has no None
+        kind = next(option for option in typing.get_args(kind) if option is not type(None))
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, dict):
+            return _typed_values(typing.cast(type, kind), value, f"{name}.", faults)
+        faults.append(f"  {name}: got {value!r}, expected a table, [{name}]")
+        return None
+    if typing.get_origin(kind) is tuple:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        faults.append(f"  {name}: got {value!r}, expected a list of texts")
+        return None
+    accepted, expected = _TOML_TYPES[kind]
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        faults.append(f"  {name}: got {value!r}, expected {expected}")
+        return None
+    try:
+        return expand_user(str(value)) if kind is Path else kind(value)
+    except (InputError, OverflowError) as e:  # an unknown user in ~user, an integer beyond the range of float
+        faults.append(f"  {name}: {e}")
+        return None
+
+
+def _build(cls: type, values: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    return cls(**{k: _build(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in values.items()})

@@ -1,0 +1,190 @@
+"""A fine-tuning job: everything that is known before any weights are converted or loaded, and what it will need."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from cogvideox_flax import checkpoint, lora, sharding
+from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.checks import check_model
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.home import cache_dir, expand_user
+from cogvideox_flax.io.paths import check_writable, existing_parent
+from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.family import ModelFamily, Size
+from cogvideox_flax.training.clips import Clip, clips_fingerprint, find_clips
+from cogvideox_flax.training.config import TrainingConfig
+
+RECORD_FILE = "finetune.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneJob:
+    """A checked run: its settings, clips, and the model's configs. `check` makes one."""
+
+    config: TrainingConfig
+    manifest: Manifest
+    mesh: Mesh | None
+    size: Size
+    fps: int
+    clips: list[Clip]
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.manifest.model_family
+
+    @property
+    def tokens(self) -> int:
+        """Video tokens of one clip; the text tokens come on top."""
+        size, config = self.size, self.manifest.configs["transformer"]
+        return size.latent_frames * size.latent_height * size.latent_width // config.patch_volume
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the transformer, without adapters."""
+        return sum(x.size for x in jax.tree.leaves(self._abstract_transformer))
+
+    @cached_property
+    def trainable(self) -> int:
+        """Parameters that are trained."""
+        if self.config.method == "full":
+            return self.parameters
+        adapted = jax.eval_shape(partial(self.add_lora, mesh=None), self._abstract_transformer)
+        return sum(x.size for x in lora.lora_parameters(adapted).values())
+
+    @cached_property
+    def clips_fingerprint(self) -> str:
+        """Fingerprint of the clips and captions; reads all files when it is first asked for."""
+        return clips_fingerprint(self.clips)
+
+    @cached_property
+    def _abstract_transformer(self) -> Any:
+        return self.manifest.abstract("transformer")
+
+    def add_lora(self, transformer: Transformer, mesh: Mesh | None) -> Transformer:
+        """The transformer with new adapters, which change nothing yet."""
+        config = self.config.lora
+        rngs = nnx.Rngs(self.config.loop.seed)
+        return lora.add_lora(self.family, transformer, config.rank, config.alpha, config.targets, rngs=rngs, mesh=mesh)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
+        loop = self.config.loop
+        itemsize = jnp.dtype(loop.dtype).itemsize
+        return {
+            "frozen weights": 0 if self.config.method == "full" else itemsize * self.parameters,
+            "trained weights": 4 * self.trainable,
+            f"their {loop.dtype} copy": itemsize * self.trainable if itemsize < 4 else 0,
+            "gradients": 4 * self.trainable,
+            "moments": 8 * self.trainable,
+            "moving average": 4 * self.trainable if loop.ema_decay else 0,
+        }
+
+    def disk(self) -> int:
+        """Bytes that the run writes, about: prepared clips, training states, and the result."""
+        size, loop, transformer = self.size, self.config.loop, self.manifest.configs["transformer"]
+        latents = math.prod(size.latent_shape(1))
+        example = 2 * 2 * latents + 4 * transformer.text_length * transformer.text_width
+        state = (16 if loop.ema_decay else 12) * self.trainable
+        result = 4 * self.trainable
+        if self.config.method == "full":
+            copied = [name for name in ("text_encoder", "vae") if not self._can_link(name)]
+            result = sum(map(self._stored_bytes, ("transformer", *copied)))
+        return len(self.clips) * example + (loop.keep + 1) * state + result
+
+    def _can_link(self, component: str) -> bool:
+        """Whether the result can hold a hard link to this component of the base: both are on one file system."""
+        base = expand_user(self.config.model or hub.EMBEDDED)
+        native = base if checkpoint.is_native(base) else cache_dir()
+        return _file_system(checkpoint.weights_file(native, component)) == _file_system(self.config.out / RECORD_FILE)
+
+    def _stored_bytes(self, component: str) -> int:
+        dtype = self.manifest.weights.get(component, {}).get("dtype", self.manifest.default_dtype)
+        stored = checkpoint.cast(self.manifest.abstract(component), dtype)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+
+    def describe(self) -> str:
+        """What the run would do and need, as a table for people."""
+        config, size, transformer = self.config, self.size, self.manifest.configs["transformer"]
+        release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
+        memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
+        rows = {
+            "model": f"{config.model or hub.EMBEDDED.name} ({release.name if release else 'no released architecture'})",
+            "clips": f"{count} in {config.clips}",
+            "size": f"{size.num_frames} frames of {size.height}x{size.width} at {self.fps} fps",
+            "tokens": f"{self.tokens:,} of video and {transformer.text_length} of text per clip",
+            "training": f"{self.trainable:,} of {self.parameters:,} parameters ({config.method})",
+            "steps": f"{steps} of {config.batch} clips in {config.loop.accumulate} micro-batches, "
+            f"{steps * config.batch / count:.1f} times each clip",
+            "memory": f"{_gib(sum(memory.values()))} over all devices, and activations",
+            **{f"  {name}": _gib(nbytes) for name, nbytes in memory.items()},
+            "disk": f"{_gib(self.disk())} in {config.out}",
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
+
+
+def check(config: TrainingConfig) -> FinetuneJob:
+    """Check a run as far as is possible before anything is converted, loaded or written.
+
+    Raises:
+        InputError: a model that cannot be trained (image-to-video, quantized, incomplete), a size, mesh or batch that
+            does not fit it, faulty clips, prompts or sampling options, or a directory that cannot be written.
+    """
+    loop, sample = config.loop, config.sample
+    where = config.model or hub.EMBEDDED
+    mesh = sharding.make_mesh(*sharding.parse_mesh(config.mesh)) if config.mesh is not None else None
+    manifest = hub.peek(config.model, config.revision)
+    check_model(manifest, where, loop.dtype, mesh)
+    if manifest.quantized("transformer"):
+        raise InputError(
+            f"the transformer of {where} is quantized and cannot be trained; take the checkpoint it is from"
+        )
+    if mesh is not None:
+        sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
+    request = sample_request(config, manifest).resolve(manifest)
+    if sample.prompts:
+        sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
+    size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+    clips = find_clips(config.clips, size.num_frames, request.fps)
+    job = FinetuneJob(config=config, manifest=manifest, mesh=mesh, size=size, fps=request.fps, clips=clips)
+    check_writable(config.out / RECORD_FILE)
+    check_free_space(config.out, job.disk())
+    return job
+
+
+def sample_request(config: TrainingConfig, manifest: Manifest) -> GenerationRequest:
+    """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
+    sample = config.sample
+    return GenerationRequest(
+        list(sample.prompts) or [""],
+        num_frames=config.num_frames,
+        height=config.height,
+        width=config.width,
+        num_inference_steps=sample.num_inference_steps,
+        guidance_scale=sample.guidance_scale,
+        use_dynamic_cfg=False,
+        scheduler=manifest.configs["scheduler"].kind,
+        seed=sample.seed,
+    )
+
+
+def _file_system(path: Path) -> int:
+    """The device number of the file system that a file is on, or will be on."""
+    return os.stat(existing_parent(path)).st_dev
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

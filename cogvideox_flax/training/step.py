@@ -1,0 +1,153 @@
+"""The training state and one training step, a pure function of the state and the step's batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float32, Int32, Key
+
+from cogvideox_flax import sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.training.config import LoopConfig
+from cogvideox_flax.training.objectives import Metrics
+from cogvideox_flax.training.optimizer import make_optimizer
+
+Params = Any
+"""What is trained: component name -> module, or any pytree of arrays."""
+
+Batch = Any
+"""A pytree of arrays whose first axis is the batch."""
+
+Loss = Callable[[Params, Any, Batch, Key[Array, ""]], tuple[Float32[Array, ""], Metrics]]
+"""loss(params, frozen, batch, key) -> (loss, metrics): means over the batch, or `Mean`s over parts of it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class TrainState:
+    """Everything that changes during training. `ema` is like `params`, or None; `step` counts the steps done."""
+
+    step: Int32[Array, ""]
+    params: Params
+    ema: Params | None
+    opt_state: Any
+
+    @property
+    def trained(self) -> Params:
+        """The result of the training: the moving average where there is one, else the parameters."""
+        return self.params if self.ema is None else self.ema
+
+
+def init_state(params: Params, config: LoopConfig, mesh: Mesh | None) -> TrainState:
+    """The state before the first step, in float32. On a mesh, a moment is placed like its parameter.
+
+    Args:
+        params: component name -> module with the starting weights.
+    """
+    placements = _placements(params, mesh)
+    params = jax.tree.map(lambda x, place: jax.device_put(jnp.array(x, jnp.float32), place), params, placements)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    opt_state = optimizer.init(params)
+    step = jnp.zeros((), jnp.int32)
+    if mesh is not None:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        step = jax.device_put(step, replicated)
+        opt_state = optax.tree_utils.tree_map_params(
+            optimizer,
+            jax.device_put,
+            opt_state,
+            placements,
+            transform_non_params=lambda x: jax.device_put(x, replicated),
+        )
+    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+    return TrainState(step, params, ema, opt_state)
+
+
+def train_step(
+    state: TrainState, frozen: Any, batch: Batch, *, loss: Loss, config: LoopConfig
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step.
+
+    Args:
+        frozen: passed to `loss`; arrays that are not trained.
+        batch: micro-batches from `put_batch`.
+
+    Returns:
+        The next state, and the metrics of the step.
+    """
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+
+    def gradient(micro: tuple[Batch, Array]) -> tuple[Params, Metrics]:
+        batch, i = micro
+
+        def mean_loss(params: Params) -> tuple[Array, Metrics]:
+            return loss(_cast(params, config.dtype), _cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
+
+        (value, metrics), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        return grads, {"loss": value} | metrics
+
+    micro_batches = batch, jnp.arange(config.accumulate)
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    if config.accumulate == 1:
+        grads, metrics = gradient(first)
+    else:
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(gradient, first))
+        total, _ = jax.lax.scan(
+            lambda sums, micro: (jax.tree.map(jnp.add, sums, gradient(micro)), None), zeros, micro_batches
+        )
+        grads, metrics = jax.tree.map(lambda x: x / config.accumulate, total)  # both fields of a `Mean`
+
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    ema = None
+    if state.ema is not None:
+        n = state.step.astype(jnp.float32)
+        decay = jnp.minimum(config.ema_decay, (1 + n) / (10 + n))
+        ema = jax.tree.map(lambda average, new: decay * average + (1 - decay) * new, state.ema, params)
+    metrics = metrics | {"gradient_norm": optax.tree.norm(grads)}
+    return TrainState(state.step + 1, params, ema, opt_state), metrics
+
+
+def put_batch(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
+    """A batch of host arrays on the devices, as micro-batches [accumulate, batch, ...] split over dp.
+
+    Raises:
+        InputError: it does not divide into the micro-batches, or these over dp.
+    """
+
+    def put(x: np.ndarray) -> Array:
+        if x.shape[0] % config.accumulate:
+            raise InputError(f"a batch of {x.shape[0]} does not divide into {config.accumulate} micro-batches")
+        x = x.reshape(config.accumulate, -1, *x.shape[1:])
+        if mesh is None:
+            return jnp.asarray(x)
+        return jax.device_put(x, sharding.named(mesh, (None, "batch"), x.shape, "a training batch"))
+
+    return jax.tree.map(put, batch)
+
+
+def _placements(params: Params, mesh: Mesh | None) -> Any:
+    """The sharding of each parameter, from the table of its component, which is the outermost key."""
+    if mesh is None:
+        return jax.tree.map(lambda _: jax.devices()[0], params)
+
+    def place(path: jax.tree_util.KeyPath, leaf: Array) -> NamedSharding:
+        component, _, name = sharding.parameter_name(path).partition(".")
+        return sharding.parameter_sharding(mesh, COGVIDEOX.components[component].sharding, name, leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def _cast(tree: Any, dtype: str) -> Any:
+    """The tree with its floating-point arrays in this dtype."""
+    target = jnp.dtype(dtype)
+    return jax.tree.map(lambda x: x.astype(target) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
