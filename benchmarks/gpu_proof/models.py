@@ -20,7 +20,8 @@ from benchmarks.vs_diffusers import ours
 from benchmarks.vs_diffusers.cases import COMPONENT, Case
 from cogvideox_flax import checkpoint
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.runtime.execution import GIB, bytes_needed, fetch
+from cogvideox_flax.runtime.execution import GIB, bytes_needed
+from cogvideox_flax.runtime.hosts import fetch
 
 
 def case_of(options: dict[str, Any]) -> tuple[Case, bool]:

@@ -16,7 +16,8 @@ from cogvideox_flax.checkpoint import LOADERS, read_manifest
 from cogvideox_flax.generate.programs import encoding, few_tokens
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.runtime.execution import GIB, Program, Recipe, always, compiler_options, fetch, never
+from cogvideox_flax.runtime.execution import GIB, Program, Recipe, always, compiler_options, never
+from cogvideox_flax.runtime.hosts import fetch
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:

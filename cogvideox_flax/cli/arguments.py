@@ -13,6 +13,7 @@ from cogvideox_flax.config import RELEASES
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.models.cogvideox.sizes import MAX_FPS
+from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
 STAGES = ("encode", "denoise", "decode")
@@ -67,6 +68,20 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--compiled-loop", action="store_true", help="run all steps as one compiled program")
 
+    hosts = argparse.ArgumentParser(add_help=False)
+    group = hosts.add_argument_group("several hosts", "the same command on every host, see docs/parallelism.md")
+    group.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    group.add_argument("--distributed", action="store_true", help="let JAX find these three: TPU pods, Slurm, Open MPI")
+    group.add_argument(
+        "--join-timeout",
+        type=float,
+        default=JOIN_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"to wait for the other processes; default: {JOIN_TIMEOUT_S:g}",
+    )
+
     decoding = argparse.ArgumentParser(add_help=False)
     decoding.add_argument("--tiling", action="store_true", help="decode in tiles: less memory, slightly different")
     decoding.add_argument("--fps", type=_fps, help=f"1 to {MAX_FPS}; default: the release's")
@@ -88,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     sub = command(
-        "generate", commands.generate, "prompt to video", prompt, model, sampling, decoding, looking, profiling
+        "generate", commands.generate, "prompt to video", prompt, model, sampling, decoding, looking, profiling, hosts
     )
     sub.add_argument(
         "--out",
@@ -97,18 +112,18 @@ def make_parser() -> argparse.ArgumentParser:
         help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several prompts number their files",
     )
     sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
-    sub = command("encode", commands.encode, "stage 1: prompts to embeddings", prompt, model, looking)
+    sub = command("encode", commands.encode, "stage 1: prompts to embeddings", prompt, model, looking, hosts)
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
-    sub = command("denoise", commands.denoise, what, model, sampling, looking, profiling)
+    sub = command("denoise", commands.denoise, what, model, sampling, looking, profiling, hosts)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
-    sub = command("decode", commands.decode, "stage 3: latents to a video", model, decoding, looking)
+    sub = command("decode", commands.decode, "stage 3: latents to a video", model, decoding, looking, hosts)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
-    sub = command("train", commands.train, "fine-tune a model on a folder of clips")
+    sub = command("train", commands.train, "fine-tune a model on a folder of clips", hosts)
     sub.add_argument("--config", type=_path, required=True, help="a TOML file, see cogvideox_flax/training/recipe.py")
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():

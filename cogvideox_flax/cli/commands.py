@@ -26,6 +26,7 @@ from cogvideox_flax.cli.setup import (
 )
 from cogvideox_flax.config import COMPONENTS, Release, get_release
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
     from cogvideox_flax.sharding import MeshShape
@@ -45,11 +46,16 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.memory import checked_stages
 
-    prompts = read_prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
-    check_output(args.out, len(prompts), latents_only)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
-    stages.check_folder(folder)
+
+    def begin() -> list[str]:
+        prompts = read_prompts(args)
+        check_output(args.out, len(prompts), latents_only)
+        stages.check_folder(folder)
+        return prompts
+
+    prompts = hosts.from_first(begin)
     run = check_run(args, folder, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
     pipe, settings = open_run(args, run)
     quiet = {"progress": not args.quiet}
@@ -68,10 +74,12 @@ def generate(args: argparse.Namespace) -> None:
         pipe.release("text_encoder")
         stages.denoise(pipe, settings, folder, compiled_loop=args.compiled_loop, **quiet)
         pipe.release("transformer")
-        if latents_only:
+        paths = []
+        if not latents_only:
+            video = stages.decode(pipe, folder, tiling=args.tiling, **quiet)
+            paths = video.save(args.out) if hosts.is_first() else []
+        elif hosts.is_first():
             paths = [stages.save_latents(pipe, folder, args.out)]
-        else:
-            paths = stages.decode(pipe, folder, tiling=args.tiling, **quiet).save(args.out)
     print("\n".join(map(str, paths)))
 
 
@@ -79,8 +87,12 @@ def encode(args: argparse.Namespace) -> None:
     """Stage 1 alone."""
     from cogvideox_flax.generate import stages
 
-    prompts = read_prompts(args)
-    stages.check_folder(args.dir)
+    def begin() -> list[str]:
+        prompts = read_prompts(args)
+        stages.check_folder(args.dir)
+        return prompts
+
+    prompts = hosts.from_first(begin)
     run = check_run(args, args.dir, prompt=prompts, negative_prompt=[args.negative_prompt] * len(prompts))
     pipe, settings = open_run(args, run)
     with stages.run_dir_lock(args.dir):
@@ -94,8 +106,10 @@ def denoise(args: argparse.Namespace) -> None:
 
     before = take_over(args)
     run = check_run(args, args.dir, **before)
-    assert run.manifest.transformer
-    stages.read_embeddings(args.dir, run.settings.prompt, run.settings.negative_prompt, run.manifest.transformer)
+    transformer, settings = run.manifest.transformer, run.settings
+    assert transformer
+    texts = settings.prompt, settings.negative_prompt
+    hosts.from_first(lambda: len(stages.read_embeddings(args.dir, *texts, transformer)))
     pipe, settings = open_run(args, run)
     with stages.run_dir_lock(args.dir):
         stages.denoise(pipe, settings, args.dir, progress=not args.quiet, compiled_loop=args.compiled_loop)
@@ -109,17 +123,22 @@ def decode(args: argparse.Namespace) -> None:
 
     before = take_over(args)
     out = args.out or args.dir / stages.VIDEO_FILE
-    check_output(out, len(before["prompt"]), latents_only=False)
-    stages.check_folder(out.absolute().parent)
+
+    def begin() -> None:
+        check_output(out, len(before["prompt"]), latents_only=False)
+        stages.check_folder(out.absolute().parent)
+
+    hosts.from_first(begin)
     manifest = peek(args)
     mesh = mesh_of(args, manifest, before)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
-    assert manifest.vae
-    stages.read_latents(args.dir, before, manifest.vae)
+    vae = manifest.vae
+    assert vae
+    hosts.from_first(lambda: len(stages.read_latents(args.dir, before, vae)))
     pipe = load(args, dtype, mesh)
     video = stages.decode(pipe, args.dir, fps=args.fps, tiling=args.tiling, progress=not args.quiet)
-    print("\n".join(map(str, video.save(out))))
+    print("\n".join(map(str, video.save(out) if hosts.is_first() else [])))
 
 
 def train(args: argparse.Namespace) -> None:

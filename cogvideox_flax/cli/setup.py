@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
     from jax.sharding import Mesh
@@ -97,9 +98,15 @@ def check_run(args: argparse.Namespace, folder: Path, **settings: Any) -> Run:
         model_id=os.path.abspath(path) if args.model is not None and os.path.exists(path) else model,
         revision=args.revision,
     )
-    stages.check_folder(folder, stages.space_needed(resolved, manifest))
-    if getattr(args, "profile", None) is not None:
-        check_writable(args.profile / "trace")
+    same = ("prompt", "negative_prompt", "dtype", *SAME_NAMES[:-1], "frames", "use_dynamic_cfg")
+    hosts.check_same("the settings", {name: getattr(resolved, name) for name in same})
+
+    def check_places() -> None:
+        stages.check_folder(folder, stages.space_needed(resolved, manifest))
+        if getattr(args, "profile", None) is not None:
+            check_writable(args.profile / "trace")
+
+    hosts.from_first(check_places)
     if hasattr(args, "compiled_loop"):
         make_watch(args).check(resolved.num_inference_steps, args.compiled_loop)
     return Run(resolved, manifest, mesh)
@@ -109,7 +116,7 @@ def peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.checks import check_tiling
 
-    manifest = hub.peek(args.model, args.revision, progress=not args.quiet)
+    manifest = hosts.first_host_first(lambda: hub.peek(args.model, args.revision, progress=not args.quiet))
     if getattr(args, "tiling", False) and manifest.vae is not None:
         check_tiling(manifest.vae)
     return manifest
@@ -117,6 +124,12 @@ def peek(args: argparse.Namespace) -> Manifest:
 
 def mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, Any]) -> Mesh | None:
     """The mesh that was asked for, or that the planner takes for a run of these settings; None for one device."""
+    mesh = _mesh_of(args, manifest, settings)
+    hosts.check_mesh(mesh)
+    return mesh
+
+
+def _mesh_of(args: argparse.Namespace, manifest: Manifest, settings: Mapping[str, Any]) -> Mesh | None:
     import jax
 
     from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
@@ -151,6 +164,7 @@ def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Set
     pipe = load(args, run.settings.dtype, run.mesh)
     for record in run.settings.lora:
         pipe.load_lora(record["file"], record["scale"])
+    hosts.check_same("the adapters", {"loras": [record["sha256"] for record in pipe.loras]})
     return pipe, dataclasses.replace(run.settings, fingerprints=pipe.fingerprints())
 
 
@@ -159,7 +173,9 @@ def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> CogVideoXPi
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 
-    pipe = CogVideoXPipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+    native = hosts.first_host_first(lambda: hub.resolve(args.model, args.revision, progress=not args.quiet))
+    pipe = CogVideoXPipeline(native, dtype, mesh)
+    hosts.check_same("the checkpoints", pipe.fingerprints())
     pipe.watch = make_watch(args)
     keep_programs(pipe)
     return pipe
@@ -173,7 +189,7 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
     from cogvideox_flax.io.private import NotPrivateError
 
     config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or hosts.count() > 1:
         return
     try:
         pipe.keep_programs(private_cache_dir("programs"))
@@ -184,7 +200,7 @@ def keep_programs(pipe: CogVideoXPipeline) -> None:
 def make_watch(args: argparse.Namespace) -> Watch:
     from cogvideox_flax.runtime.execution import Watch
 
-    profile = (args.profile, args.profile_steps) if "profile" in args else ()
+    profile = (args.profile, args.profile_steps) if "profile" in args and hosts.is_first() else ()
     return Watch(not args.no_jit, args.memory, *profile)
 
 
@@ -192,7 +208,7 @@ def take_over(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the stage before left; its model becomes this command's, unless another is named."""
     from cogvideox_flax.generate.stages import read_settings
 
-    before = read_settings(args.dir)
+    before = hosts.from_first(lambda: read_settings(args.dir))
     model, revision = before.pop("model_id"), before.pop("revision", None)
     if args.model is None:
         args.model = None if model == EMBEDDED else model

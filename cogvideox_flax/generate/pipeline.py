@@ -40,7 +40,8 @@ from cogvideox_flax.models.cogvideox.autoencoder import Tiling
 from cogvideox_flax.models.cogvideox.sizes import Size, resolve_size
 from cogvideox_flax.plan import STAGES, Request
 from cogvideox_flax.runtime.compile_cache import CompileCache
-from cogvideox_flax.runtime.execution import Program, Programs, Watch, fetch, say, stoppable
+from cogvideox_flax.runtime.execution import Program, Programs, Watch, say, stoppable
+from cogvideox_flax.runtime.hosts import fetch
 from cogvideox_flax.schedulers import SCHEDULERS, Plan, Scheduler, guidance_scales, make_scheduler
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.version import __version__

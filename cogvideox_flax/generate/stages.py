@@ -5,6 +5,8 @@ between the two: `generation_config.json`, `stage1_embeddings.safetensors` (`pro
 float32 [B, L, E]), `stage2_latents.safetensors` (`latents` [B, C, T, H, W], scaled, extra frames dropped) and
 `output_video.mp4`. Each is written atomically and says what it was made from, so that only matching work is taken over.
 `stage2_state.safetensors` is where a denoising loop that was stopped goes on.
+
+On several hosts the directory is process 0's: it alone reads and writes there, and tells the others what they need.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_count, is_finite_number
 from cogvideox_flax.lora import LoRARecord, describe_lora
 from cogvideox_flax.models.cogvideox.sizes import MAX_FPS, resolve_size
-from cogvideox_flax.runtime.execution import fetch
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.hosts import fetch, replicate
 from cogvideox_flax.schedulers import make_scheduler
 
 log = logging.getLogger(__name__)
@@ -242,6 +245,9 @@ def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
     Raises:
         InputError: another run works there, or the directory cannot be written.
     """
+    if not hosts.is_first():
+        yield
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -274,24 +280,21 @@ def _remove_files(folder: Path) -> None:
 
 def encode(pipe: CogVideoXPipeline, settings: Settings, folder: Path, *, progress: bool = True) -> None:
     """Stage 1: prompts to embeddings. Skipped where the file is there and made from the same settings."""
-    settings.write(folder)
     path = folder / EMBEDDINGS_FILE
     key = settings.key(_ENCODE_FIELDS, ("tokenizer", "text_encoder"))
-    if stage_files.is_fresh(path, key):
+
+    def begin() -> bool:
+        settings.write(folder)
+        return stage_files.is_fresh(path, key)
+
+    if hosts.from_first(begin):
         return
     context, negative = pipe.encode_prompts(settings.prompt, settings.negative_prompt, progress=progress)
     assert negative is not None
     tensors = {"prompt_embeds": fetch(context), "negative_prompt_embeds": fetch(negative)}
-    stage_files.save(
-        path,
-        tensors,
-        {
-            "settings": key,
-            "prompt": settings.prompt,
-            "negative_prompt": settings.negative_prompt,
-            "model_id": settings.model_id,
-        },
-    )
+    names = ("prompt", "negative_prompt", "model_id")
+    if hosts.is_first():
+        stage_files.save(path, tensors, {"settings": key} | {name: getattr(settings, name) for name in names})
 
 
 def read_embeddings(
@@ -323,12 +326,16 @@ def denoise(
         InputError: stage 1's file is missing, damaged or not this run's.
         NonFiniteError: NaN or infinity in the latents; stage 1's file stays.
     """
-    settings.write(folder)
-    embeddings = read_embeddings(folder, settings.prompt, settings.negative_prompt, pipe.transformer_config)
+
+    def begin() -> dict[str, np.ndarray]:
+        settings.write(folder)
+        return read_embeddings(folder, settings.prompt, settings.negative_prompt, pipe.transformer_config)
+
+    embeddings = hosts.from_first(begin)
     path = folder / LATENTS_FILE
     made_of = hashlib.sha256(b"".join(embeddings[name].tobytes() for name in sorted(embeddings))).hexdigest()
     key = settings.key(_DENOISE_FIELDS, ("transformer", "scheduler"), embeddings=made_of)
-    if stage_files.is_fresh(path, key):
+    if hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         return
     size = pipe.size(settings.frames, settings.height, settings.width)
     with _StateKeeper(folder / STATE_FILE, key) as keeper:
@@ -348,13 +355,14 @@ def denoise(
         )
         kept = np.ascontiguousarray(fetch(latents)[:, size.extra_latents :].transpose(0, 4, 1, 2, 3))
         metadata = {"settings": key, **_of_latents(dataclasses.asdict(settings))}
-        stage_files.save(path, {"latents": kept}, metadata)  # before the state is removed
+        if hosts.is_first():
+            stage_files.save(path, {"latents": kept}, metadata)  # before the state is removed
 
 
 class _StateKeeper:
     """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
 
-    A context: on an exception it writes the last state, otherwise it removes the file.
+    A context: on an exception it writes the last state, otherwise it removes the file. Process 0 alone has the file.
     """
 
     MIN_INTERVAL_S = 1.0
@@ -372,6 +380,8 @@ class _StateKeeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not hosts.is_first():
+            return
         if kind is None:
             self._path.unlink(missing_ok=True)
         elif self._last is not None and not issubclass(kind, NonFiniteError):
@@ -380,15 +390,21 @@ class _StateKeeper:
 
     def found(self) -> DenoiseState | None:
         """The state that a run with the same settings left."""
+        fields = hosts.from_first(self._read)
+        return DenoiseState(*fields) if fields is not None else None
+
+    def _read(self) -> list[Any] | None:
         if not stage_files.is_fresh(self._path, self._key):
             return None
         tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
-        state = DenoiseState(int(metadata["step"]), tensors["latents"], tensors.get("sampler"))
-        log.info("going on after step %d", state.step)
-        return state
+        log.info("going on after step %s", metadata["step"])
+        return [int(metadata["step"]), tensors["latents"], tensors.get("sampler")]
 
     def keep(self, state: DenoiseState) -> None:
-        """After each step."""
+        """After each step, on every process."""
+        state = dataclasses.replace(state, latents=replicate(state.latents), sampler=replicate(state.sampler))
+        if not hosts.is_first():
+            return
         self._last = state
         start = time.monotonic()
         if start - self._written < self._wait:
@@ -441,8 +457,9 @@ def decode(
     Raises:
         InputError: stage 2's file is missing, damaged or not of this run.
     """
-    settings = read_settings(folder)
-    frames = pipe.decode_latents(read_latents(folder, settings, pipe.vae_config), tiling=tiling, progress=progress)
+    settings = hosts.from_first(lambda: read_settings(folder))
+    latents = hosts.from_first(lambda: read_latents(folder, settings, pipe.vae_config))
+    frames = pipe.decode_latents(latents, tiling=tiling, progress=progress)
     return Video(fetch(frames), fps or settings.get("fps", pipe.fps), _describe(pipe, settings))
 
 

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 from tqdm import tqdm
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import apart
 from cogvideox_flax.runtime.compile_cache import CompileCache
+from cogvideox_flax.runtime.hosts import put_on_all_hosts
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +155,7 @@ class Programs:
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         if jax.process_count() == 1:
             return jax.device_put(tree, everywhere)
-        return jax.tree.map(lambda x: _put_on_all_hosts(x, everywhere), tree)
+        return jax.tree.map(lambda x: put_on_all_hosts(x, everywhere), tree)
 
 
 def _is_ours(kind: type) -> bool:
@@ -305,23 +303,6 @@ def compiler_options(dtype: str, *, platform: str | None = None, quickly: bool =
     if dtype != "float32":
         options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return options
-
-
-def fetch(x: Array | np.ndarray) -> np.ndarray:
-    """The whole array, on every host."""
-    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> Array:
-    """x, which every host has alike, as one array over all of them."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, everywhere)  # a result of a program, which may have left it split
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put_on_all_hosts(jax.random.key_data(x), everywhere))
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])
 
 
 def memory_limit(mesh: Mesh | None) -> int | None:
