@@ -44,7 +44,7 @@ def _join_hosts(args: argparse.Namespace) -> None:
     if "coordinator" not in args:
         return
     place = find_place(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
-    hosts.initialize(place, interrupts=2 if args.command == "train" else 1)
+    hosts.initialize(place)
     if not hosts.is_first():
         args.quiet = True
         for name in LOGGERS:

@@ -123,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub = command("decode", commands.decode, "stage 3: latents to a video", model, decoding, looking, hosts)
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
-    sub = command("train", commands.train, "fine-tune a model on a folder of clips", hosts)
+    sub = command("train", commands.train, "fine-tune a model on a folder of clips")
     sub.add_argument("--config", type=_path, required=True, help="a TOML file, see cogvideox_flax/training/recipe.py")
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():

@@ -58,6 +58,7 @@ class _Group:
 
     def __init__(self, place: Place, links: dict[int, Connection]):
         self.place, self.links = place, links
+        self.is_first = place.process_id == 0
         self.failure: Failure | None = None
         self._failed, self._finished = threading.Event(), threading.Event()
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -68,10 +69,6 @@ class _Group:
         ]
         for listener in self._listeners:
             listener.start()
-
-    @property
-    def is_first(self) -> bool:
-        return self.place.process_id == 0
 
     def send(self, kind: str, content: Any = None) -> None:
         """To all that this process is connected to; one that is gone is noticed by its listener."""
@@ -152,25 +149,25 @@ class _Group:
             assert failure is not None
             said = failure.message
             if failure.process != self.place.process_id:
-                said = f"{self.place.name(failure.process)}: {failure.message}"
-            print(said, file=sys.stderr)
-            deadline = time.monotonic() + GRACE_S + 1
-            for listener in self._listeners if self.is_first else ():
-                listener.join(max(0.0, deadline - time.monotonic()))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(failure.code)  # collectives, and JAX at the interpreter's end, would wait for the others
+                said = f"{self.place.name(failure.process)}: {failure.message.strip()}"
+            try:
+                print(said, file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                deadline = time.monotonic() + GRACE_S + 1
+                for listener in self._listeners if self.is_first else ():
+                    listener.join(max(0.0, deadline - time.monotonic()))
+            finally:  # also after another Ctrl-C, or where nobody reads what is printed
+                os._exit(failure.code)  # collectives, and JAX at the interpreter's end, would wait for the others
 
-    def watch_interrupts(self, count: int) -> None:
-        """End the processes after the last of so many Ctrl-C, though the main thread may be in a collective."""
+    def watch_interrupts(self) -> None:
+        """End the processes after Ctrl-C also where the main thread is in a collective, and so hears nothing of it."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
 
         def watch() -> None:
-            pressed = 0
-            while pressed < count:
-                pressed += reader.recv(1) == bytes([signal.SIGINT])
+            while reader.recv(1) != bytes([signal.SIGINT]):
+                pass
             time.sleep(GRACE_S)
             self.fail(130, "stopped; the same command goes on from what was finished")
 
@@ -190,12 +187,11 @@ def is_first() -> bool:
     return _group is None or _group.is_first
 
 
-def initialize(place: Place | None, *, interrupts: int = 1) -> None:
+def initialize(place: Place | None) -> None:
     """Join the other processes, before any device is used. Their standard output is discarded on all but process 0.
 
     Args:
         place: None: nothing is done.
-        interrupts: how many Ctrl-C end a run, wherever it is.
 
     Raises:
         InputError: a process does not come in time, or does not belong to this run.
@@ -207,7 +203,8 @@ def initialize(place: Place | None, *, interrupts: int = 1) -> None:
 
     links, jax_port = join(place)
     _group = _Group(place, links)
-    _group.watch_interrupts(interrupts)
+    _group.watch_interrupts()
+    _redirect_stdout(place)
     # its SIGTERM handler would keep a process alive that is told to end
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -217,8 +214,14 @@ def initialize(place: Place | None, *, interrupts: int = 1) -> None:
         local_device_ids=place.local_devices,
         shutdown_timeout_seconds=30,
     )
-    if place.process_id != 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open as long as the process lives)
+
+
+def _redirect_stdout(place: Place) -> None:
+    """Only process 0 prints results, and what libraries print in C++, as Gloo does, is not one."""
+    sys.stdout.flush()
+    results = os.dup(1) if place.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(2, 1)
+    sys.stdout = open(results, "w", encoding="utf-8")  # noqa: SIM115  (open as long as the process lives)
 
 
 def from_first(make: Callable[[], T]) -> T:
@@ -262,8 +265,11 @@ def check_same(what: str, values: dict[str, Any]) -> None:
         InputError: they differ from those of process 0.
     """
     theirs = from_first(lambda: values)
-    differing = [f"{name} is {theirs.get(name)!r} there, {values[name]!r} here" for name in values]
-    differing = [text for name, text in zip(values, differing, strict=True) if theirs.get(name) != values[name]]
+    differing = [
+        f"{name} is {theirs.get(name)!r} there, {value!r} here"
+        for name, value in values.items()
+        if theirs.get(name) != value
+    ]
     if differing:
         raise InputError(f"{what} of process 0 and of this process differ: {'; '.join(differing)}")
 
@@ -281,8 +287,8 @@ def check_mesh(mesh: Mesh | None) -> None:
     used = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
     if len(used) < count():
         raise InputError(
-            f"the mesh must span all {count()} processes, which have {jax.device_count()} devices together; give a "
-            f"--mesh DP,SP,TP of that many"
+            f"the mesh must span all {count()} processes, which have {jax.device_count()} devices together; give "
+            "a --mesh DP,SP,TP of that many"
         )
 
 
