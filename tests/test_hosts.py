@@ -144,6 +144,15 @@ def test_killed_and_interrupted_hosts_end_the_run_which_goes_on(tmp_path):
     assert "Traceback" not in hosts.said(0) + hosts.said(1)
 
 
+def test_the_others_end_when_process_0_is_killed(tmp_path):
+    with Hosts(tmp_path, *LONG) as hosts:
+        hosts.wait_for("compiling the text encoder")
+        hosts.processes[0].kill()
+        codes, _ = hosts.finish(20)
+    assert codes == [-signal.SIGKILL, 1]
+    assert "process 0 of 2: ended without a message" in hosts.said(1)
+
+
 def test_an_error_on_one_host_ends_both(tmp_path):
     with Hosts(tmp_path, *LONG[:-1], "/proc/nothing/video.mp4") as hosts:
         codes, _ = hosts.finish(40)

@@ -89,15 +89,21 @@ class _Group:
                     self._finished.set()
                 self._done.put(peer)
         if not self._finished.is_set():
-            self._on_failure(Failure(peer, 1, "ended without a message: it was killed, or its host cannot be reached"))
+            lost = Failure(peer, 1, "ended without a message: it was killed, or its host cannot be reached")
+            self._on_failure(lost, grace=0 if peer == 0 else GRACE_S)  # without process 0, JAX aborts this one
 
-    def _on_failure(self, failure: Failure) -> None:
+    def _on_failure(self, failure: Failure, *, grace: float = GRACE_S) -> None:
         """Of another process: tell the rest, wake the main thread where it waits, and end it where it does not."""
         if not self._set_failure(failure):
             return
         self._values.put(None)
         self._done.put(None)
-        threading.Thread(target=self._end_after_grace, daemon=True).start()
+
+        def end() -> None:
+            time.sleep(grace)
+            self.exit()
+
+        threading.Thread(target=end, daemon=True).start()
 
     def _set_failure(self, failure: Failure) -> bool:
         """Keep the first failure, and pass it on; False if there is one already."""
@@ -109,10 +115,6 @@ class _Group:
             self.send("failure", [failure.process, failure.code, failure.message])
         self._failed.set()
         return True
-
-    def _end_after_grace(self) -> None:
-        time.sleep(GRACE_S)
-        self.exit()
 
     def receive(self) -> Any:
         """The next value of process 0."""
