@@ -181,6 +181,10 @@ def test_a_host_that_never_comes(tmp_path):
         (["--coordinator", "h:70000", "--num-processes", "2", "--process-id", "0"], "must be ADDRESS:PORT"),
         (["--coordinator", "h:1", "--num-processes", "0", "--process-id", "0"], "--num-processes must be 1 or more"),
         (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be 0 to 1"),
+        (
+            ["--coordinator", "h:1", "--num-processes", "2", "--process-id", "0", "--join-timeout", "0"],
+            "above 0 seconds",
+        ),
         (["--distributed", "--process-id", "1"], "give either it or them"),
         (["--distributed"], "finds no cluster"),
     ],

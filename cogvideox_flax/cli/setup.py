@@ -164,7 +164,7 @@ def open_run(args: argparse.Namespace, run: Run) -> tuple[CogVideoXPipeline, Set
     pipe = load(args, run.settings.dtype, run.mesh)
     for record in run.settings.lora:
         pipe.load_lora(record["file"], record["scale"])
-    hosts.check_same("the adapters", {"loras": [record["sha256"] for record in pipe.loras]})
+    hosts.check_same("the adapters", {"lora": [[record["sha256"], record["scale"]] for record in pipe.loras]})
     return pipe, dataclasses.replace(run.settings, fingerprints=pipe.fingerprints())
 
 

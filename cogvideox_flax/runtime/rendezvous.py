@@ -40,7 +40,7 @@ class Place:
         if not 0 <= self.process_id < self.num_processes:
             raise InputError(f"--process-id must be 0 to {self.num_processes - 1}; got {self.process_id}")
         if self.join_timeout <= 0:
-            raise InputError(f"--join-timeout must be above 0 seconds; got {self.join_timeout:g}")
+            raise InputError(f"--join-timeout must be above 0 s; got {self.join_timeout:g}")
 
     @property
     def address(self) -> tuple[str, int]:
