@@ -12,6 +12,7 @@ from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, Option, Stage, options
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
 STAGES = ("encode", "denoise", "decode")
@@ -71,6 +72,15 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="counted from 0; default: 1-2"
     )
 
+    groups["hosts"] = argparse.ArgumentParser(add_help=False)
+    hosts = groups["hosts"].add_argument_group("several hosts", "the same command on each, see docs/parallelism.md")
+    hosts.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
+    hosts.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
+    hosts.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    hosts.add_argument("--distributed", action="store_true", help="let JAX find these three: TPU pods, Slurm, Open MPI")
+    wait = f"to wait for the other processes; default: {JOIN_TIMEOUT_S:g}"
+    hosts.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS", help=wait)
+
     stages: tuple[Stage, ...] = ("generate", "encode", "denoise", "decode")
     for stage in stages:
         groups[f"request {stage}"] = argparse.ArgumentParser(add_help=False)
@@ -94,7 +104,9 @@ def add_option(parser: argparse.ArgumentParser, name: str, option: Option) -> No
 
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     request = [f"request {stage}" for stage in ("encode", "denoise", "decode", "generate")]
-    sub = command("generate", commands.generate, "prompt to video", "prompt", "model", *request, "profiling", "profile")
+    sub = command(
+        "generate", commands.generate, "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts"
+    )
     sub.add_argument(
         "--out",
         type=_path,
@@ -103,16 +115,16 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
     what = "stage 1: prompts to embeddings"
-    sub = command("encode", commands.encode, what, "prompt", "model", "request encode", "profiling")
+    sub = command("encode", commands.encode, what, "prompt", "model", "request encode", "profiling", "hosts")
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
-    sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile")
+    sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")
     sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
     what = "stage 3: latents to a video"
-    sub = command("decode", commands.decode, what, "model", "request decode", "profiling")
+    sub = command("decode", commands.decode, what, "model", "request decode", "profiling", "hosts")
     sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
 

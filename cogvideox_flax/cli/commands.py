@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.cli.setup import (
@@ -27,6 +28,7 @@ from cogvideox_flax.cli.setup import (
     resume,
 )
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
     from cogvideox_flax.sharding import MeshShape
@@ -53,14 +55,18 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
     from cogvideox_flax.io.paths import item_paths
 
-    prompts = read_prompts(args)
     latents_only = args.out.suffix.lower() == ".npz"
-    batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
-    several = (args.num_videos or 1) > 1
-    paths = item_paths(args.out, batch * max(args.num_videos or 1, 1))
-    check_output(paths, latents_only)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
-    check_folder(folder)
+
+    def begin() -> dict[str, list[str]]:
+        prompts = read_prompts(args)
+        batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
+        paths = item_paths(args.out, batch * max(args.num_videos or 1, 1))
+        check_output(paths, latents_only)
+        check_folder(folder)
+        return {"prompts": prompts, "paths": list(map(str, paths))}
+
+    prompts, paths = hosts.from_first(begin).values()
     run = check_run(args, folder, {"prompt": prompts})
     pipe, record = open_run(args, run)
     quiet = {"progress": not args.quiet}
@@ -69,18 +75,18 @@ def generate(args: argparse.Namespace) -> None:
     with run_dir_lock(folder, temporary=args.dir is None):
         stages.encode(pipe, record, folder, **quiet)
         pipe.release()
-        videos = [(one, video_dir(folder, one, several)) for one in record.videos()]
+        videos = [(one, video_dir(folder, one, record)) for one in record.videos()]
         for one, own in videos:
-            own.mkdir(exist_ok=True)
             stages.denoise(pipe, one, own, embeddings=folder, **quiet)
         pipe.release()
+        batch = len(paths) // len(videos)
         for i, (_, own) in enumerate(videos):
-            these = paths[i * batch : (i + 1) * batch]
-            if latents_only:
-                stages.save_latents(pipe, own, *these)
-            else:
-                stages.decode(pipe, own, tiling=record.request.tiling, **quiet).save_items(these)
-    print("\n".join(map(str, paths)))
+            these = [Path(path) for path in paths[i * batch : (i + 1) * batch]]
+            if not latents_only:
+                video = stages.decode(pipe, own, tiling=record.request.tiling, **quiet)
+            if hosts.is_first():
+                stages.save_latents(pipe, own, *these) if latents_only else video.save_items(these)
+    print("\n".join(paths))
 
 
 def encode(args: argparse.Namespace) -> None:
@@ -88,8 +94,11 @@ def encode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.run_dir import EMBEDDINGS_FILE, check_folder, run_dir_lock
 
-    prompts = read_prompts(args)
-    check_folder(args.dir)
+    def begin() -> list[str]:
+        check_folder(args.dir)
+        return read_prompts(args)
+
+    prompts = hosts.from_first(begin)
     pipe, record = open_run(args, check_run(args, args.dir, {"prompt": prompts}))
     pipe.check_memory(record.request, ["encode"], progress=not args.quiet)
     with run_dir_lock(args.dir):
@@ -103,7 +112,7 @@ def denoise(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.run_dir import LATENTS_FILE, run_dir_lock
 
     run = check_run(args, args.dir, resume(args))
-    stages.read_embeddings(args.dir, run.record, run.manifest)
+    hosts.from_first(lambda: len(stages.read_embeddings(args.dir, run.record, run.manifest)))
     pipe, record = open_run(args, run)
     pipe.check_memory(record.request, ["denoise"], progress=not args.quiet)
     with run_dir_lock(args.dir):
@@ -121,21 +130,27 @@ def decode(args: argparse.Namespace) -> None:
 
     before = resume(args)
     out = args.out or args.dir / VIDEO_FILE
-    check_output(item_paths(out, len(before["prompt"])))
-    check_fps(args.fps)
-    check_folder(out.absolute().parent)
+
+    def begin() -> None:
+        check_output(item_paths(out, len(before["prompt"])))
+        check_fps(args.fps)
+        check_folder(out.absolute().parent)
+
+    hosts.from_first(begin)
     manifest = peek(args)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     mesh = automatic_mesh(args, manifest, None, dtype) if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
+    hosts.check_mesh(mesh)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     how = {"tiling": bool(args.tiling), "progress": not args.quiet}
     if args.tiling:
         manifest.model_family.check_tiling(manifest.configs)
-    latents = stages.read_latents(args.dir, before, manifest.model_family.latent_channels(manifest.configs))
+    channels = manifest.model_family.latent_channels(manifest.configs)
+    shape = hosts.from_first(lambda: list(stages.read_latents(args.dir, before, channels).shape))
     pipe = load(args, dtype, mesh)
-    pipe.check_decode_memory(latents.shape, **how)
+    pipe.check_decode_memory(tuple(shape), **how)
     video = stages.decode(pipe, args.dir, fps=args.fps, **how)
-    print("\n".join(map(str, video.save(out))))
+    print("\n".join(map(str, video.save(out) if hosts.is_first() else [])))
 
 
 def train(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
     from jax.sharding import Mesh
@@ -87,13 +88,20 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
     if mesh is None:
         mesh = automatic_mesh(args, manifest, request, dtype)
         checks.check_model(manifest, model, dtype, mesh)
+    hosts.check_mesh(mesh)
     checks.check_run(request, mesh, profiling_options(args))
     path = expand_user(model)
     model_id = os.path.abspath(path) if args.model is not None and os.path.exists(path) else model
     record = run_dir.RunRecord(request=request, model_id=model_id, revision=args.revision, dtype=dtype)
-    run_dir.check_folder(folder, run_dir.space_needed(request, manifest))
-    if getattr(args, "profile", None) is not None:
-        check_writable(args.profile / "trace")
+    same = {name: value for name, value in record.settings("encode", "denoise", "decode").items() if name != "lora"}
+    hosts.check_same("the settings", {"prompt": request.prompt, "dtype": dtype, **same})
+
+    def check_places() -> None:
+        run_dir.check_folder(folder, run_dir.space_needed(request, manifest))
+        if getattr(args, "profile", None) is not None:
+            check_writable(args.profile / "trace")
+
+    hosts.from_first(check_places)
     return Run(record, manifest, mesh)
 
 
@@ -108,7 +116,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 def peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax.checkpoint import hub
 
-    return hub.peek(args.model, args.revision, progress=not args.quiet)
+    return hosts.first_host_first(lambda: hub.peek(args.model, args.revision, progress=not args.quiet))
 
 
 def explicit_mesh(text: str) -> Mesh:
@@ -146,7 +154,8 @@ def automatic_mesh(
 
 def open_run(args: argparse.Namespace, run: Run) -> tuple[Pipeline, RunRecord]:
     pipe = load(args, run.record.dtype, run.mesh)
-    pipe.use_loras(run.record.request.lora or ())
+    pipe.use_loras(run.record.request.lora)
+    hosts.check_same("the adapters", {"lora": [[record["sha256"], record["scale"]] for record in pipe.loras]})
     return pipe, dataclasses.replace(run.record, fingerprints=pipe.fingerprints())
 
 
@@ -155,7 +164,9 @@ def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> Pipeline:
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.pipeline import Pipeline
 
-    pipe = Pipeline(hub.resolve(args.model, args.revision, progress=not args.quiet), dtype, mesh)
+    native = hosts.first_host_first(lambda: hub.resolve(args.model, args.revision, progress=not args.quiet))
+    pipe = Pipeline(native, dtype, mesh)
+    hosts.check_same("the checkpoints", pipe.fingerprints())
     pipe.profiling = profiling_options(args)
     keep_programs(pipe)
     return pipe
@@ -169,7 +180,7 @@ def keep_programs(pipe: Pipeline) -> None:
     from cogvideox_flax.io.private import NotPrivateError
 
     config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or hosts.count() > 1:
         return
     try:
         pipe.keep_programs(private_cache_dir("programs"))
@@ -180,7 +191,7 @@ def keep_programs(pipe: Pipeline) -> None:
 def profiling_options(args: argparse.Namespace) -> ProfilingOptions:
     from cogvideox_flax.runtime.profiling import ProfilingOptions
 
-    profile = (args.profile, args.profile_steps) if "profile" in args else ()
+    profile = (args.profile, args.profile_steps) if "profile" in args and hosts.is_first() else ()
     return ProfilingOptions(not args.no_jit, args.memory, *profile)
 
 
@@ -188,7 +199,7 @@ def resume(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the stage before left; its model becomes this command's, unless another is named."""
     from cogvideox_flax.generate.run_dir import read_settings
 
-    before = read_settings(args.dir)
+    before = hosts.from_first(lambda: read_settings(args.dir))
     model, revision = before.pop("model_id"), before.pop("revision", None)
     if args.model is None:
         args.model = None if model == EMBEDDED else model

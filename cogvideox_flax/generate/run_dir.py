@@ -3,6 +3,8 @@
 The files, their layouts and their metadata are those of the torchax reference system for TPUs, so a run can move
 between the two: `generation_config.json`, `stage1_embeddings.safetensors`, `stage2_latents.safetensors` and
 `output_video.mp4`. `stage2_state.safetensors` is where a denoising loop that was stopped goes on.
+
+On several hosts the directory is process 0's: it alone reads and writes there, and tells the others what they need.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number
+from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +181,9 @@ def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
     Raises:
         InputError: another run works there, or the directory cannot be written.
     """
+    if not hosts.is_first():
+        yield
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -201,9 +207,9 @@ def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
                 folder.rmdir()
 
 
-def video_dir(folder: Path, record: RunRecord, several: bool) -> Path:
+def video_dir(folder: Path, one: RunRecord, run: RunRecord) -> Path:
     """Where one video of a run has its own files: a directory below, where there are several of other seeds."""
-    return folder / f"seed-{record.request.seed}" if several else folder
+    return folder if run.request.num_videos == 1 else folder / f"seed-{one.request.seed}"
 
 
 def finished(folder: Path) -> list[str]:

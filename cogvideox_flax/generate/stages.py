@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from cogvideox_flax.checkpoint import Manifest
@@ -33,7 +34,8 @@ from cogvideox_flax.generate.run_dir import (
     recorded,
 )
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.runtime.hosts import fetch
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.hosts import fetch, replicate
 
 log = logging.getLogger(__name__)
 
@@ -47,21 +49,23 @@ def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = 
     The file holds each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt
     under the same name after "negative_".
     """
-    record.write(folder)
     path, request = folder / EMBEDDINGS_FILE, record.request
     settings = {"prompt": request.prompt, **record.settings("encode")}
-    key = record.key(settings, ("tokenizer", *_text_components(pipe.manifest)))
-    if stage_files.is_fresh(path, key):
+    components = [stage.component for stage in pipe.manifest.model_family.text]
+    key = record.key(settings, ("tokenizer", *components))
+
+    def begin() -> bool:
+        record.write(folder)
+        return stage_files.is_fresh(path, key)
+
+    if hosts.from_first(begin):
         return
     conditioning = pipe.encode(request, negative=True, progress=progress)
     assert conditioning.negative_text is not None
     tensors = {name: fetch(value) for name, value in conditioning.text.items()}
     tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
-    stage_files.save(path, tensors, {"settings": key, **settings, "model_id": record.model_id})
-
-
-def _text_components(manifest: Manifest) -> list[str]:
-    return [stage.component for stage in manifest.model_family.text]
+    if hosts.is_first():
+        stage_files.save(path, tensors, {"settings": key, **settings, "model_id": record.model_id})
 
 
 def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict[str, Float32[np.ndarray, "B ..."]]:
@@ -101,16 +105,22 @@ def denoise(
         InputError: stage 1's file is missing, damaged or not this run's.
         NonFiniteError: NaN or infinity in the latents; stage 1's file stays.
     """
-    record.write(folder)
-    features = read_embeddings(embeddings or folder, record, pipe.manifest)
+
+    def begin() -> dict[str, Float32[np.ndarray, "B ..."]]:
+        folder.mkdir(exist_ok=True)
+        record.write(folder)
+        return read_embeddings(embeddings or folder, record, pipe.manifest)
+
+    features = hosts.from_first(begin)
     made_of = hashlib.sha256(b"".join(features[name].tobytes() for name in sorted(features))).hexdigest()
     path = folder / LATENTS_FILE
     parts = pipe.manifest.model_family.denoiser, "scheduler"
     key = record.key(record.settings("denoise"), parts, embeddings=made_of)
-    if stage_files.is_fresh(path, key):
+    if hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         return
     run = pipe.plan(record.request)
-    with _StateKeeper(folder / STATE_FILE, key, enabled=not record.request.compiled_loop) as keeper:
+    keeper = _StateKeeper(folder / STATE_FILE, key, pipe.mesh, enabled=not record.request.compiled_loop)
+    with keeper:
         found = keeper.found()
         conditioning = _conditioning(features, record.request.guided)
         states = pipe.denoise(conditioning, record.request, state=found, progress=progress)
@@ -123,13 +133,14 @@ def denoise(
         assert state is not None  # a loop that was stopped after its last step has none to do
         kept = fetch(state.latents)[:, run.size.extra_latents :].transpose(0, 4, 1, 2, 3)
         metadata = {"settings": key, **_of_latents(record)}
-        stage_files.save(path, {"latents": np.ascontiguousarray(kept)}, metadata)  # before the state is removed
+        if hosts.is_first():  # before the state is removed
+            stage_files.save(path, {"latents": np.ascontiguousarray(kept)}, metadata)
 
 
 class _StateKeeper:
     """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
 
-    A context: on an exception it writes the last state, otherwise it removes the file.
+    A context: on an exception it writes the last state, otherwise it removes the file. Process 0 alone has the file.
     """
 
     MIN_INTERVAL_S = 1.0
@@ -138,8 +149,8 @@ class _StateKeeper:
     MAX_TIME_SHARE = 0.05
     """Of the loop's time that writing may take."""
 
-    def __init__(self, path: Path, key: str, *, enabled: bool):
-        self._path, self._key, self._enabled = path, key, enabled
+    def __init__(self, path: Path, key: str, mesh: Mesh | None, *, enabled: bool):
+        self._path, self._key, self._mesh, self._enabled = path, key, mesh, enabled
         self._last: DenoiseState | None = None
         self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
 
@@ -147,6 +158,8 @@ class _StateKeeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not hosts.is_first():
+            return
         if kind is None:
             self._path.unlink(missing_ok=True)
         elif self._last is not None and not issubclass(kind, NonFiniteError):
@@ -155,16 +168,23 @@ class _StateKeeper:
 
     def found(self) -> DenoiseState | None:
         """The state that a run with the same settings left."""
-        if not self._enabled or not stage_files.is_fresh(self._path, self._key):
+        fields = hosts.from_first(self._read) if self._enabled else None
+        return None if fields is None else DenoiseState(np.int32(fields[0]), *fields[1:])
+
+    def _read(self) -> list[Any] | None:
+        if not stage_files.is_fresh(self._path, self._key):
             return None
         tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
-        state = DenoiseState(np.int32(metadata["step"]), tensors["latents"], tensors.get("sampler"))
-        log.info("going on after step %d", state.step)
-        return state
+        log.info("going on after step %s", metadata["step"])
+        return [int(metadata["step"]), tensors["latents"], tensors.get("sampler")]
 
     def keep(self, state: DenoiseState) -> None:
-        """After each step."""
+        """After each step, on every process."""
         if not self._enabled:
+            return
+        if hosts.count() > 1:  # so that process 0 has all of it
+            state = replicate(state, self._mesh)
+        if not hosts.is_first():
             return
         self._last = state
         start = time.monotonic()
@@ -218,8 +238,9 @@ def decode(
     Raises:
         InputError: stage 2's file is missing, damaged or not of this run.
     """
-    settings = read_settings(folder)
-    latents = read_latents(folder, settings, pipe.manifest.model_family.latent_channels(pipe.manifest.configs))
+    channels = pipe.manifest.model_family.latent_channels(pipe.manifest.configs)
+    settings = hosts.from_first(lambda: read_settings(folder))
+    latents = hosts.from_first(lambda: read_latents(folder, settings, channels))
     frames = pipe.decode(latents, tiling=tiling, progress=progress)
     fps = fps or settings.get("fps") or pipe.manifest.model_family.defaults(pipe.manifest.configs).fps
     return GenerationResult(fetch(frames), fps, _describe(pipe, settings))

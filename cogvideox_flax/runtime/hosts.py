@@ -1,18 +1,322 @@
-"""Arrays on a mesh of one or several hosts."""
+"""Several processes, usually one per host, that run one command together.
+
+JAX brings their devices together; what else they tell each other goes through process 0, over one TCP connection each:
+that all have come, what process 0 reads from its disk, how a process failed, and that all are done. A process that is
+killed closes its connection, so the others learn of it at once, also while they wait in a collective.
+
+Process 0 alone writes and prints. Without `initialize` there is one process, and every function here is a plain call.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.messages import Connection
+from cogvideox_flax.runtime.rendezvous import Place, join
+
+if TYPE_CHECKING:  # imported where needed: the command line uses this module before it knows that it needs JAX
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+
+T = TypeVar("T")
+
+GRACE_S = 3.0
+"""How long a process has to end by itself once another has failed, or after Ctrl-C, before it is ended."""
+
+_BLAME_S = 2.0
+"""How long a process that fails in a collective waits to hear that another one failed first."""
 
 
-def fetch(x: Array | np.ndarray) -> np.ndarray:
+@dataclass(frozen=True)
+class Failure:
+    """How a process ended before the others: its exit code, and what it said."""
+
+    process: int
+    code: int
+    message: str
+
+
+class OtherProcessError(Exception):
+    """Another process has failed; `leave` ends this one as well."""
+
+
+class _Group:
+    """The processes of a run, as one of them sees them: process 0 is connected to all, the others to process 0."""
+
+    def __init__(self, place: Place, links: dict[int, Connection]):
+        self.place, self.links = place, links
+        self.is_first = place.process_id == 0
+        self.failure: Failure | None = None
+        self._failed, self._finished = threading.Event(), threading.Event()
+        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._failing, self._exiting = threading.Lock(), threading.Lock()
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(peer, link), daemon=True) for peer, link in links.items()
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    def send(self, kind: str, content: Any = None) -> None:
+        """To all that this process is connected to; one that is gone is noticed by its listener."""
+        for link in self.links.values():
+            with suppress(OSError):
+                link.send([kind, content])
+
+    def _listen(self, peer: int, link: Connection) -> None:
+        """Until the connection is closed."""
+        while (message := link.receive()) is not None:
+            kind, content = message
+            if kind == "value":
+                self._values.put(content)
+            elif kind == "failure":
+                self._on_failure(Failure(*content))
+            elif kind == "done":
+                if not self.is_first:
+                    self._finished.set()
+                self._done.put(peer)
+        if not self._finished.is_set():
+            lost = Failure(peer, 1, "ended without a message: it was killed, or its host cannot be reached")
+            self._on_failure(lost, grace=0 if peer == 0 else GRACE_S)  # without process 0, JAX aborts this one
+
+    def _on_failure(self, failure: Failure, *, grace: float = GRACE_S) -> None:
+        """Of another process: tell the rest, wake the main thread where it waits, and end it where it does not."""
+        if not self._set_failure(failure):
+            return
+        self._values.put(None)
+        self._done.put(None)
+
+        def end() -> None:
+            time.sleep(grace)
+            self.exit()
+
+        threading.Thread(target=end, daemon=True).start()
+
+    def _set_failure(self, failure: Failure) -> bool:
+        """Keep the first failure, and pass it on; False if there is one already."""
+        with self._failing:
+            if self.failure is not None:
+                return False
+            self.failure = failure
+        if self.is_first or failure.process == self.place.process_id:
+            self.send("failure", [failure.process, failure.code, failure.message])
+        self._failed.set()
+        return True
+
+    def receive(self) -> Any:
+        """The next value of process 0."""
+        if (value := self._values.get()) is None:
+            raise OtherProcessError
+        return value
+
+    def finish(self) -> None:
+        """Wait until all processes are done, so that none leaves while another may still fail."""
+        missing = set(self.links)
+        if not self.is_first:
+            self.send("done")
+        while missing:
+            if (peer := self._done.get()) is None:
+                raise OtherProcessError
+            missing.discard(peer)
+        self._finished.set()
+        if self.is_first:
+            self.send("done")
+
+    def fail(self, code: int, message: str) -> None:
+        """End all processes with this one's failure, or with that of another which it follows from."""
+        own = Failure(self.place.process_id, code, message)
+        if code == 1 and self._failed.wait(_BLAME_S):
+            self.exit()
+        self._set_failure(own)
+        self.exit(own)
+
+    def exit(self, failure: Failure | None = None) -> None:
+        """End this process as the first failure says, unless told otherwise. Process 0 is the last to end, since JAX
+        aborts the others when they lose it."""
+        with self._exiting:
+            failure = failure or self.failure
+            assert failure is not None
+            said = failure.message
+            if failure.process != self.place.process_id:
+                said = f"{self.place.name(failure.process)}: {failure.message.strip()}"
+            try:
+                print(said, file=sys.stderr, flush=True)
+                sys.stdout.flush()
+                deadline = time.monotonic() + GRACE_S + 1
+                for listener in self._listeners if self.is_first else ():
+                    listener.join(max(0.0, deadline - time.monotonic()))
+            finally:  # also after another Ctrl-C, or where nobody reads what is printed
+                os._exit(failure.code)  # collectives, and JAX at the interpreter's end, would wait for the others
+
+    def watch_interrupts(self) -> None:
+        """End the processes after Ctrl-C also where the main thread is in a collective, and so hears nothing of it."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+
+        def watch() -> None:
+            while reader.recv(1) != bytes([signal.SIGINT]):
+                pass
+            time.sleep(GRACE_S)
+            self.fail(130, "stopped; the same command goes on from what was finished")
+
+        threading.Thread(target=watch, daemon=True).start()
+
+
+_group: _Group | None = None
+
+
+def count() -> int:
+    """How many processes run together."""
+    return 1 if _group is None else _group.place.num_processes
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone writes and prints."""
+    return _group is None or _group.is_first
+
+
+def initialize(place: Place | None) -> None:
+    """Join the other processes, before any device is used. Their standard output is discarded on all but process 0.
+
+    Args:
+        place: None: nothing is done.
+
+    Raises:
+        InputError: a process does not come in time, or does not belong to this run.
+    """
+    global _group
+    if place is None or place.num_processes == 1:
+        return
+    import jax
+
+    links, jax_port = join(place)
+    _group = _Group(place, links)
+    _group.watch_interrupts()
+    _redirect_stdout(place)
+    # its SIGTERM handler would keep a process alive that is told to end
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        f"{place.coordinator.rpartition(':')[0]}:{jax_port}",
+        place.num_processes,
+        place.process_id,
+        local_device_ids=place.local_devices,
+        shutdown_timeout_seconds=30,
+    )
+
+
+def _redirect_stdout(place: Place) -> None:
+    """Only process 0 prints results, and what libraries print in C++, as Gloo does, is not one."""
+    sys.stdout.flush()
+    results = os.dup(1) if place.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
+    os.dup2(2, 1)
+    sys.stdout = open(results, "w", encoding="utf-8")  # noqa: SIM115  (open as long as the process lives)
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make()` returns on process 0, on every process. All must call this in the same order.
+
+    Args:
+        make: called on process 0 alone; gives JSON values and numpy arrays, in lists and dictionaries.
+
+    Raises:
+        InputError: as `make` raised it on process 0.
+        OtherProcessError: a process has failed.
+    """
+    if _group is None:
+        return make()
+    if not _group.is_first:
+        answer = _group.receive()
+        if "error" in answer:
+            raise InputError(f"{_group.place.name(0)}: {answer['error']}")
+        return answer["value"]
+    try:
+        value = make()
+    except InputError as e:
+        _group.send("value", {"error": str(e)})
+        raise
+    _group.send("value", {"value": value})
+    return value
+
+
+def first_host_first(make: Callable[[], T]) -> T:
+    """`make()` on process 0, then on the others: where they share its disk they find what it made, and otherwise each
+    makes its own. Errors as for `from_first`."""
+    made: list[T] = []
+    from_first(lambda: made.append(make()))
+    return made[0] if made else make()
+
+
+def check_same(what: str, values: dict[str, Any]) -> None:
+    """Refuse a run whose processes were given different values; they are JSON values.
+
+    Raises:
+        InputError: they differ from those of process 0.
+    """
+    theirs = from_first(lambda: values)
+    differing = [
+        f"{name} is {theirs.get(name)!r} there, {value!r} here"
+        for name, value in values.items()
+        if theirs.get(name) != value
+    ]
+    if differing:
+        raise InputError(f"{what} of process 0 and of this process differ: {'; '.join(differing)}")
+
+
+def check_mesh(mesh: Mesh | None) -> None:
+    """Refuse a mesh that leaves out a process.
+
+    Raises:
+        InputError: with what to give.
+    """
+    if _group is None:
+        return
+    import jax
+
+    used = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
+    if len(used) < count():
+        raise InputError(
+            f"the mesh must span all {count()} processes, which have {jax.device_count()} devices together; give "
+            "a --mesh DP,SP,TP of that many"
+        )
+
+
+def finish() -> None:
+    """At the end of a run that went well: wait until it did on all processes."""
+    if _group is not None:
+        _group.finish()
+
+
+def leave(code: int, message: str | None) -> None:
+    """At the end of a run that failed: on several processes, end them all with this exit code. Otherwise do nothing.
+
+    Args:
+        message: None: the traceback of the exception being handled.
+    """
+    if _group is None:
+        return
+    _group.fail(code, traceback.format_exc().rstrip() if message is None else message)
+
+
+def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
     """The whole array, on every host."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -20,6 +324,9 @@ def fetch(x: Array | np.ndarray) -> np.ndarray:
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
     """A pytree of arrays, whole on every device of the mesh: everything but weights, which is small."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
     if mesh is None:
         return jax.device_put(tree)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -28,8 +335,11 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda x: _put_on_all_hosts(x, everywhere), tree)
 
 
-def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> Array:
+def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> jax.Array:
     """x, which every host has alike, as one array over all of them."""
+    import jax
+    import numpy as np
+
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, everywhere)  # a result of a program, which may have left it split
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,0 +1,258 @@
+"""Several hosts from the command line: two real processes on this machine, with disks of their own and shared ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import PROMPT, ROOT
+from safetensors.numpy import load_file
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import stages
+from cogvideox_flax.io.messages import Connection
+from cogvideox_flax.io.video import read_video
+from cogvideox_flax.runtime.rendezvous import Place, find_place, join
+
+pytest_plugins = ["commands"]
+
+MESH = ("--mesh", "1,2,2")
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+class Hosts:
+    """Processes that run one command, each in a folder and with a cache of its own unless `shared`."""
+
+    def __init__(self, folder: Path, *argv, shared: bool = False, num_processes: int = 2):
+        self.folders = [folder if shared else folder / f"host {i}" for i in range(2)]
+        self.errors = [folder / f"stderr {i}" for i in range(2)]
+        join = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", num_processes, "--process-id"]
+        flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        self.processes = []
+        for i, place in enumerate(self.folders):
+            place.mkdir(parents=True, exist_ok=True)
+            env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "COGVIDEOX_HOME": str(place / "cache")}
+            command = [sys.executable, "-m", "cogvideox_flax", *argv, *join, i]
+            with self.errors[i].open("w") as stderr:
+                self.processes.append(
+                    subprocess.Popen(
+                        list(map(str, command)), cwd=place, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True
+                    )
+                )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def said(self, i: int) -> str:
+        return self.errors[i].read_text()
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while text not in self.said(0):
+            assert time.monotonic() < deadline, self.said(0)
+            assert self.processes[0].poll() is None, self.said(0)
+            time.sleep(0.05)
+
+    def finish(self, timeout: float = 90) -> tuple[list[int], list[str]]:
+        """Exit codes and standard outputs."""
+        outputs = [process.communicate(timeout=timeout)[0] for process in self.processes]
+        return [process.returncode for process in self.processes], outputs
+
+    def succeed(self) -> list[str]:
+        codes, (printed, nothing) = self.finish()
+        assert codes == [0, 0], self.said(0) + self.said(1)
+        assert nothing == ""
+        assert "Traceback" not in self.said(0) + self.said(1)
+        return printed.splitlines()
+
+
+def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
+    """The same as one process computes. Each host converts the model; process 0 alone has the stage files."""
+    model, size = ["--dtype", "float32", *MESH], ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2]
+    for argv in (["encode", PROMPT, "--model", layout], ["denoise", *size], ["decode"]):
+        with Hosts(tmp_path, *argv, *model, "--dir", "run") as hosts:
+            (printed,) = hosts.succeed()
+    assert printed == "run/output_video.mp4"
+    run = hosts.folders[0] / "run"
+    names = (stages.CONFIG_FILE, stages.EMBEDDINGS_FILE, stages.LATENTS_FILE, stages.VIDEO_FILE)
+    assert {path.name for path in run.iterdir()} == set(names)
+    assert not (hosts.folders[1] / "run").exists()
+    assert all(len(list(folder.glob("cache/*/config.json"))) == 1 for folder in hosts.folders)
+
+    alone = ["--dir", tmp_path / "alone", "--out", tmp_path / "video.mp4"]
+    (video,) = paths("generate", PROMPT, "--model", layout, *model, *size, *alone)
+    latents = [load_file(folder / stages.LATENTS_FILE)["latents"] for folder in (run, tmp_path / "alone")]
+    np.testing.assert_allclose(*latents, atol=1e-4)
+    frames = [read_video(path)[0].astype(int) for path in (run / stages.VIDEO_FILE, video)]
+    assert np.abs(frames[0] - frames[1]).max() <= 1
+
+
+def test_generate_on_hosts_that_share_a_disk(layout, tmp_path):
+    """One conversion, one video, one process that prints."""
+    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 1, "--dtype", "float32", *MESH]
+    with Hosts(tmp_path, "generate", PROMPT, "--model", layout, *quick, "--out", "x.npz", shared=True) as hosts:
+        assert hosts.succeed() == ["x.npz"]
+    assert hosts.said(0).count("INFO: converting ") == 1
+    assert not re.search("INFO|WARNING|compil|step/s", hosts.said(1))
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "x.npz", "stderr 0", "stderr 1"}
+    assert len(list(tmp_path.glob("cache/*/config.json"))) == 1
+
+
+LONG = ["generate", PROMPT, "--steps", 400, "--dtype", "float32", *MESH, "--out", "long.npz"]
+"""A run of the embedded model that is stopped."""
+
+
+def test_killed_and_interrupted_hosts_end_the_run_which_goes_on(tmp_path):
+    """The loop goes on from process 0's disk."""
+    with Hosts(tmp_path, *LONG) as hosts:
+        hosts.wait_for("denoising:")
+        time.sleep(2.5)  # longer than the state is kept back
+        hosts.processes[1].kill()
+        codes, outputs = hosts.finish(20)
+    assert codes == [1, -signal.SIGKILL] and outputs == ["", ""]
+    assert "process 1 of 2: ended without a message" in hosts.said(0)
+    assert "Traceback" not in hosts.said(0)
+    assert (hosts.folders[0] / "long.npz.stages" / stages.STATE_FILE).exists()
+    assert not (hosts.folders[1] / "long.npz.stages").exists()
+
+    with Hosts(tmp_path, *LONG) as hosts:
+        hosts.wait_for("going on after step")
+        hosts.wait_for("denoising:")
+        hosts.processes[1].send_signal(signal.SIGINT)
+        codes, outputs = hosts.finish(20)
+    assert codes == [130, 130] and outputs == ["", ""]
+    assert "process 1 of 2: stopped" in hosts.said(0)
+    assert "Traceback" not in hosts.said(0) + hosts.said(1)
+
+
+def test_the_others_end_when_process_0_is_killed(tmp_path):
+    with Hosts(tmp_path, *LONG) as hosts:
+        hosts.wait_for("compiling the text encoder")
+        hosts.processes[0].kill()
+        codes, _ = hosts.finish(20)
+    assert codes == [-signal.SIGKILL, 1]
+    assert "process 0 of 2: ended without a message" in hosts.said(1)
+
+
+def test_an_error_on_one_host_ends_both(tmp_path):
+    with Hosts(tmp_path, *LONG[:-1], "/proc/nothing/video.mp4") as hosts:
+        codes, _ = hosts.finish(40)
+    assert codes == [2, 2]
+    assert "error: cannot write /proc/nothing/video.mp4" in hosts.said(0)
+    assert "error: process 0 of 2: cannot write /proc/nothing/video.mp4" in hosts.said(1)
+
+
+def test_a_host_that_never_comes(tmp_path):
+    with Hosts(tmp_path, *LONG, "--join-timeout", 4, num_processes=4) as hosts:
+        codes, _ = hosts.finish(40)
+    assert codes == [2, 2]
+    for i in range(2):
+        assert "error: processes 2, 3 of 4 have not joined within 4 s" in hosts.said(i)
+
+
+# --- without processes ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--coordinator", "h:1"], "--num-processes and --process-id is missing"),
+        (["--coordinator", "h:1", "--num-processes", "2"], "--process-id is missing"),
+        (["--coordinator", "h", "--num-processes", "2", "--process-id", "0"], "must be ADDRESS:PORT"),
+        (["--coordinator", "h:70000", "--num-processes", "2", "--process-id", "0"], "must be ADDRESS:PORT"),
+        (["--coordinator", "h:1", "--num-processes", "0", "--process-id", "0"], "--num-processes must be 1 or more"),
+        (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be 0 to 1"),
+        (
+            ["--coordinator", "h:1", "--num-processes", "2", "--process-id", "0", "--join-timeout", "0"],
+            "above 0 seconds",
+        ),
+        (["--distributed", "--process-id", "1"], "give either it or them"),
+        (["--distributed"], "finds no cluster"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(run, tmp_path, options, message):
+    for command in (["generate", "x"], ["encode", "x", "--dir", tmp_path], ["decode", "--dir", tmp_path]):
+        code, out, err = run(*command, *options)
+        assert code == 2 and out == "" and err.count("error: ") == 1
+        assert message in err
+
+
+def test_one_process_of_one_needs_no_other(run, tmp_path):
+    code, _, err = run("decode", "--dir", tmp_path, "--coordinator", "h:1", "--num-processes", 1, "--process-id", 0)
+    assert code == 2 and "generation_config.json" in err
+
+
+def test_a_cluster_that_jax_knows_is_found(monkeypatch):
+    for name, value in {"NTASKS": "2", "PROCID": "1", "LOCALID": "0", "JOB_ID": "5", "STEP_NODELIST": "n1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    place = find_place(None, None, None, True)
+    assert (place.num_processes, place.process_id) == (2, 1)
+    assert place.address[0] == "n1"
+
+
+def test_messages_hold_values_and_arrays():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = Connection(socket.create_connection(server.getsockname()))
+        right = Connection(server.accept()[0])
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.int8), np.array(True)]
+    message = ["value", {"a": [1, None, "ü", arrays[0]], "b": {"c": arrays[1]}, "d": (arrays[2], 2.5)}]
+    threading.Thread(target=left.send, args=(message,)).start()
+    kind, found = right.receive()
+    assert kind == "value" and found["a"][:3] == [1, None, "ü"]
+    for got, sent in zip([found["a"][3], found["b"]["c"], found["d"][0]], arrays, strict=True):
+        np.testing.assert_array_equal(got, sent)
+        assert got.dtype == sent.dtype and got.shape == sent.shape
+    left.close()
+    assert right.receive() is None
+
+
+def test_processes_that_do_not_belong_are_refused():
+    """A stray connection, another count of processes, a number that is taken: the run begins without them."""
+    port, results = free_port(), {}
+    address = f"127.0.0.1:{port}"
+
+    def start(name, place):
+        def run():
+            try:
+                results[name] = join(place)
+            except InputError as e:
+                results[name] = str(e)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    first = start("first", Place(address, 3, 0, 20))
+    start("other count", Place(address, 2, 1, 20)).join()
+    with socket.create_connection(("127.0.0.1", port)) as stray:
+        stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    second = start("second", Place(address, 3, 1, 20))
+    time.sleep(0.5)
+    start("again", Place(address, 3, 1, 20)).join()
+    third = start("third", Place(address, 3, 2, 20))
+    for thread in (first, second, third):
+        thread.join()
+    assert "--num-processes 2, process 0 says 3" in results["other count"]
+    assert "--process-id 1 is taken" in results["again"]
+    links, jax_port = results["first"]
+    assert set(links) == {1, 2}
+    assert results["second"][1] == results["third"][1] == jax_port
