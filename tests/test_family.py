@@ -1,4 +1,4 @@
-"""A second family, registered by a test: converted, loaded, quantized, adapted and described as the first one is."""
+"""A second family, registered by a test: converted, loaded, quantized, adapted, planned and run as the first one is."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from flax import nnx
 from tiny_family import CONFIGS, RELEASE, TABLES, TINY, Denoiser, save_layout
 
 import conversion.__main__
-from cogvideox_flax import RELEASES, checkpoint, cli, sharding
+from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cli, sharding
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
+from cogvideox_flax.generate.programs import STAGES, RunPrograms
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.io.video import read_video
 from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
 from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
+from cogvideox_flax.plan import choose_mesh, forecast
+from cogvideox_flax.plan.chips import CHIPS
+from cogvideox_flax.plan.flops import count_flops
 from conversion.configs import find_family
 from conversion.convert import convert
 from conversion.tables import TABLES as ALL_TABLES
@@ -167,3 +173,90 @@ def test_info(form, native, layout, capsys):
     assert "tiny-1" in text and "5 frames of 16x16 at 8 fps, 50 flow steps" in text
     for name, count in (("text_encoder_1", 192), ("denoiser", 13_120), ("codec", 27)):
         assert re.search(rf"  {name} +{count:,} parameters", text)
+
+
+# --- runs
+
+STEPS = {"num_inference_steps": 3, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def pipe(native):
+    return Pipeline.from_pretrained(native, "float32")
+
+
+def test_the_pipeline_runs_it(pipe):
+    video = pipe(["a red ball", "ball rolls"], output_type="float", **STEPS)
+    assert video.frames.shape == (2, 5, 16, 16, 3) and video.fps == 8
+    assert video.metadata["settings"]["scheduler"] == "flow" and video.metadata["release"] == "tiny-1"
+    # what it predicts has one colour, so all pixels of a video have it
+    assert np.ptp(video.frames, (1, 2, 3)).max() < 1e-5 and np.abs(video.frames[0] - video.frames[1]).max() > 1e-3
+    plain = pipe("a red ball", output_type="float", guidance_scale=1, **STEPS)
+    assert np.abs(plain.frames - video.frames[:1]).max() > 1e-4
+    one = pipe(["a red ball", "ball rolls"], output_type="float", one_program=True, **STEPS)
+    np.testing.assert_allclose(one.frames, video.frames, atol=1e-5)
+    at_once = pipe(["a red ball", "ball rolls"], output_type="float", compiled_loop=True, **STEPS)
+    np.testing.assert_allclose(at_once.frames, video.frames, atol=1e-5)
+    conditioning = pipe.encode(GenerationRequest("red"), progress=False)
+    assert {name: x.shape for name, x in conditioning.text.items()} == TINY.feature_shapes(CONFIGS, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_frames": 9, "height": None}, None),
+        ({"num_frames": 8}, "it must be 4 n . 1"),
+        ({"scheduler": "ddim"}, "unknown scheduler 'ddim'; known are flow"),
+        ({"tiling": True}, "the tiny codec has no tiles"),
+    ],
+)
+def test_its_own_rules_count(pipe, change, message):
+    if message is None:
+        assert pipe("red", **STEPS, **change).frames.shape == (1, 9, 16, 16, 3)
+        return
+    with pytest.raises(InputError, match=message):
+        pipe("red", **STEPS, **change)
+
+
+def test_in_stages_on_disk_it_is_the_same_run(native, tmp_path, capsys):
+    run, steps = str(tmp_path / "run"), ["--steps", "3", "--quiet"]
+    assert cli.main(["encode", "a red ball", "--model", str(native), "--dir", run, "--quiet"]) == 0
+    with TensorFile(tmp_path / "run" / "stage1_embeddings.safetensors") as file:
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+    both = TINY.feature_shapes(CONFIGS, 1)
+    assert shapes == both | {f"negative_{name}": shape for name, shape in both.items()}
+    assert cli.main(["denoise", "--dir", run, *steps]) == 0
+    assert cli.main(["decode", "--dir", run, "--quiet"]) == 0
+    out = tmp_path / "v.mp4"
+    assert cli.main(["generate", "a red ball", "--model", str(native), "--out", str(out), *steps]) == 0
+    frames = [read_video(path)[0] for path in (out, tmp_path / "run" / "output_video.mp4")]
+    assert frames[0].shape == (5, 16, 16, 3) and (frames[0] == frames[1]).all()
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 4), (2, 2, 2, True)], ids=["tp", "fsdp"])
+def test_a_mesh_gives_the_same_video(pipe, native, mesh):
+    spread = Pipeline.from_pretrained(native, "float32", sharding.make_mesh(*mesh))
+    alone, found = (each("a red ball", output_type="float", **STEPS).frames for each in (pipe, spread))
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+    with pytest.raises(InputError, match="4 does not divide over mesh axis tp of size 8"):
+        Pipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 1, 8))
+
+
+def test_quantized_it_runs(pipe, native):
+    int8 = native.with_name("int8 run")
+    quantize_checkpoint(native, int8)
+    found = Pipeline.from_pretrained(int8, "float32")("a red ball", output_type="float", **STEPS).frames
+    assert 0 < np.abs(found - pipe("a red ball", output_type="float", **STEPS).frames).max() < 0.05
+
+
+def test_its_stages_are_planned(native):
+    manifest = checkpoint.read_manifest(native)
+    run = RunPrograms(manifest, GenerationRequest("").resolve(manifest), "float32")
+    for stage in (*STAGES, "run"):
+        ((spec, args, runs),) = run.abstract(stage)
+        assert count_flops(spec.function(), *args).total > 0 and runs in (1, 2, 4)
+    found = choose_mesh(run, 8, CHIPS["v6e"])
+    assert found.mesh[2] <= 4 and found.seconds > 0
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
+    for stage in forecast(run, "v6e:2x4", (2, 1, 4)):
+        assert stage.fits and stage.flops > 0

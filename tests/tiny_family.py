@@ -18,8 +18,19 @@ from safetensors.numpy import save_file
 from cogvideox_flax import sharding
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import Component, LoRALayout, ModelFamily, Release
+from cogvideox_flax.models.family import (
+    Component,
+    Configs,
+    Defaults,
+    LoRALayout,
+    ModelFamily,
+    Release,
+    Size,
+    TextStage,
+    Workload,
+)
 from cogvideox_flax.nn.layers import Linear, stack
+from cogvideox_flax.schedulers import Scheduler, StepTable
 from cogvideox_flax.tokenizer import TokenizerConfig
 from conversion.rules import Rule, Tables, linear
 
@@ -62,11 +73,40 @@ class CodecConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowConfig(Config):
+    kind: str = "flow"
     shift: float = 5.0
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> FlowConfig:
         return cls(shift=raw["shift"])
+
+
+class FlowEuler(Scheduler):
+    """Flow matching: x = (1 - s) x0 + s noise, the model predicts noise - x0. The same linear step as the others."""
+
+    kind = "flow"
+    needs_noise = False
+
+    def __init__(self, config: FlowConfig):
+        self.config = config
+
+    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+        if not 1 <= num_inference_steps <= 1000:
+            raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to 1000")
+        s = np.linspace(1, 0, num_inference_steps + 1)[start:]
+        s = self.config.shift * s / (1 + (self.config.shift - 1) * s)
+        here, there, zero = s[:-1], s[1:], np.zeros(len(s) - 1)
+        tables = {"signal": zero + 1, "sigma": here, "from_sample": there / here, "from_x0": 1 - there / here}
+        tables |= {"from_previous_x0": zero, "from_noise": zero}
+        timesteps = (1000 * here).astype(np.int32)
+        return StepTable(timesteps=timesteps, **{name: table.astype(np.float32) for name, table in tables.items()})
+
+    def init_state(self, sample: Array) -> None:
+        return None
+
+    def step(self, plan, i, prediction, sample, state=None, noise=None):
+        c = plan.row(i)
+        return c.from_sample * sample + c.from_x0 * (c.signal * sample - c.sigma * prediction), None
 
 
 class Encoder(nnx.Module):
@@ -115,6 +155,26 @@ class Codec(nnx.Module):
     def __init__(self, config: CodecConfig, *, rngs: nnx.Rngs):
         self.out = Linear(config.channels, 3, rngs=rngs)
 
+    def __call__(self, latents: Float[Array, "B T h w C"]) -> Float[Array, "B F H W 3"]:
+        video = jnp.tanh(self.out(latents)).repeat(4, 2).repeat(4, 3)
+        return jnp.concatenate([video[:, :1], video[:, 1:].repeat(4, 1)], 1)
+
+
+def encode_text(encoder: Encoder, ids: Int32[Array, "B L"]) -> dict[str, Array]:
+    """Two features: of each token, and of the whole prompt."""
+    x = encoder(ids)
+    return {"prompt_embeds": x, "pooled_embeds": x.mean(1)}
+
+
+def predict(denoiser: Denoiser, latents: Array, text: dict[str, Array], timestep: Array) -> Array:
+    """Noise - x0, where x0 has one colour, which the prompt decides."""
+    hidden = denoiser(text["prompt_embeds"]).mean(1)[:, :8] + text["pooled_embeds"][:, :8]
+    return (latents - jnp.tanh(hidden)[:, None, None, None]) * jnp.float32(1000) / jnp.maximum(timestep, 1)
+
+
+def decode(codec: Codec, latents: Array, tiled: bool) -> Array:
+    return codec(latents)
+
 
 class WordTokenizer:
     """The place of each word in the vocabulary."""
@@ -130,6 +190,33 @@ class WordTokenizer:
 def _check(configs: Mapping[str, Any]) -> None:
     if configs["text_encoder_1"].width != configs["denoiser"].text_width:
         raise InputError("the denoiser takes another width")
+
+
+def _resolve_size(configs: Configs, num_frames: int | None, height: int | None, width: int | None) -> Size:
+    num_frames, height, width = num_frames or 5, height or 16, width or 16
+    if num_frames % 4 != 1:
+        raise InputError(f"num_frames is {num_frames}; it must be 4 n + 1")
+    return Size(
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        latent_frames=num_frames // 4 + 1,
+        extra_latents=0,
+        latent_height=height // 4,
+        latent_width=width // 4,
+        latent_channels=configs["codec"].channels,
+    )
+
+
+def _refuse_tiles(configs: Configs) -> None:
+    raise InputError("the tiny codec has no tiles")
+
+
+def _workload(configs: Configs, size: Size) -> Workload:
+    config = configs["denoiser"]
+    return Workload(
+        layers=config.layers, heads=config.heads, head_dim=config.width // config.heads, tokens=6, modulation=1
+    )
 
 
 CONFIGS = {
@@ -187,6 +274,25 @@ TINY = ModelFamily(
     releases={RELEASE.name: RELEASE},
     find_release=lambda configs: RELEASE if configs.get("denoiser") == RELEASE.configs["denoiser"] else None,
     check=_check,
+    check_tiling=_refuse_tiles,
+    samplers={"flow": FlowEuler},
+    defaults=lambda configs: Defaults(
+        fps=8, num_inference_steps=4, guidance_scale=3.0, use_dynamic_cfg=False, scheduler="flow"
+    ),
+    resolve_size=_resolve_size,
+    size_warnings=lambda configs, size: [],
+    workload=_workload,
+    text=(
+        TextStage(
+            component="text_encoder_1",
+            tokenize=lambda tokenizer, prompts: tokenizer(prompts),
+            token_shapes=lambda configs, batch: jax.ShapeDtypeStruct((batch, 6), jnp.int32),
+            encode=encode_text,
+        ),
+    ),
+    feature_shapes=lambda configs, batch: {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)},
+    predict=predict,
+    decode=decode,
     lora=LoRALayout(
         component="denoiser",
         targets=MAPS,
