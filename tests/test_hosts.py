@@ -183,7 +183,7 @@ def test_a_host_that_never_comes(tmp_path):
         (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be 0 to 1"),
         (
             ["--coordinator", "h:1", "--num-processes", "2", "--process-id", "0", "--join-timeout", "0"],
-            "above 0 seconds",
+            "above 0 s",
         ),
         (["--distributed", "--process-id", "1"], "give either it or them"),
         (["--distributed"], "finds no cluster"),
