@@ -259,7 +259,7 @@ def test_a_stopped_run_ends_as_if_it_had_not_been(started, method):
 def test_lora_is_trained_and_changes_what_is_generated(started, model, paths, tmp_path):
     file = started["lora", "whole"]
     assert file.name == FILE_NAME
-    config = checkpoint.read_manifest(model).transformer
+    config = checkpoint.read_manifest(model).configs["transformer"]
     assert describe_lora(COGVIDEOX, file, 1.0, config)["file"] == str(file)
     tensors = load_file(file)
     assert {name.split(".", 3)[3].rsplit(".", 2)[0] for name in tensors} == {
