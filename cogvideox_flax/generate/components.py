@@ -105,5 +105,5 @@ class Components:
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory; they load again when used."""
-        for name in components or self.manifest.configs:
+        for name in components or tuple(self._loaded):
             self._loaded.pop(name, None)
