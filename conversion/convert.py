@@ -34,7 +34,7 @@ from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.family import ModelFamily, Release
 from cogvideox_flax.models.registry import component_names, get_family, get_release
 from conversion.configs import find_family, read_configs
 from conversion.mapping import Plan, plan
@@ -85,10 +85,7 @@ def convert(
     if dtype is not None and dtype not in FLOATS:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATS)}")
     known = get_release(release) if release else None
-    before = read_manifest(dst) if is_native(dst) else None
-    family = get_family(known.family) if known else find_family(src, before.family if before else None)
-    if before is not None and before.family != family.name:
-        raise InputError(f"{dst} holds a model of the family {before.family}, {src} is {family.name}; choose another")
+    family = _find_family(src, dst, known)
     wanted = list(components or components_of(src, family.components))
     if unknown := [c for c in wanted if c not in family.components]:
         raise InputError(f"unknown component {unknown[0]!r}; known are {', '.join(family.components)}")
@@ -111,6 +108,15 @@ def convert(
             raise InputError(
                 f"writing {dst} failed: {e.strerror}; free some space and run the same command again"
             ) from e
+
+
+def _find_family(src: Path, dst: Path, release: Release | None) -> ModelFamily:
+    """The family of src, which dst's is if it holds anything."""
+    there = read_manifest(dst).family if is_native(dst) else None
+    family = get_family(release.family) if release is not None else find_family(src, there)
+    if there not in (None, family.name):
+        raise InputError(f"{dst} holds a model of the family {there}, {src} is {family.name}; choose another place")
+    return family
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_adding_a_component_keeps_the_noise_schedule(transformer, tmp_path):
     make_scheduler("ddim", 3.0).save_pretrained(other / "scheduler")
     convert(one, tmp_path / "dst")
     convert(other, tmp_path / "dst")
-    assert read_manifest(tmp_path / "dst").scheduler.snr_shift_scale == 1.0
+    assert read_manifest(tmp_path / "dst").configs["scheduler"].snr_shift_scale == 1.0
 
 
 def test_two_conversions_into_one_place(transformer, tmp_path):

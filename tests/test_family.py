@@ -89,6 +89,14 @@ def test_a_directory_is_converted_by_the_family_that_its_configs_name(layout, na
     assert checkpoint.fingerprints(native, manifest).keys() == CONFIGS.keys()
 
 
+def test_a_checkpoint_that_names_no_family_is_of_the_first():
+    raw, manifest = json.loads((hub.EMBEDDED / "config.json").read_text()), checkpoint.read_manifest(hub.EMBEDDED)
+    assert "family" not in raw and manifest.family == "cogvideox"
+    assert manifest.tokenizer_sha256 == {"tokenizer/spiece.model": raw["spiece_sha256"]}
+    again = manifest.from_json(json.loads(json.dumps(manifest.to_json())))
+    assert again == manifest and manifest.to_json()["family"] == "cogvideox"
+
+
 def test_what_does_not_fit_is_refused(layout, native, tmp_path):
     with pytest.raises(InputError, match="does not survive float16"):
         convert(layout, tmp_path / "half", dtype="float16")

@@ -314,7 +314,7 @@ def test_a_damaged_config_in_the_cache_is_mended(home, two, how):
     else:
         path.write_text(text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2'))
     assert hub.resolve(layout, progress=False) == native
-    assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native) == manifest
+    assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native).configs == manifest.configs
     checkpoint.verify(native)
 
 

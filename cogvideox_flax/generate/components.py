@@ -112,5 +112,5 @@ class Components:
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory (default: of all); they load again when used."""
-        for name in components or self.manifest.model_family.components:
+        for name in components or tuple(self._loaded):
             self._loaded.pop(name, None)
