@@ -52,7 +52,7 @@ def test_operation_by_operation_gives_the_same(pipe):
     pipe.profiling = ProfilingOptions(jit=False)
     seen = []
     plan = pipe.plan(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
-    program = pipe._programs.get(plan.encode(pipe.manifest.family.text[0]))
+    program = pipe._programs.get(plan.encode(pipe.manifest.model_family.text[0]))
     jitted = program._f
     program._f = lambda *args: seen.append(args[1]) or jitted(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
@@ -189,7 +189,7 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
         return pipe.plan(GenerationRequest("red", num_frames=frames, height=448, width=448))
 
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
-        program = Program(plan(1).encode(pipe.manifest.family.text[0]), mesh=mesh)
+        program = Program(plan(1).encode(pipe.manifest.model_family.text[0]), mesh=mesh)
         assert isinstance(program.model_argument(pipe.text_encoder).blocks, nnx.List) == (mesh is None)
     for frames, few in ((1, True), (9, False)):  # 28x28 patches in each latent frame
         transformer = Program(plan(frames).denoise).model_argument(pipe.transformer)

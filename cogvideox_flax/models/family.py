@@ -70,7 +70,7 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The denoiser's work, as the choice of a mesh needs it.
+    """The denoiser's work, from which the planner chooses how to divide it.
 
     tokens: in one sample, text included. modulation: input width of the per-layer modulation.
     """
@@ -256,7 +256,7 @@ class ModelFamily:
         return tuple(name for name, component in self.components.items() if component.linear_maps)
 
     def heads(self, configs: Configs) -> dict[str, int]:
-        """Component -> its attention heads, of which a mesh never cuts one."""
+        """Component -> its attention heads, none of which is ever divided between devices."""
         return {name: configs[name].heads for name in self.components if hasattr(configs[name], "heads")}
 
     def latent_channels(self, configs: Configs) -> int:
