@@ -51,8 +51,8 @@ def test_operation_by_operation_gives_the_same(pipe):
     expected = pipe("red", **SMALL, output_type="float").frames
     pipe.profiling = ProfilingOptions(jit=False)
     seen = []
-    plan = pipe.plan(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
-    program = pipe._programs.get(plan.encode(pipe.manifest.model_family.text[0]))
+    plan = pipe.programs(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
+    program = pipe._compiled.get(plan.encode(pipe.manifest.model_family.text[0]))
     jitted = program._f
     program._f = lambda *args: seen.append(args[1]) or jitted(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
@@ -186,7 +186,7 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
     monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
 
     def plan(frames):
-        return pipe.plan(GenerationRequest("red", num_frames=frames, height=448, width=448))
+        return pipe.programs(GenerationRequest("red", num_frames=frames, height=448, width=448))
 
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
         program = Program(plan(1).encode(pipe.manifest.model_family.text[0]), mesh=mesh)

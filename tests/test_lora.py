@@ -429,10 +429,10 @@ def cheap_loop(monkeypatch):
     calls = []
 
     def denoise(self, conditioning, request, **_):
-        plan = self.plan(request)
-        calls.append(plan.size)
+        run = self.programs(request)
+        calls.append(run.size)
         total = sum(np.abs(x).sum() for x in parameters(self.transformer).values())
-        latents = np.full(plan.size.latent_shape(conditioning.batch), total / 1e3, np.float32)
+        latents = np.full(run.size.latent_shape(conditioning.batch), total / 1e3, np.float32)
         yield DenoiseState(np.int32(2), latents, None)
 
     monkeypatch.setattr(Pipeline, "denoise", denoise)

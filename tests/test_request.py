@@ -142,7 +142,7 @@ def test_the_loop_belongs_to_the_caller(tmp_path):
     states = list(pipe.denoise(conditioning, request))
     assert [int(state.step) for state in states] == [1, 2, 3]
     expected = pipe(request, progress=False)
-    extra = pipe.plan(request).size.extra_latents
+    extra = pipe.programs(request).size.extra_latents
     assert (np.asarray(pipe.decode(states[-1].latents[:, extra:], progress=False)) == expected.frames).all()
     resumed = list(pipe.denoise(conditioning, request, state=states[0]))
     assert [int(state.step) for state in resumed] == [2, 3]

@@ -67,7 +67,7 @@ def test_the_extra_frame_of_1_5_is_dropped(paths, tmp_path):
     paths("encode", PROMPT, "--model", layout, "--dir", run, "--dtype", "float32")
     paths("denoise", "--dir", run, *SIZE, "--steps", 2)
     pipe = CogVideoXPipeline.from_pretrained(layout, dtype="float32")
-    assert pipe.plan(GenerationRequest(PROMPT, num_frames=9, height=64, width=96)).size.latent_frames == 4
+    assert pipe.programs(GenerationRequest(PROMPT, num_frames=9, height=64, width=96)).size.latent_frames == 4
     assert load_file(run / "stage2_latents.safetensors")["latents"].shape == (1, 16, 3, 8, 12)
     assert json.loads((run / "generation_config.json").read_text())["fps"] == 16
 

@@ -32,7 +32,7 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         request = GenerationRequest(
             "", "", case.frames, case.height, case.width, STEPS, 6.0, False, "ddim", latents=given["latents"]
         )
-        extra = pipe.plan(request).size.extra_latents
+        extra = pipe.programs(request).size.extra_latents
         encode = _program("text encoder", FUNCTIONS["text_encoder"], case, given["ids"].size)
 
         def video() -> np.ndarray:

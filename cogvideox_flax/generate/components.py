@@ -1,4 +1,4 @@
-"""The components of a checkpoint, loaded when they are first used and released when told to."""
+"""A checkpoint that was opened: its components, loaded when they are first used and released when told to."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate.checks import check_model
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
 
@@ -27,10 +29,14 @@ class Components:
         loras: the adapters that are part of the denoiser's weights, as `LoRARecord`.
 
     Raises:
-        CheckpointError: a component is missing or damaged.
+        InputError: as for `from_pretrained`.
     """
 
+    family: ClassVar[str | None] = None
+    """The only family that this class opens; None opens all."""
+
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        self._check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
         self._loaded: dict[str, Any] = {}
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
@@ -38,6 +44,41 @@ class Components:
             checkpoint.check_weights(native_dir, component)
         checkpoint.check_contents(native_dir, self.manifest)
         self.loras: list[Mapping[str, Any]] = []
+
+    @classmethod
+    def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
+        if cls.family not in (None, manifest.family):
+            raise InputError(f"{where} is a {manifest.family} model; open it with Pipeline")
+        check_model(manifest, where, dtype, mesh)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        where: str | Path | None,
+        dtype: str = "bfloat16",
+        mesh: Mesh | None = None,
+        *,
+        revision: str | None = None,
+        progress: bool = True,
+    ) -> Self:
+        """Open a checkpoint.
+
+        Args:
+            where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
+                cache, with progress; None for the embedded checkpoint.
+            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs); the dtype of weights and activations.
+            mesh: from `sharding.make_mesh`; None for one device.
+            revision: for a hub id: branch, tag or commit.
+            progress: progress bars of downloads and conversions on stderr.
+
+        Raises:
+            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
+                devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
+                before anything is converted.
+        """
+        manifest = hub.peek(where, revision, progress=progress)
+        cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
+        return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model_family.components:

@@ -9,17 +9,15 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax import checkpoint
-from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.checks import check_model, check_run
+from cogvideox_flax.generate.checks import check_run
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, watched
@@ -34,7 +32,7 @@ from cogvideox_flax.generate.programs import (
     noise_key,
 )
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
-from cogvideox_flax.generate.result import GenerationResult, describe_run
+from cogvideox_flax.generate.result import GenerationResult, describe_request
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.runtime.compile import Programs, ProgramSpec
@@ -62,52 +60,13 @@ class Pipeline(Components):
         profiling: what to record while it runs: memory, a profile, operations one by one.
     """
 
-    family: ClassVar[str | None] = None
-    """The only family that this class opens; None opens all."""
-
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
-        self._check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
         super().__init__(native_dir, dtype, mesh)
         family, configs = self.manifest.model_family, self.manifest.configs
         self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
         self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
         self.profiling = ProfilingOptions()
-        self._programs = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
-
-    @classmethod
-    def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
-        if cls.family not in (None, manifest.family):
-            raise InputError(f"{where} is a {manifest.family} model; open it with Pipeline")
-        check_model(manifest, where, dtype, mesh)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        where: str | Path | None,
-        dtype: str = "bfloat16",
-        mesh: Mesh | None = None,
-        *,
-        revision: str | None = None,
-        progress: bool = True,
-    ) -> Self:
-        """Open a checkpoint.
-
-        Args:
-            where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
-                cache, with progress; None for the embedded checkpoint.
-            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs); the dtype of weights and activations.
-            mesh: from `sharding.make_mesh`; None for one device.
-            revision: for a hub id: branch, tag or commit.
-            progress: progress bars of downloads and conversions on stderr.
-
-        Raises:
-            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
-                devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
-                before anything is converted.
-        """
-        manifest = hub.peek(where, revision, progress=progress)
-        cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
-        return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+        self._compiled = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 
     def keep_programs(self, folder: Path) -> None:
         """Keep compiled programs in a folder, and take those that are there: a second process compiles nothing.
@@ -118,7 +77,7 @@ class Pipeline(Components):
             InputError: others could put programs into the folder, or it cannot be made.
         """
         try:
-            self._programs.cache = CompileCache(folder)
+            self._compiled.cache = CompileCache(folder)
         except NotPrivateError as e:
             raise InputError(f"compiled programs cannot be kept in {folder}: {e}; name a folder of your own") from e
         except OSError as e:
@@ -131,12 +90,12 @@ class Pipeline(Components):
             InputError: with every fault found.
         """
         if request.lora is None:
-            request = dataclasses.replace(request, lora=self.loras)
+            request = dataclasses.replace(request, lora=list(self.loras))
         resolved = request.resolve(self.manifest)
         check_run(resolved, self.mesh, self.profiling)
         return resolved
 
-    def plan(self, request: GenerationRequest) -> RunPrograms:
+    def programs(self, request: GenerationRequest) -> RunPrograms:
         """The programs of a request, and their arguments: sizes, sampler tables, shapes."""
         return RunPrograms(self.manifest, self.resolve(request), self.dtype)
 
@@ -167,52 +126,39 @@ class Pipeline(Components):
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
-        stages = (
-            ["run"] if request.one_program else [s for s in STAGES if (s, request.output_type) != ("decode", "latent")]
-        )
-        self.check_memory(request, ["run"] if request.one_program else stages, progress=progress)
+        stages = ["run"] if request.one_program else STAGES[:-1] if request.output_type == "latent" else STAGES
+        self.check_memory(request, stages, progress=progress)
         self.use_loras(request.lora)
         frames, steps_done = [], 0
         conditioning = None if request.one_program else self.encode(request, progress=progress)
         for one in request.videos():
             if conditioning is None:
-                made, steps_done = self._run_as_one_program(one, progress), len(self.plan(one).steps)
+                made, steps_done = self._run_as_one_program(one, progress), len(self.programs(one).steps)
             else:
                 made, steps_done = self._denoise_and_decode(conditioning, one, callback, progress)
             frames.append(fetch(made))
         videos = frames[0] if len(frames) == 1 else np.concatenate(frames)
-        return GenerationResult(videos, request.fps, self._metadata(request, steps_done))
+        metadata = describe_request(request, self.manifest, self.native_dir.name, self.dtype, steps_done)
+        return GenerationResult(videos, request.fps, metadata)
 
     def _denoise_and_decode(
         self, conditioning: Conditioning, request: ResolvedRequest, callback: Callback | None, progress: bool
     ) -> tuple[Any, int]:
         """Frames, or latents, and how many steps were done."""
-        plan = self.plan(request)
+        run = self.programs(request)
         states = self.denoise(conditioning, request, progress=progress)
-        with watched(states, len(plan.steps), progress=progress) as each:
+        with watched(states, len(run.steps), progress=progress) as each:
             for state in each:
                 done = int(state.step)
-                if callback is not None and callback(done - 1, int(plan.steps.timesteps[done - 1]), state.latents):
-                    say(f"stopped by the callback after step {done} of {len(plan.steps)}", progress)
+                if callback is not None and callback(done - 1, int(run.steps.timesteps[done - 1]), state.latents):
+                    say(f"stopped by the callback after step {done} of {len(run.steps)}", progress)
                     break
         self.profiling.after_stage("denoising")
         if request.output_type == "latent":
             return state.latents, done
-        kept = state.latents[:, plan.size.extra_latents :]
+        kept = state.latents[:, run.size.extra_latents :]
         frames = self.decode(kept, output_type=request.output_type, tiling=request.tiling, progress=progress)
         return frames, done
-
-    def _metadata(self, request: ResolvedRequest, steps_done: int) -> dict[str, Any]:
-        n = request.num_videos
-        prompts = {name: list(getattr(request, name)) * n for name in ("prompt", "negative_prompt")}
-        seeds = [request.seed + i for i in range(n) for _ in range(request.batch)]
-        names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg")
-        settings = {name: getattr(request, name) for name in names}
-        settings |= {"scheduler": request.sampler(self.manifest).config.kind, "dtype": self.dtype}
-        settings |= {"lora": self.loras} if self.loras else {}
-        settings["steps_done"] = steps_done
-        seed = request.seed if n == 1 else seeds
-        return describe_run(self.manifest, self.native_dir.name, prompts, seed, settings)
 
     def check_memory(
         self, request: GenerationRequest, stages: Sequence[str] = STAGES, *, keep: bool = True, progress: bool = True
@@ -227,19 +173,19 @@ class Pipeline(Components):
             InputError: with the numbers and what to change.
         """
         if self.profiling.jit:
-            plan = self.plan(request)
-            compiled = {stage: plan.abstract(stage, self.mesh) for stage in stages}
-            check_memory(compiled, self._programs, keep=keep, progress=progress)
+            run = self.programs(request)
+            programs = {stage: run.abstract(stage, self.mesh) for stage in stages}
+            check_memory(programs, self._compiled, keep=keep, progress=progress)
 
     def check_decode_memory(self, shape: tuple[int, ...], *, tiling: bool = False, progress: bool = True) -> None:
         """The same for the decoder alone and latents [B, T, h, w, C]."""
         if self.profiling.jit:
             args = decode_arguments(self.manifest, self.dtype, shape, self.mesh)
             spec = decoding(self.manifest.model_family, "uint8", tiling)
-            check_memory({"decode": [(spec, args, 1)]}, self._programs, progress=progress)
+            check_memory({"decode": [(spec, args, 1)]}, self._compiled, progress=progress)
 
     def _run(self, spec: ProgramSpec, *args: Any, progress: bool) -> Any:
-        return self._programs.get(spec)(*args, announce=progress, jit=self.profiling.jit)
+        return self._compiled.get(spec)(*args, announce=progress, jit=self.profiling.jit)
 
     def _tokens(self, texts: Sequence[str]) -> dict[str, Any]:
         stages = self.manifest.model_family.text
@@ -256,14 +202,14 @@ class Pipeline(Components):
         Raises:
             InputError: a text encoder gives NaN or infinity.
         """
-        plan = self.plan(request)
-        texts = {"text": plan.request.prompt}
-        if plan.request.guided if negative is None else negative:
-            texts["negative_text"] = plan.request.negative_prompt
+        run = self.programs(request)
+        texts = {"text": run.request.prompt}
+        if run.request.guided if negative is None else negative:
+            texts["negative_text"] = run.request.negative_prompt
         tokens = {name: self._tokens(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
         found: dict[str, Any] = {name: {} for name in texts}
         for stage in self.manifest.model_family.text:
-            spec = plan.encode(stage)
+            spec = run.encode(stage)
             for name in texts:
                 module = self.component(stage.component)
                 features = self._run(
@@ -296,8 +242,8 @@ class Pipeline(Components):
             InputError: an argument that cannot be served.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        plan = self.plan(request)
-        resolved = plan.request
+        run = self.programs(request)
+        resolved = run.request
         if conditioning.guided != resolved.guided or conditioning.batch != resolved.batch:
             raise InputError(
                 f"the conditioning is of {conditioning.batch} prompts {'with' if conditioning.guided else 'without'} "
@@ -306,23 +252,23 @@ class Pipeline(Components):
         if resolved.compiled_loop and state is not None:
             raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
         self.use_loras(resolved.lora)
-        latents, noise_source = self._start_noise(plan, progress)
-        inputs, first = plan.start(conditioning.on_host(), latents, noise_source)
+        latents, noise_source = self._start_noise(run, progress)
+        inputs, first = run.start(conditioning.on_host(), latents, noise_source)
         inputs, first = replicate((inputs, state or first), self.mesh)
-        program = self._programs.get(plan.denoise)
+        program = self._compiled.get(run.denoise)
         model = self.component(self.manifest.model_family.denoiser)
         if self.profiling.jit:
             model = program.model_argument(model)  # once, and not in each step
             program.prepare(model, inputs, first, announce=progress)
-        run = denoise_at_once if resolved.compiled_loop else denoise_steps
-        return run(program, model, inputs, first, self.profiling, self._hint())
+        loop = denoise_at_once if resolved.compiled_loop else denoise_steps
+        return loop(program, model, inputs, first, self.profiling, self._hint())
 
-    def _start_noise(self, plan: RunPrograms, progress: bool) -> tuple[Any, Any]:
+    def _start_noise(self, run: RunPrograms, progress: bool) -> tuple[Any, Any]:
         """The initial latents, and the source of the sampler's noise: what was given, or by the seed."""
-        request = plan.request
+        request = run.request
         if request.latents is None:
             latents, key = self._run(
-                plan.initial_noise, replicate(np.uint32(request.seed), self.mesh), progress=progress
+                run.initial_noise, replicate(np.uint32(request.seed), self.mesh), progress=progress
             )
         else:
             latents, key = jnp.array(request.latents, jnp.float32), noise_key(request.seed)  # a copy: it may be donated
@@ -352,13 +298,13 @@ class Pipeline(Components):
 
     def _run_as_one_program(self, request: ResolvedRequest, progress: bool) -> Frames:
         """Tokens to frames as one program."""
-        plan = self.plan(request)
+        run = self.programs(request)
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
-        inputs, state = replicate(plan.start(None, *self._start_noise(plan, progress)), self.mesh)
+        inputs, state = replicate(run.start(None, *self._start_noise(run, progress)), self.mesh)
         given = replicate(tokens, self.mesh), inputs, state
-        frames, steps_finite, finite = self._run(plan.whole_run, models, *given, progress=progress)
-        self.profiling.after_stage(plan.whole_run.name)
+        frames, steps_finite, finite = self._run(run.whole_run, models, *given, progress=progress)
+        self.profiling.after_stage(run.whole_run.name)
         check_finite(fetch(steps_finite), inputs, self._hint())
         if not finite:
             raise self._bad("VAE")

@@ -330,7 +330,10 @@ def options(*stages: Stage) -> dict[str, Option]:
     return {name: option for name, option in found.items() if option.stage in stages}
 
 
-def _described(record: Mapping[str, Any], manifest: Manifest) -> dict[str, Any]:
+def _described(record: Mapping[str, Any], manifest: Manifest) -> Mapping[str, Any]:
+    """With the beginning of the file's SHA-256; a record that has it was made from the file before."""
+    if "sha256" in record:
+        return record
     from cogvideox_flax.lora import describe_lora
 
     family = manifest.model_family

@@ -10,6 +10,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.version import __version__
@@ -64,3 +65,17 @@ def describe_run(
         "version": f"cogvideox-flax {__version__}",
         "settings": settings,
     }
+
+
+def describe_request(
+    request: ResolvedRequest, manifest: Manifest, name: str, dtype: str, steps_done: int
+) -> dict[str, Any]:
+    """The same for a request; arguments as for `describe_run`."""
+    n = request.num_videos
+    prompts = {key: list(getattr(request, key)) * n for key in ("prompt", "negative_prompt")}
+    seeds = [request.seed + i for i in range(n) for _ in range(request.batch)]
+    names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg")
+    settings: dict[str, Any] = {key: getattr(request, key) for key in names}
+    settings |= {"scheduler": request.sampler(manifest).config.kind, "dtype": dtype}
+    settings |= ({"lora": request.lora} if request.lora else {}) | {"steps_done": steps_done}
+    return describe_run(manifest, name, prompts, request.seed if n == 1 else seeds, settings)

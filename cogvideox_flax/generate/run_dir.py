@@ -151,6 +151,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
     check_prompts(found["prompt"], found["negative_prompt"])
+    if "lora" in found:  # what identifies the contents is looked up again
+        found["lora"] = [{"file": record["file"], "scale": record["scale"]} for record in found["lora"]]
     return found
 
 

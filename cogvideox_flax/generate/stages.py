@@ -118,7 +118,7 @@ def denoise(
     key = record.key(record.settings("denoise"), parts, embeddings=made_of)
     if hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         return
-    run = pipe.plan(record.request)
+    run = pipe.programs(record.request)
     keeper = _StateKeeper(folder / STATE_FILE, key, pipe.mesh, enabled=not record.request.compiled_loop)
     with keeper:
         found = keeper.found()
