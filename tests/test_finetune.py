@@ -202,7 +202,7 @@ def test_check_says_what_would_be_done_and_touches_nothing(write, run, tmp_path,
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr(CogVideoXPipeline, "component", begun)
-    monkeypatch.setattr(checkpoint, "_load", begun)
+    monkeypatch.setattr("cogvideox_flax.checkpoint.load.load_component", begun)
     path = write()
     before = tree(tmp_path)
     code, out, err = run("train", "--config", path, "--check", "--steps", 30)
