@@ -14,6 +14,7 @@ from reference import SHARED
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.checks import check_model
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import find_release
 from cogvideox_flax.models.cogvideox.sizes import resolve_size
@@ -112,7 +113,7 @@ def test_frame_rule(frames):
 )
 def test_untrained_sizes_warn(name, kwargs, warns, caplog):
     with caplog.at_level(logging.WARNING):
-        size(name, **kwargs)
+        GenerationRequest("red", **kwargs).resolve(Manifest.of_release(RELEASES[name]))
     assert bool(warns) == bool(caplog.records)
     if warns:
         assert re.search(warns, caplog.text)

@@ -85,11 +85,9 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
     checks.check_model(manifest, model, dtype, mesh)
     request = GenerationRequest(**given).resolve(manifest)
-    if mesh is None:
-        mesh = automatic_mesh(args, manifest, request, dtype)
+    if mesh is None and (mesh := automatic_mesh(args, manifest, request, dtype)) is not None:
         checks.check_model(manifest, model, dtype, mesh)
     hosts.check_mesh(mesh)
-    checks.check_run(request, mesh, profiling_options(args))
     path = expand_user(model)
     model_id = os.path.abspath(path) if args.model is not None and os.path.exists(path) else model
     record = run_dir.RunRecord(request=request, model_id=model_id, revision=args.revision, dtype=dtype)
@@ -102,6 +100,7 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
             check_writable(args.profile / "trace")
 
     hosts.from_first(check_places)
+    checks.check_run(request, mesh, profiling_options(args))
     return Run(record, manifest, mesh)
 
 
