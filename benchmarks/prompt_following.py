@@ -329,7 +329,7 @@ def measure(args: argparse.Namespace) -> None:
 
         pipe = CogVideoXPipeline.from_pretrained(args.model, args.dtype)
         if args.guidance_scale is None:
-            args.guidance_scale = pipe.manifest.default_guidance
+            args.guidance_scale = pipe.resolve(GenerationRequest("")).guidance_scale
         size = pipe.programs(GenerationRequest("")).size
         if size.height != size.width:
             raise InputError(f"the world is square; this model makes {size.height}x{size.width} (height x width)")

@@ -62,13 +62,6 @@ class Manifest:
             return "float32"
         return "float32" if family.components[family.denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
 
-    @property
-    def default_guidance(self) -> float:
-        """The guidance scale of a run unless told otherwise: the checkpoint's own, else the release's, else 6."""
-        if self.guidance_scale is not None:
-            return self.guidance_scale
-        return self.release.guidance_scale if self.release else 6.0
-
     def quantized(self, component: str) -> str | None:
         """How a component's weights are quantized: "int8" or "float8"; None if they are not."""
         kind = self.weights.get(component, {}).get("quantized")

@@ -9,25 +9,12 @@ Source: DDIM (arXiv 2010.02502), DPM-Solver++ (arXiv 2211.01095, its SDE form of
 2305.08891); diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`.
 """
 
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.schedulers.base import Scheduler, StepTable
-from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.schedulers.ddim import DDIMScheduler
 from cogvideox_flax.schedulers.dpm import DPMScheduler
 from cogvideox_flax.schedulers.guidance import guidance_scales
 
 SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in (DDIMScheduler, DPMScheduler)}
-
-
-def make_scheduler(config: SchedulerConfig) -> Scheduler:
-    """The sampler that `config.kind` names.
-
-    Raises:
-        InputError: there is no such sampler.
-    """
-    if config.kind not in SCHEDULERS:
-        raise InputError(f"unknown scheduler {config.kind!r}; known are {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[config.kind](config)
 
 
 __all__ = [
@@ -37,5 +24,4 @@ __all__ = [
     "Scheduler",
     "StepTable",
     "guidance_scales",
-    "make_scheduler",
 ]
