@@ -14,7 +14,8 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 from diffusers.schedulers import scheduling_dpm_cogvideox
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.schedulers import DDIMScheduler, DPMScheduler, guidance_scales, make_scheduler
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.schedulers import SCHEDULERS, DDIMScheduler, DPMScheduler, guidance_scales
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 STEP_COUNTS = (1, 2, 4, 6, 7, 10, 25, 28, 30, 50, 61, 64, 100, 103, 1000)
@@ -72,7 +73,7 @@ def run(scheduler, plan, predictions, noises):
 
 def assert_runs_agree(kind, shift, steps, monkeypatch, start=0, **config):
     predictions, noises = random(steps - start, 1), random(steps - start + 1, 2)
-    scheduler = make_scheduler(SchedulerConfig(kind=kind, snr_shift_scale=shift, **config))
+    scheduler = SCHEDULERS[kind](SchedulerConfig(kind=kind, snr_shift_scale=shift, **config))
     ours = np.asarray(run(scheduler, scheduler.plan(steps, start=start), predictions, noises))
     theirs = reference_run(
         reference(kind, shift, **config), kind, steps, predictions, noises, start=start, monkeypatch=monkeypatch
@@ -157,7 +158,7 @@ def test_noise_in_the_last_step_depends_on_the_step_count():
 
 @pytest.mark.parametrize("kind", ["ddim", "dpm"])
 def test_low_precision_sample_keeps_its_dtype_and_float32_state(kind):
-    scheduler = make_scheduler(SchedulerConfig(kind=kind))
+    scheduler = SCHEDULERS[kind](SchedulerConfig(kind=kind))
     plan = scheduler.plan(10)
     sample, noise = (jnp.asarray(x, jnp.bfloat16) for x in random(2, 3))
     prediction = jnp.asarray(random(1, 4)[0])
@@ -242,7 +243,7 @@ def test_bad_start_and_kind():
     with pytest.raises(InputError, match="leaves none of 10 steps"):
         DDIMScheduler(SchedulerConfig()).plan(10, start=10)
     with pytest.raises(InputError, match=r"unknown scheduler 'euler'; known are ddim, dpm"):
-        make_scheduler(SchedulerConfig(kind="euler"))
+        COGVIDEOX.sampler({"scheduler": SchedulerConfig()}, "euler")
 
 
 def test_class_and_config_agree_on_the_kind():
