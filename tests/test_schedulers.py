@@ -248,8 +248,9 @@ def test_bad_start_and_kind():
 
 def test_class_and_config_agree_on_the_kind():
     assert DPMScheduler(SchedulerConfig(kind="ddim")).config.kind == "dpm"
-    assert isinstance(make_scheduler(SchedulerConfig(kind="dpm")), DPMScheduler)
-    assert isinstance(make_scheduler(SchedulerConfig(kind="ddim")), DDIMScheduler)
+    configs = {"scheduler": SchedulerConfig(kind="ddim")}
+    assert isinstance(COGVIDEOX.sampler(configs, "dpm"), DPMScheduler)
+    assert COGVIDEOX.sampler(configs, "ddim") is COGVIDEOX.sampler(dict(configs), "ddim")  # programs are known by it
 
 
 def test_dpm_without_noise_is_an_error():
