@@ -16,7 +16,7 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
-from cogvideox_flax.generate import run_dir, stages
+from cogvideox_flax.generate import run_dir
 from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.locks import file_lock
 
@@ -41,9 +41,9 @@ def option(*argv, message):
         option("--seed", "-1", message="seed is -1; expected a whole number from 0 to 4294967295"),
         option("--seed", "4294967296", message="seed is 4294967296; expected"),
         option("--seed", "9" * 30, message="seed is 999"),
-        option("--fps", "0", message="--fps: expected a whole number of 1 or more; got '0'"),
-        option("--fps", "-8", message="got '-8'"),
-        option("--fps", "7.5", message="got '7.5'"),
+        option("--fps", "0", message="fps is 0; expected a whole number from 1 to 1000"),
+        option("--fps", "-8", message="fps is -8; expected"),
+        option("--fps", "7.5", message="--fps: invalid int value: '7.5'"),
         option("--mesh", "2,1", message="mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,fsdp; got '2,1'"),
         option("--mesh", "", message="mesh must be DP,SP,TP"),
         option("--mesh", "a,b,c", message="mesh must be DP,SP,TP"),
@@ -53,7 +53,7 @@ def option(*argv, message):
         option("--mesh", "1,1,8", message="does not divide over mesh axis tp of size 8"),
         option("--mesh", "2,1,1", "--guidance-scale", "1", message="1 does not divide over mesh axis dp of size 2"),
         option("--dtype", "float8", message="invalid choice: 'float8'"),
-        option("--scheduler", "euler", message="invalid choice: 'euler'"),
+        option("--scheduler", "euler", message="unknown scheduler 'euler'; known are ddim, dpm"),
         option("--revision", "main", message="a revision belongs to a hub id"),
         option("--tiling", message="tiles would not add up to the picture"),
         option("--prompt-file", "nowhere.txt", message="cannot read prompts from nowhere.txt"),
@@ -160,7 +160,7 @@ def test_a_full_disk(refused, layout, tmp_path, monkeypatch):
 
 def test_a_disk_too_small_for_the_conversion(refused, layout, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(stages, "check_folder", lambda *_: None)
+    monkeypatch.setattr(run_dir, "check_folder", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * 2**20))
     # each component would fit, all three do not
     message = refused(*generate(layout, tmp_path / "v.mp4"), converts=True)
@@ -450,7 +450,7 @@ def test_stages_that_are_not_there(refused, copied, tmp_path):
         ('{"prompt": [], "negative_prompt": [], "model_id": "x"}', "empty"),
         ('{"prompt": ["a", "b"], "negative_prompt": "", "model_id": "x"}', "2 prompts but 1 negative"),
         ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "seed": "7"}', "no usable seed"),
-        ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "fps": 0}', "no usable fps"),
+        ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "fps": 0}', "fps is 0; expected"),
     ],
 )
 def test_damaged_settings(refused, copied, text, message):

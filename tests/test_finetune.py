@@ -225,7 +225,7 @@ def test_full_needs_disk_for_components_that_cannot_be_linked(write, model, monk
 
     linked = disk()
     monkeypatch.setattr(job_module, "_file_system", lambda path: path.is_relative_to(model))
-    files = [load_file(checkpoint.file_of(model, name)) for name in ("text_encoder", "vae")]
+    files = [load_file(checkpoint.weights_file(model, name)) for name in ("text_encoder", "vae")]
     assert disk() - linked == sum(value.nbytes for tensors in files for value in tensors.values())
 
 

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
 from commands import PROMPT, generate
+from flax import nnx
 from reference import save_layout
 
 from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline
@@ -19,6 +21,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run_dir
 from cogvideox_flax.generate.request import options
 from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.lora import add_lora, save_lora
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 
@@ -37,7 +42,7 @@ def test_none_is_what_the_authors_recommend(release, expected):
     found = GenerationRequest(PROMPT).resolve(Manifest.of_release(RELEASES[release]))
     names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
     assert tuple(getattr(found, name) for name in (*names, "fps")) == expected
-    assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], [])
+    assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], None)
 
 
 def test_all_faults_are_in_one_error():
@@ -76,6 +81,8 @@ def test_every_option_of_the_command_line_is_a_field_of_the_request():
         "lora": [{"file": "a.safetensors", "scale": 0.5}],
         "tiling": True,
     }
+    types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
+    assert {types[name] for name in run_dir.recorded("encode", "denoise", "decode")} <= run_dir._VALID.keys()
     names = {field.name for field in dataclasses.fields(GenerationRequest)}
     assert set(options("encode", "denoise", "decode", "generate")) <= names
 
@@ -156,3 +163,40 @@ def test_a_pipeline_of_one_family_refuses_another(tmp_path, monkeypatch):
     monkeypatch.setattr(CogVideoXPipeline, "family", "another")
     with pytest.raises(InputError, match="is a cogvideox model; open it with Pipeline"):
         CogVideoXPipeline.from_pretrained(layout)
+
+
+def test_adapters_are_of_their_request(tmp_path):
+    """Those of one request do not leak into the next, and what the pipeline has loaded stays loaded."""
+    native = tmp_path / "native"
+    convert(save_layout(tmp_path / "hf", "cogvideox-5b"), native)
+    pipe = Pipeline.from_pretrained(native, dtype="float32")
+    files = []
+    for seed in (1, 2):
+        adapted = add_lora(COGVIDEOX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
+        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
+        files.append(save_lora(COGVIDEOX, tmp_path / f"{seed}.safetensors", adapted))
+
+    def latents(**options):
+        video = pipe(PROMPT, **SMALL, output_type="latent", progress=False, **options)
+        return video.frames, [record["scale"] for record in video.metadata["settings"].get("lora", [])]
+
+    plain, scales = latents()
+    assert scales == []
+    once, scales = latents(lora=[f"{files[0]}:0.5"])
+    assert scales == [0.5] and np.abs(once - plain).max() > 1e-3
+    assert (latents()[0] == plain).all()
+    pipe.load_lora(files[1])
+    loaded, scales = latents()
+    assert scales == [1.0] and np.abs(loaded - plain).max() > 1e-3
+    assert (latents(lora=[{"file": files[0], "scale": 0.5}])[0] == once).all() and (latents(lora=[])[0] == plain).all()
+    assert (latents()[0] == loaded).all()
+    with pytest.raises(InputError, match="lora holds 5; expected a file"):
+        latents(lora=[5])
+
+
+def test_the_callback_stops_all_videos_of_a_run(tmp_path):
+    pipe = Pipeline.from_pretrained(save_layout(tmp_path / "hf", "cogvideox-5b"), dtype="float32")
+    options = {**SMALL, "num_videos": 3, "seed": 7, "output_type": "latent", "progress": False}
+    calls = []
+    video = pipe(PROMPT, **options, callback=lambda *args: calls.append(args) or len(calls) == 4)
+    assert len(calls) == 4 and video.frames.shape[0] == 2 and video.metadata["seed"] == [7, 8]

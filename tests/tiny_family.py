@@ -254,6 +254,7 @@ TINY = ModelFamily(
             stage="denoise",
             sharding=DENOISER_ROWS,
             linear_maps=tuple(MAPS.values()),
+            heads="heads",
             class_names=("TinyTransformer3DModel",),
         ),
         "codec": Component(
@@ -281,6 +282,7 @@ TINY = ModelFamily(
     ),
     resolve_size=_resolve_size,
     size_warnings=lambda configs, size: [],
+    latent_channels=lambda configs: configs["codec"].channels,
     workload=_workload,
     text=(
         TextStage(

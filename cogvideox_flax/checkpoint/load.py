@@ -44,13 +44,12 @@ def cast(module: Any, dtype: str) -> Any:
     return jax.tree_util.tree_map_with_path(one, module)
 
 
-def check_weights(native_dir: str | Path, component: str) -> None:
+def check_weights(native_dir: str | Path, component: str, manifest: Manifest) -> None:
     """Compare the weight file's header with the config: names, shapes, length. Reads no weights.
 
     Raises:
         CheckpointError: with every fault found.
     """
-    manifest = read_manifest(native_dir)
     with _open(native_dir, component, manifest) as file:
         _match(file, manifest.abstract(component))
 
@@ -68,7 +67,7 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         CheckpointError: no such component, or files that do not match their config.
         InputError: float16 for a release that does not survive it; a parameter that does not divide over the mesh.
     """
-    manifest = read_manifest(native_dir)
+    manifest = read_manifest(native_dir, warn=False)
     with _open(native_dir, name, manifest) as file:
         module = manifest.abstract(name)
         _match(file, module)

@@ -62,6 +62,15 @@ class Manifest:
             return "float32"
         return "float32" if family.components[family.denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
 
+    def check_complete(self, where: object) -> None:
+        """Refuse a checkpoint without the config of a component, the tokenizer or the scheduler.
+
+        Raises:
+            InputError: with the names.
+        """
+        if missing := [name for name in self.model_family.config_types if name not in self.configs]:
+            raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
+
     def quantized(self, component: str) -> str | None:
         """How a component's weights are quantized: "int8" or "float8"; None if they are not."""
         kind = self.weights.get(component, {}).get("quantized")
@@ -131,8 +140,11 @@ def is_native(where: Path) -> bool:
     return isinstance(raw, dict) and "format_version" in raw
 
 
-def read_manifest(native_dir: str | Path) -> Manifest:
+def read_manifest(native_dir: str | Path, *, warn: bool = True) -> Manifest:
     """Read config.json of a native checkpoint.
+
+    Args:
+        warn: say so if the file was edited.
 
     Raises:
         CheckpointError: not a native checkpoint, or of a format this version does not know.
@@ -153,7 +165,7 @@ def read_manifest(native_dir: str | Path) -> Manifest:
             f"{path} has format_version {version}, this version reads {FORMAT_VERSION}. "
             + ("Convert the checkpoint again." if version else "Convert it with `python -m conversion SRC DST`.")
         )
-    if not is_as_written(raw):
+    if warn and not is_as_written(raw):
         log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
     try:
         return Manifest.from_json(raw)

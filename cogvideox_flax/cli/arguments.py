@@ -10,14 +10,12 @@ from typing import Any
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.request import GenerationRequest, Option, Stage, options
+from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, Option, Stage, options
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
-STAGES = ("encode", "denoise", "decode")
-
-_DTYPES = ("bfloat16", "float32", "float16")
+_DTYPE = "default: bfloat16; float32 below 10^9 parameters"
 _MODEL = "native or Hugging Face layout directory, or hub id; default: the embedded one"
 
 
@@ -56,7 +54,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
     model.add_argument("--model", help=_MODEL)
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
-    model.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16; float32 below 10^9 parameters")
+    model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     model.add_argument(
         "--mesh",
         metavar="DP,SP,TP",
@@ -146,7 +144,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     for name in PLANNED:
         add_option(sub, name, options("denoise")[name])
     sub.add_argument("--prompts", type=_positive, default=1, help="how many at once; default: 1")
-    sub.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="default: bfloat16")
+    sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(
         "--stages",
         nargs="+",

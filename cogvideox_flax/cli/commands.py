@@ -52,21 +52,25 @@ TRAINING_OPTIONS = {
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax.generate import stages
+    from cogvideox_flax.generate.request import MAX_VIDEOS
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
     from cogvideox_flax.io.paths import item_paths
+    from cogvideox_flax.io.values import is_count
 
-    latents_only = args.out.suffix.lower() == ".npz"
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
 
-    def begin() -> dict[str, list[str]]:
+    def begin() -> dict[str, Any]:
         prompts = read_prompts(args)
+        if not is_count(videos := args.num_videos or 1, MAX_VIDEOS):
+            raise InputError(f"num_videos is {videos}; expected a whole number from 1 to {MAX_VIDEOS}")
+        latents_only = args.out.suffix.lower() == ".npz"
         batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
-        paths = item_paths(args.out, batch * max(args.num_videos or 1, 1))
+        paths = item_paths(args.out, batch * videos)
         check_output(paths, latents_only)
         check_folder(folder)
-        return {"prompts": prompts, "paths": list(map(str, paths))}
+        return {"prompts": prompts, "paths": list(map(str, paths)), "latents_only": latents_only}
 
-    prompts, paths = hosts.from_first(begin).values()
+    prompts, paths, latents_only = hosts.from_first(begin).values()
     run = check_run(args, folder, {"prompt": prompts})
     pipe, record = open_run(args, run)
     quiet = {"progress": not args.quiet}

@@ -80,7 +80,7 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
     manifest = peek(args)
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     model = EMBEDDED if args.model is None else args.model
-    given = {**before, **given_options(args)}
+    given = {"lora": [], **before, **given_options(args)}
     given.pop("dtype", None)
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
     checks.check_model(manifest, model, dtype, mesh)
@@ -153,8 +153,10 @@ def automatic_mesh(
 
 def open_run(args: argparse.Namespace, run: Run) -> tuple[Pipeline, RunRecord]:
     pipe = load(args, run.record.dtype, run.mesh)
-    pipe.use_loras(run.record.request.lora)
-    hosts.check_same("the adapters", {"lora": [[record["sha256"], record["scale"]] for record in pipe.loras]})
+    adapters = run.record.request.lora
+    assert adapters is not None
+    pipe.use_loras(adapters)
+    hosts.check_same("the adapters", {"lora": [[record["sha256"], record["scale"]] for record in adapters]})
     return pipe, dataclasses.replace(run.record, fingerprints=pipe.fingerprints())
 
 

@@ -8,10 +8,8 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.request import DTYPES, ResolvedRequest
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-
-DTYPES = ("bfloat16", "float32", "float16")
 
 
 def check_dtype(manifest: Manifest, dtype: str, platform: str | None) -> None:
@@ -40,8 +38,7 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
             mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
     family, configs = manifest.model_family, manifest.configs
-    if missing := [name for name in family.config_types if name not in configs]:
-        raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
+    manifest.check_complete(where)
     check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
     try:
         family.check(configs)

@@ -26,7 +26,7 @@ class Components:
 
     Attributes:
         manifest: what the checkpoint says of itself.
-        loras: the adapters that are part of the denoiser's weights, as `LoRARecord`.
+        loras: the adapters that `load_lora` added, as `LoRARecord`.
 
     Raises:
         InputError: as for `from_pretrained`.
@@ -36,14 +36,15 @@ class Components:
     """The only family that this class opens; None opens all."""
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
-        self._check_model(checkpoint.read_manifest(native_dir), native_dir, dtype, mesh)
         self._loaded: dict[str, Any] = {}
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
+        self._check_model(self.manifest, native_dir, dtype, mesh)
         for component in self.manifest.model_family.components:
-            checkpoint.check_weights(native_dir, component)
+            checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
         self.loras: list[Mapping[str, Any]] = []
+        self._adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
@@ -89,10 +90,10 @@ class Components:
         """A component by its name, loaded if it is not there yet."""
         if name not in self._loaded:
             start = time.perf_counter()
-            if checkpoint.read_manifest(self.native_dir) != self.manifest:
+            if checkpoint.read_manifest(self.native_dir, warn=False) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
             module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.loras if name == self.manifest.model_family.denoiser else ():
+            for record in self._adapters if name == self.manifest.model_family.lora.component else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
@@ -109,28 +110,21 @@ class Components:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
                 not a finite number; or the weights are quantized.
         """
-        denoiser = self.manifest.model_family.denoiser
-        self._check_adapters_fit()
-        record = describe_lora(self.manifest.model_family, path, scale, self.manifest.configs[denoiser])
-        if denoiser in self._loaded:
-            self._loaded[denoiser] = self._merge(record, self._loaded[denoiser])
-        self.loras.append(record)
+        family = self.manifest.model_family
+        name = family.lora.component
+        if kind := self.manifest.quantized(name):
+            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
+        record = describe_lora(family, path, scale, self.manifest.configs[name])
+        self.use_loras(self.loras)
+        if name in self._loaded:
+            self._loaded[name] = self._merge(record, self._loaded[name])
+        self.loras = self._adapters = [*self.loras, record]
 
     def use_loras(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run.
-
-        Raises:
-            InputError: the weights are quantized.
-        """
-        if list(records) == self.loras:
-            return
-        self._check_adapters_fit()
-        self.loras = list(records)
-        self.release(self.manifest.model_family.denoiser)
-
-    def _check_adapters_fit(self) -> None:
-        if kind := self.manifest.quantized(self.manifest.model_family.denoiser):
-            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
+        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run."""
+        if list(records) != self._adapters:
+            self._adapters = list(records)
+            self.release(self.manifest.model_family.lora.component)
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):

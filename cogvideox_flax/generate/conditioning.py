@@ -15,7 +15,7 @@ from cogvideox_flax.runtime.hosts import fetch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Conditioning:
-    """What steers the denoiser: arrays, float32, one row per video.
+    """What steers the denoiser: arrays with one row per video.
 
     text: features of the prompts, by name.
     negative_text: the same of the negative prompts; None runs without guidance.
@@ -34,7 +34,7 @@ class Conditioning:
         """Whether the denoiser sees each video twice, with the negative prompt and with the prompt."""
         return self.negative_text is not None
 
-    def both_halves(self) -> Features:
+    def guided_features(self) -> Features:
         """The denoiser's text features: with guidance those of the negative prompts, then those of the prompts."""
         if self.negative_text is None:
             return self.text

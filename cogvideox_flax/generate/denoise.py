@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ def denoise_steps(
     state: DenoiseState,
     profiling: ProfilingOptions,
     hint: str = "",
-) -> Iterator[DenoiseState]:
+) -> Generator[DenoiseState]:
     """Run a program of one step until all are done; yields the state after each, when it is really there.
 
     Args:
@@ -55,7 +55,7 @@ def denoise_at_once(
     state: DenoiseState,
     profiling: ProfilingOptions,
     hint: str = "",
-) -> Iterator[DenoiseState]:
+) -> Generator[DenoiseState]:
     """The same for a program of all steps; yields the last state alone."""
     state, finite = program(model, inputs, replicate(state, program.mesh), announce=False, jit=profiling.jit)
     check_finite(fetch(finite), inputs, hint)
@@ -77,7 +77,9 @@ def check_finite(finite: np.ndarray, inputs: DenoiseInputs, hint: str = "", *, f
 
 
 @contextmanager
-def watched(states: Iterator[DenoiseState], total: int, *, done: int = 0, progress: bool = True) -> Iterator[Iterator]:
+def with_progress(
+    states: Generator[DenoiseState], total: int, *, done: int = 0, progress: bool = True
+) -> Iterator[Iterator[DenoiseState]]:
     """The states of a loop with a progress bar, and with a Ctrl-C that is not lost.
 
     Compiling is over before the first state is asked for, so the bar's rate and time left are those of steps that wait
@@ -97,4 +99,7 @@ def watched(states: Iterator[DenoiseState], total: int, *, done: int = 0, progre
                 yield state
                 check()
 
-        yield each()
+        try:
+            yield each()
+        finally:
+            states.close()  # ends a profile, also where the caller has stopped the loop

@@ -32,7 +32,7 @@ def check_memory(
     Args:
         stages: stage -> its programs, in the order in which they run.
         programs: where what was compiled stays, to run it.
-        keep: the weights of a program stay when the next one runs.
+        keep: the weights of a stage stay when the next one runs; those of its own programs do in any case.
         progress: say on stderr what is compiled.
 
     Raises:
@@ -43,7 +43,9 @@ def check_memory(
         return
     held = 0
     for stage, compiled in stages.items():
+        before = held
         for spec, (weights, *others), _ in compiled:
             program = programs.get(spec)
             program.check_memory(weights, *others, limit=limit, held=held, advice=ADVICE[stage], announce=progress)
-            held += bytes_per_device(weights) if keep else 0
+            held += bytes_per_device(weights)
+        held = held if keep else before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_run
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, watched
+from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, with_progress
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.generate.programs import (
-    STAGES,
     DenoiseState,
     Frames,
     RunPrograms,
@@ -31,7 +30,7 @@ from cogvideox_flax.generate.programs import (
     decoding,
     noise_key,
 )
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult, describe_request
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
@@ -66,6 +65,7 @@ class Pipeline(Components):
         self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
         self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
         self.profiling = ProfilingOptions()
+        self._last: tuple[Any, Any] = (None, None)  # the last request, as given and resolved
         self._compiled = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
 
     def keep_programs(self, folder: Path) -> None:
@@ -84,16 +84,16 @@ class Pipeline(Components):
             raise InputError(f"compiled programs cannot be kept in {folder}: {e.strerror}; name another folder") from e
 
     def resolve(self, request: GenerationRequest) -> ResolvedRequest:
-        """The request with every None filled, checked for this model and mesh; adapters are the pipeline's by default.
+        """The request with every None filled, checked for this model and mesh.
 
         Raises:
             InputError: with every fault found.
         """
-        if request.lora is None:
-            request = dataclasses.replace(request, lora=list(self.loras))
-        resolved = request.resolve(self.manifest)
-        check_run(resolved, self.mesh, self.profiling)
-        return resolved
+        if request is not self._last[0]:  # so that a warning is said once for a request that several stages take
+            resolved = request.resolve(self.manifest)
+            check_run(resolved, self.mesh, self.profiling)
+            self._last = request, resolved
+        return self._last[1]
 
     def programs(self, request: GenerationRequest) -> RunPrograms:
         """The programs of a request, and their arguments: sizes, sampler tables, shapes."""
@@ -128,7 +128,7 @@ class Pipeline(Components):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
         stages = ["run"] if request.one_program else STAGES[:-1] if request.output_type == "latent" else STAGES
         self.check_memory(request, stages, progress=progress)
-        self.use_loras(request.lora)
+        self._use_loras_of(request)
         frames, steps_done = [], 0
         conditioning = None if request.one_program else self.encode(request, progress=progress)
         for one in request.videos():
@@ -137,9 +137,20 @@ class Pipeline(Components):
             else:
                 made, steps_done = self._denoise_and_decode(conditioning, one, callback, progress)
             frames.append(fetch(made))
+            if steps_done < one.num_inference_steps:
+                break  # the callback has stopped the run
         videos = frames[0] if len(frames) == 1 else np.concatenate(frames)
-        metadata = describe_request(request, self.manifest, self.native_dir.name, self.dtype, steps_done)
+        metadata = describe_request(
+            dataclasses.replace(request, num_videos=len(frames), lora=self._adapters),
+            self.manifest,
+            self.native_dir.name,
+            self.dtype,
+            steps_done,
+        )
         return GenerationResult(videos, request.fps, metadata)
+
+    def _use_loras_of(self, request: ResolvedRequest) -> None:
+        self.use_loras(self.loras if request.lora is None else request.lora)
 
     def _denoise_and_decode(
         self, conditioning: Conditioning, request: ResolvedRequest, callback: Callback | None, progress: bool
@@ -147,7 +158,7 @@ class Pipeline(Components):
         """Frames, or latents, and how many steps were done."""
         run = self.programs(request)
         states = self.denoise(conditioning, request, progress=progress)
-        with watched(states, len(run.steps), progress=progress) as each:
+        with with_progress(states, len(run.steps), progress=progress) as each:
             for state in each:
                 done = int(state.step)
                 if callback is not None and callback(done - 1, int(run.steps.timesteps[done - 1]), state.latents):
@@ -228,7 +239,7 @@ class Pipeline(Components):
         *,
         state: DenoiseState | None = None,
         progress: bool = False,
-    ) -> Iterator[DenoiseState]:
+    ) -> Generator[DenoiseState]:
         """The denoising loop: yields the state after each step (after the last only, with `compiled_loop`).
 
         What it needs is compiled and loaded before this returns.
@@ -251,7 +262,7 @@ class Pipeline(Components):
             )
         if resolved.compiled_loop and state is not None:
             raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
-        self.use_loras(resolved.lora)
+        self._use_loras_of(resolved)
         latents, noise_source = self._start_noise(run, progress)
         inputs, first = run.start(conditioning.on_host(), latents, noise_source)
         inputs, first = replicate((inputs, state or first), self.mesh)

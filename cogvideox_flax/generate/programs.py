@@ -28,9 +28,6 @@ from cogvideox_flax.runtime.compile import ProgramSpec
 from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
-STAGES = ("encode", "denoise", "decode")
-"""Of a run in stages. "run" is all of them as one program."""
-
 Frames = UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]
 
 
@@ -70,7 +67,7 @@ class DenoiseState:
 Function = Callable[..., Any]
 
 
-def _as_it_is(function: Function) -> Function:
+def _identity(function: Function) -> Function:
     return function
 
 
@@ -83,7 +80,7 @@ def _make_step(predict: Function, sampler: Scheduler) -> Callable[..., tuple[Den
         assert inputs.conditioning is not None
         guided = inputs.conditioning.guided
         doubled = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
-        prediction = predict(model, doubled, inputs.conditioning.both_halves(), inputs.steps.timesteps[i])
+        prediction = predict(model, doubled, inputs.conditioning.guided_features(), inputs.steps.timesteps[i])
         if guided:
             without, with_prompt = jnp.split(prediction, 2)
             prediction = without + inputs.guidance[i] * (with_prompt - without)
@@ -224,7 +221,7 @@ class RunPrograms:
         """(text encoder, tokens) -> features."""
         shapes = stage.token_shapes(self.manifest.configs, self.request.batch)
         tokens = max(x.size for x in jax.tree.leaves(shapes))
-        return ProgramSpec(stage.component.replace("_", " "), _as_it_is, (stage.encode,), tokens=tokens)
+        return ProgramSpec(stage.component.replace("_", " "), _identity, (stage.encode,), tokens=tokens)
 
     @property
     def initial_noise(self) -> ProgramSpec:
@@ -284,11 +281,14 @@ class RunPrograms:
         def whole(tree: Any) -> Any:
             return jax.tree.map(lambda x: _shape(x, mesh), tree)
 
+        def weights(component: str) -> Any:
+            return abstract_weights(self.manifest, component, self.dtype, mesh)
+
         if stage == "encode":
             texts = 2 if request.guided else 1
             tokens = {part.component: part.token_shapes(configs, request.batch) for part in self.family.text}
             return [
-                (self.encode(part), (self.weights(part.component, mesh), whole(tokens[part.component])), texts)
+                (self.encode(part), (weights(part.component), whole(tokens[part.component])), texts)
                 for part in self.family.text
             ]
         shape = self.size.latent_shape(request.batch)
@@ -304,15 +304,11 @@ class RunPrograms:
         noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
         inputs, state = whole(jax.eval_shape(self.start, conditioning, latents, noise))
         if stage == "run":
-            models = {name: self.weights(name, mesh) for name in self.family.components}
+            models = {name: weights(name) for name in self.family.components}
             tokens = {part.component: part.token_shapes(configs, self.denoiser_batch) for part in self.family.text}
             return [(self.whole_run, (models, whole(tokens), inputs, state), 1)]
         runs = 1 if request.compiled_loop else len(self.steps)
-        return [(self.denoise, (self.weights(self.family.denoiser, mesh), inputs, state), runs)]
-
-    def weights(self, component: str, mesh: Mesh | None) -> Any:
-        """As `abstract_weights`."""
-        return abstract_weights(self.manifest, component, self.dtype, mesh)
+        return [(self.denoise, (weights(self.family.denoiser), inputs, state), runs)]
 
 
 def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:

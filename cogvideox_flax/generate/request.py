@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,6 +27,14 @@ log = logging.getLogger(__name__)
 Stage = Literal["encode", "denoise", "decode", "generate"]
 
 MAX_SEED = 2**32 - 1
+
+MAX_VIDEOS = 10_000
+"""Videos of one request."""
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+STAGES = ("encode", "denoise", "decode")
+"""Of a run in stages. "run" is all of them as one program."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
 
@@ -75,6 +84,8 @@ class GenerationRequest:
     negative_prompt: what to steer away from; one for all or one per prompt. Used when guidance_scale > 1.
     latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; extra latent frames count.
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
+    lora: adapters of this run, each a file, "FILE:SCALE", or a mapping with file and scale; None stands for those that
+        the pipeline has loaded.
     noise: the sampler's noise [N, B, T, h, w, C] for every step, in place of random noise.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
     The others say it in their help.
@@ -101,7 +112,8 @@ class GenerationRequest:
     seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
-    lora: Sequence[Mapping[str, Any]] | None = option(
+    _: KW_ONLY
+    lora: Sequence[Any] | None = option(
         None,
         "an adapter in diffusers' layout and its strength (1); several are added one after the other",
         parse=_lora,
@@ -127,6 +139,7 @@ class GenerationRequest:
         """
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
+        manifest.check_complete("the model")
         family, configs, faults = manifest.model_family, manifest.configs, _Faults()
         defaults = family.defaults(configs)
         filled: dict[str, Any] = {
@@ -138,15 +151,16 @@ class GenerationRequest:
             filled["guidance_scale"] = manifest.guidance_scale
         if is_finite_number(self.guidance_scale):
             filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
-        filled |= {"prompt": self.prompt, "negative_prompt": self.negative_prompt, "lora": list(self.lora or ())}
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
         size = None
         with faults.caught():
             size = family.resolve_size(configs, self.num_frames, self.height, self.width)
             filled |= size.video
-        with faults.caught():
-            filled["lora"] = [_described(record, manifest) for record in self.lora or ()]
+        if self.lora is not None:
+            adapters = [self.lora] if isinstance(self.lora, str | os.PathLike) else self.lora
+            with faults.caught():
+                filled["lora"] = [_described(adapter, manifest) for adapter in adapters]
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         result = ResolvedRequest(**given | filled)
         with faults.caught():
@@ -180,7 +194,7 @@ class ResolvedRequest(GenerationRequest):
         guidance_scale: float
         use_dynamic_cfg: bool | Literal["index"]
         scheduler: str | Scheduler
-        lora: list[Mapping[str, Any]]
+        lora: list[Mapping[str, Any]] | None
         fps: int
 
     @property
@@ -209,11 +223,13 @@ class ResolvedRequest(GenerationRequest):
         """One request for each seed that is asked for."""
         if self.num_videos == 1:
             return [self]
-        made = []
-        for n in range(self.num_videos):
-            made.append(dataclasses.replace(self, num_videos=1, seed=self.seed + n))
-            object.__setattr__(made[-1], "_resolved_for", getattr(self, "_resolved_for", None))
-        return made
+        return [self.varied(num_videos=1, seed=self.seed + n) for n in range(self.num_videos)]
+
+    def varied(self, **changes: Any) -> ResolvedRequest:
+        """The same with other prompts or another seed, of which a check would say nothing new."""
+        result = dataclasses.replace(self, **changes)
+        object.__setattr__(result, "_resolved_for", getattr(self, "_resolved_for", None))
+        return result
 
     def _check_values(self) -> None:
         """Refuse values that no model takes, or that do not go together.
@@ -229,8 +245,8 @@ class ResolvedRequest(GenerationRequest):
             )
         if self.use_dynamic_cfg not in (False, True, "index"):
             faults.append(f"use_dynamic_cfg is {shown(self.use_dynamic_cfg)}; expected False, True or 'index'")
-        if not is_count(self.num_videos, 1 + MAX_SEED):
-            faults.append(f"num_videos is {shown(self.num_videos)}; expected a whole number of 1 or more")
+        if not is_count(self.num_videos, MAX_VIDEOS):
+            faults.append(f"num_videos is {shown(self.num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
         elif not _is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - (self.num_videos - 1):
             last = f" less the {self.num_videos - 1} that follow" if self.num_videos > 1 else ""
             faults.append(f"seed is {shown(self.seed)}; expected a whole number from 0 to {MAX_SEED}{last}")
@@ -330,14 +346,19 @@ def options(*stages: Stage) -> dict[str, Option]:
     return {name: option for name, option in found.items() if option.stage in stages}
 
 
-def _described(record: Mapping[str, Any], manifest: Manifest) -> Mapping[str, Any]:
-    """With the beginning of the file's SHA-256; a record that has it was made from the file before."""
-    if "sha256" in record:
-        return record
+def _described(adapter: Any, manifest: Manifest) -> dict[str, Any]:
+    """An adapter's `LoRARecord`, from what a user gives."""
     from cogvideox_flax.lora import describe_lora
 
+    record = _lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
+    if not isinstance(record, Mapping) or "file" not in record:
+        raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
     family = manifest.model_family
-    return dict(describe_lora(family, record["file"], record["scale"], manifest.configs[family.lora.component]))
+    if kind := manifest.quantized(family.lora.component):
+        raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
+    return dict(
+        describe_lora(family, record["file"], record.get("scale", 1.0), manifest.configs[family.lora.component])
+    )
 
 
 def _is_whole(value: Any) -> bool:

@@ -22,7 +22,7 @@ class GenerationResult:
 
     frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
         "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them).
-    fps: frames per second that the release was trained at.
+    fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.
     """
 

@@ -22,7 +22,7 @@ from typing import Any
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, check_prompts, options
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, check_fps, check_prompts, options
 from cogvideox_flax.io.atomic import remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.locks import file_lock
@@ -67,7 +67,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "float | None": is_finite_number,
     "bool | Literal['index'] | None": lambda value: isinstance(value, bool | str),
     "str | Scheduler | None": _is_text,
-    "Sequence[Mapping[str, Any]] | None": _are_loras,
+    "Sequence[Any] | None": _are_loras,
 }
 """Type of a field of the request -> whether a value out of a JSON file is one. What it may be is checked by
 `GenerationRequest.resolve`."""
@@ -82,7 +82,7 @@ def recorded(*stages: Stage) -> list[str]:
 class RunRecord:
     """Everything that decides what a run computes.
 
-    request: resolved.
+    request: resolved, with the adapters said.
     model_id, revision: as the user named the model.
     fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
     """
@@ -151,8 +151,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
     check_prompts(found["prompt"], found["negative_prompt"])
-    if "lora" in found:  # what identifies the contents is looked up again
-        found["lora"] = [{"file": record["file"], "scale": record["scale"]} for record in found["lora"]]
+    check_fps(found.get("fps"))
     return found
 
 

@@ -21,7 +21,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.denoise import watched
+from cogvideox_flax.generate.denoise import with_progress
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.programs import DenoiseState
 from cogvideox_flax.generate.result import GenerationResult, describe_run
@@ -126,13 +126,13 @@ def denoise(
         states = pipe.denoise(conditioning, record.request, state=found, progress=progress)
         done = found.step if found is not None else 0
         state = found
-        with watched(states, len(run.steps), done=done, progress=progress) as each:
+        with with_progress(states, len(run.steps), done=done, progress=progress) as each:
             for state in each:
                 keeper.keep(state)
         pipe.profiling.after_stage("denoising")
         assert state is not None  # a loop that was stopped after its last step has none to do
         kept = fetch(state.latents)[:, run.size.extra_latents :].transpose(0, 4, 1, 2, 3)
-        metadata = {"settings": key, **_of_latents(record)}
+        metadata = {"settings": key, **_latents_metadata(record)}
         if hosts.is_first():  # before the state is removed
             stage_files.save(path, {"latents": np.ascontiguousarray(kept)}, metadata)
 
@@ -221,7 +221,7 @@ def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float
     latents = tensors["latents"]
     if latents.ndim != 5 or latents.shape[1] != channels or 0 in latents.shape:
         raise InputError(f"{path}: latents are {list(latents.shape)}, expected [B, {channels}, T, H, W]; {again}")
-    stage_files.check_made_for(path, metadata, _of_latents(settings), again)
+    stage_files.check_made_for(path, metadata, _latents_metadata(settings), again)
     if len(latents) != len(settings["prompt"]):
         raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
     return latents.transpose(0, 2, 3, 4, 1)
@@ -257,14 +257,14 @@ def save_latents(pipe: Pipeline, folder: Path, path: Path) -> Path:
 
 
 def _describe(pipe: Pipeline, settings: dict[str, Any]) -> dict[str, Any]:
-    used = _of_latents(settings)
+    used = _latents_metadata(settings)
     prompts = {name: used.pop(name) for name in ("prompt", "negative_prompt")}
     if not used.get("lora"):
         used.pop("lora", None)
     return describe_run(pipe.manifest, pipe.native_dir.name, prompts, used.pop("seed", None), used)
 
 
-def _of_latents(run: RunRecord | dict[str, Any]) -> dict[str, Any]:
+def _latents_metadata(run: RunRecord | dict[str, Any]) -> dict[str, Any]:
     """What latents were made with: the reference system's metadata, and ours where we know it."""
     names = ("prompt", "negative_prompt", *recorded("denoise"))
     if isinstance(run, RunRecord):

@@ -96,6 +96,7 @@ class Component:
         stage: of a run, in which it is needed.
         sharding: which logical axes its parameters have.
         linear_maps: paths of the stacked linear maps that can be quantized, such as "blocks.attn.q".
+        heads: the field of its config that says how many attention heads it has; None: it divides by none.
         class_names: what config.json calls it (`_class_name` or `architectures`); the family of a directory is
             recognised by them.
     """
@@ -105,6 +106,7 @@ class Component:
     stage: Literal["encode", "denoise", "decode"]
     sharding: ParameterRows
     linear_maps: tuple[str, ...] = ()
+    heads: str | None = None
     class_names: tuple[str, ...] = ()
 
     def abstract(self, config: Config, kind: str | None = None) -> Any:
@@ -191,7 +193,7 @@ class ModelFamily:
 
     Attributes:
         components: name, which is also the directory's, -> component; in the order in which a run needs them.
-        scheduler: the type of scheduler/scheduler_config.json.
+        scheduler: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own sampler.
         tokenizer: the type of the tokenizer's config.
         tokenizer_files: the files that the tokenizer needs, relative to the checkpoint.
         read_tokenizer: (tokenizer/tokenizer_config.json, the components' configs) -> the tokenizer's config.
@@ -205,6 +207,7 @@ class ModelFamily:
         defaults: configs -> what a run does unless told otherwise.
         resolve_size: (configs, num_frames, height, width) -> Size: None is filled in, rules are checked.
         size_warnings: (configs, size) -> what the size was not trained for, in sentences.
+        latent_channels: configs -> channels of the latents that are denoised.
         workload: (configs, size) -> the denoiser's work.
         text: the text encoders.
         feature_shapes: (configs, batch) -> shapes of the text features.
@@ -228,6 +231,7 @@ class ModelFamily:
     defaults: Callable[[Configs], Defaults]
     resolve_size: Callable[[Configs, int | None, int | None, int | None], Size]
     size_warnings: Callable[[Configs, Size], list[str]]
+    latent_channels: Callable[[Configs], int]
     workload: Callable[[Configs, Size], Workload]
     text: tuple[TextStage, ...]
     feature_shapes: Callable[[Configs, int], dict[str, tuple[int, ...]]]
@@ -257,11 +261,8 @@ class ModelFamily:
 
     def heads(self, configs: Configs) -> dict[str, int]:
         """Component -> its attention heads, none of which is ever divided between devices."""
-        return {name: configs[name].heads for name in self.components if hasattr(configs[name], "heads")}
-
-    def latent_channels(self, configs: Configs) -> int:
-        """Channels of the latents that are denoised."""
-        return self.resolve_size(configs, None, None, None).latent_channels
+        fields = {name: component.heads for name, component in self.components.items()}
+        return {name: getattr(configs[name], field) for name, field in fields.items() if field is not None}
 
     def sampler(self, configs: Configs, name: str) -> Scheduler:
         """A sampler by its name, on the checkpoint's noise schedule.

@@ -1,13 +1,13 @@
 """What a run will need before it runs: forecasts from programs compiled for chips that need not be there."""
 
 from cogvideox_flax.plan.chips import topology_devices
-from cogvideox_flax.plan.forecasting import Forecast, Stage, best_mesh, describe, forecast
+from cogvideox_flax.plan.forecasting import Forecast, StageForecast, best_mesh, describe, forecast
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 
 __all__ = [
     "Forecast",
     "Layout",
-    "Stage",
+    "StageForecast",
     "best_mesh",
     "chip_of_device",
     "choose_mesh",

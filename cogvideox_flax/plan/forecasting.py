@@ -18,7 +18,8 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_dtype, check_model
 from cogvideox_flax.generate.memory import Compiled
-from cogvideox_flax.generate.programs import STAGES, RunPrograms
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.models.family import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
@@ -38,7 +39,7 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageForecast:
     """One stage of a run, on each chip unless said otherwise.
 
     runs: how often the program runs (the denoising step: once a step); what follows is of one run.
@@ -71,7 +72,7 @@ class Forecast:
     topology: str
     mesh: sharding.MeshShape
     size: Size
-    stages: tuple[Stage, ...]
+    stages: tuple[StageForecast, ...]
 
     @property
     def fits(self) -> bool:
@@ -84,7 +85,7 @@ class Forecast:
 
 def forecast(
     run: RunPrograms, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
-) -> Iterator[Stage]:
+) -> Iterator[StageForecast]:
     """The stages one after the other, as each is compiled.
 
     Raises:
@@ -102,7 +103,7 @@ def forecast(
 
 
 def best_mesh(
-    run: RunPrograms, topology: str, report: Callable[[sharding.MeshShape, Stage | InputError], None]
+    run: RunPrograms, topology: str, report: Callable[[sharding.MeshShape, StageForecast | InputError], None]
 ) -> sharding.MeshShape:
     """The mesh over all chips of a topology with the least time for denoising among those that fit.
 
@@ -132,13 +133,13 @@ def best_mesh(
     raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
 
 
-def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) -> Stage:
+def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) -> StageForecast:
     spec, args, runs = compiled
     f = spec.function()
     start = time.perf_counter()
     options = compiler_options(dtype, platform="tpu", fast_compile=spec.fast_compile)
     with jax.set_mesh(mesh):
-        executable = jax.jit(f, compiler_options=options).lower(*args).compile()
+        executable = jax.jit(f, compiler_options=options, donate_argnames=spec.donate).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
@@ -148,7 +149,7 @@ def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) 
     traffic = collectives(program)
     wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
     kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
-    return Stage(
+    return StageForecast(
         name=name,
         runs=runs,
         hbm_gib_per_chip=peak / GIB,

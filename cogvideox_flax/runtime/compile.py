@@ -75,9 +75,14 @@ def _name(part: Any) -> str | None:
         return None if None in names else repr(names)
     is_function = isinstance(part, FunctionType)
     module = part.__module__ if is_function else type(part).__module__
-    if module.partition(".")[0] not in ("builtins", __name__.partition(".")[0]):
+    if module.partition(".")[0] not in ("builtins", __name__.partition(".")[0]) or (is_function and _is_inner(part)):
         return None
     return f"{module}.{part.__qualname__}" if is_function else repr(part)
+
+
+def _is_inner(function: FunctionType) -> bool:
+    """Whether it is a lambda or made inside another function, so that its name does not tell which it is."""
+    return "<" in function.__qualname__
 
 
 class Program:

@@ -33,7 +33,7 @@ from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.cogvideox.family import OFS
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob, sample_request
+from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, match_run
 from cogvideox_flax.training.metrics import plot_metrics
@@ -173,10 +173,9 @@ def _save_samples(
     sample, size = job.config.sample, job.size
     empty, prompts = features[:1], features[1:]
     pipe.use("transformer", transformer)
-    request = sample_request(job.config, job.manifest)
     guided = sample.guidance_scale > 1
     negative = {"prompt_embeds": np.repeat(empty, len(prompts), 0)} if guided else None
-    *_, last = pipe.denoise(Conditioning({"prompt_embeds": prompts}, negative), request)
+    *_, last = pipe.denoise(Conditioning({"prompt_embeds": prompts}, negative), job.samples)
     pipe.release("transformer")  # its weights may be buffers that the next training step overwrites
     video = np.asarray(pipe.decode(last.latents[:, size.extra_latents :], progress=False))
     pipe.release("vae")

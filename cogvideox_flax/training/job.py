@@ -18,7 +18,7 @@ from cogvideox_flax import checkpoint, lora, sharding
 from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_model
-from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.paths import check_writable, existing_parent
 from cogvideox_flax.io.space import check_free_space
@@ -38,8 +38,13 @@ class FinetuneJob:
     manifest: Manifest
     mesh: Mesh | None
     size: Size
-    fps: int
+    samples: ResolvedRequest
     clips: list[Clip]
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of the clips, as the model was trained."""
+        return self.samples.fps
 
     @property
     def family(self) -> ModelFamily:
@@ -154,18 +159,18 @@ def check(config: TrainingConfig) -> FinetuneJob:
         )
     if mesh is not None:
         sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
-    request = sample_request(config, manifest).resolve(manifest)
+    request = _sample_request(config, manifest).resolve(manifest)
     if sample.prompts:
         sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
     size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
     clips = find_clips(config.clips, size.num_frames, request.fps)
-    job = FinetuneJob(config=config, manifest=manifest, mesh=mesh, size=size, fps=request.fps, clips=clips)
+    job = FinetuneJob(config=config, manifest=manifest, mesh=mesh, size=size, samples=request, clips=clips)
     check_writable(config.out / RECORD_FILE)
     check_free_space(config.out, job.disk())
     return job
 
 
-def sample_request(config: TrainingConfig, manifest: Manifest) -> GenerationRequest:
+def _sample_request(config: TrainingConfig, manifest: Manifest) -> GenerationRequest:
     """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
     sample = config.sample
     return GenerationRequest(

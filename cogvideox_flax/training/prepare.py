@@ -15,7 +15,6 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
-from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.training import latent_cache
@@ -31,7 +30,7 @@ def clip_features(job: FinetuneJob, pipe: CogVideoXPipeline, progress: bool) -> 
     """`text` [L, E] of each clip's caption, in float32, which holds the values of every dtype."""
 
     def compute(indices: range) -> dict[str, np.ndarray]:
-        return {"text": _encode_texts(pipe, [job.clips[i].caption for i in indices], progress)}
+        return {"text": _encode_texts(job, pipe, [job.clips[i].caption for i in indices], progress)}
 
     return _open_cache(job, pipe, ("text_encoder", "tokenizer"), compute)
 
@@ -42,7 +41,7 @@ def prompt_features(job: FinetuneJob, pipe: CogVideoXPipeline, progress: bool) -
     prompts = ["", *job.config.sample.prompts]
     key = json.dumps([prompts, pipe.dtype, [pipe.fingerprints()[name] for name in ("tokenizer", "text_encoder")]])
     if not stage_files.is_fresh(path, key):
-        stage_files.save(path, {"features": _encode_texts(pipe, prompts, progress)}, {"settings": key})
+        stage_files.save(path, {"features": _encode_texts(job, pipe, prompts, progress)}, {"settings": key})
     return stage_files.load(path, ("features",), "cogvideox train")[0]["features"]
 
 
@@ -94,10 +93,13 @@ def _folder(job: FinetuneJob) -> Path:
     return job.config.out / "prepared"
 
 
-def _encode_texts(pipe: CogVideoXPipeline, texts: Sequence[str], progress: bool) -> Float32[np.ndarray, "N L E"]:
+def _encode_texts(
+    job: FinetuneJob, pipe: CogVideoXPipeline, texts: Sequence[str], progress: bool
+) -> Float32[np.ndarray, "N L E"]:
     rows = []
     for group, count in _dp_groups(range(len(texts)), pipe.mesh):
-        request = GenerationRequest([texts[i] for i in group])
+        prompts = [texts[i] for i in group]
+        request = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts))
         features = pipe.encode(request, negative=False, progress=progress).text["prompt_embeds"]
         rows.append(np.asarray(features, np.float32)[:count])
     return np.concatenate(rows)

@@ -172,6 +172,7 @@ COGVIDEOX = ModelFamily(
             stage="encode",
             sharding=t5.SHARDING,
             linear_maps=t5.LINEAR_MAPS,
+            heads="heads",
             class_names=("T5EncoderModel",),
         ),
         "transformer": Component(
@@ -180,6 +181,7 @@ COGVIDEOX = ModelFamily(
             stage="denoise",
             sharding=sharding.TRANSFORMER,
             linear_maps=tuple(LORA.targets.values()),
+            heads="heads",
             class_names=("CogVideoXTransformer3DModel",),
         ),
         "vae": Component(
@@ -204,6 +206,7 @@ COGVIDEOX = ModelFamily(
     defaults=_defaults,
     resolve_size=_resolve_size,
     size_warnings=_size_warnings,
+    latent_channels=lambda configs: configs["vae"].latent_channels,
     workload=_workload,
     text=(TextStage(component="text_encoder", tokenize=_tokenize, token_shapes=_token_shapes, encode=encode_text),),
     feature_shapes=_feature_shapes,
