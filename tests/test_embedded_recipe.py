@@ -11,9 +11,10 @@ from flax import nnx
 from reference import relative_error
 
 from cogvideox_flax.checkpoint import hub, read_manifest
-from cogvideox_flax.config import SchedulerConfig, VAEConfig
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.objectives import v_prediction
 from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise

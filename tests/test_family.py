@@ -18,7 +18,8 @@ from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cl
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
-from cogvideox_flax.generate.programs import STAGES, RunPrograms
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
@@ -197,8 +198,8 @@ def test_the_pipeline_runs_it(pipe):
     video = pipe(["a red ball", "ball rolls"], output_type="float", **STEPS)
     assert video.frames.shape == (2, 5, 16, 16, 3) and video.fps == 8
     assert video.metadata["settings"]["scheduler"] == "flow" and video.metadata["release"] == "tiny-1"
-    # what it predicts has one colour, so all pixels of a video have it
-    assert np.ptp(video.frames, (1, 2, 3)).max() < 1e-5 and np.abs(video.frames[0] - video.frames[1]).max() > 1e-3
+    # what it predicts has one colour, so all pixels of a video have it, but for timesteps that are whole numbers
+    assert np.ptp(video.frames, (1, 2, 3)).max() < 1e-3 and np.abs(video.frames[0] - video.frames[1]).max() > 1e-3
     plain = pipe("a red ball", output_type="float", guidance_scale=1, **STEPS)
     assert np.abs(plain.frames - video.frames[:1]).max() > 1e-4
     one = pipe(["a red ball", "ball rolls"], output_type="float", one_program=True, **STEPS)
@@ -262,9 +263,10 @@ def test_its_stages_are_planned(native):
     run = RunPrograms(manifest, GenerationRequest("").resolve(manifest), "float32")
     for stage in (*STAGES, "run"):
         ((spec, args, runs),) = run.abstract(stage)
-        assert count_flops(spec.function(), *args).total > 0 and runs in (1, 2, 4)
+        assert (count_flops(spec.function(), *args).total > 0) == (stage != "encode")  # which only looks words up
+        assert runs == {"encode": 2, "denoise": 4}.get(stage, 1)
     found = choose_mesh(run, 8, CHIPS["v6e"])
     assert found.mesh[2] <= 4 and found.seconds > 0
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
     for stage in forecast(run, "v6e:2x4", (2, 1, 4)):
-        assert stage.fits and stage.flops > 0
+        assert stage.fits and stage.hbm_gib_per_chip > 0

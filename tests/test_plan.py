@@ -15,8 +15,8 @@ from cogvideox_flax.attention import attend, splash
 from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.programs import STAGES, RunPrograms
-from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cogvideox_flax.runtime.execution import compiler_options
 from flax import nnx
 
 from cogvideox_flax import sharding
@@ -28,6 +27,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig

@@ -29,7 +29,8 @@ from cogvideox_flax.models.family import (
     TextStage,
     Workload,
 )
-from cogvideox_flax.nn.layers import Linear, stack
+from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.stack import stack
 from cogvideox_flax.schedulers import Scheduler, StepTable
 from cogvideox_flax.tokenizer import TokenizerConfig
 from conversion.rules import Rule, Tables, linear
