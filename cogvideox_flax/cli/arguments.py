@@ -10,7 +10,8 @@ from typing import Any
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, Option, Stage, options
+from cogvideox_flax.generate.option import Option, Stage
+from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, options
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__

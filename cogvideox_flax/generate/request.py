@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.option import Option, Stage, option
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
-
-Stage = Literal["encode", "denoise", "decode", "generate"]
 
 MAX_SEED = 2**32 - 1
 
@@ -37,34 +36,6 @@ STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
-
-
-@dataclass(frozen=True)
-class Option:
-    """How an option is given on the command line.
-
-    help: what it does, and its default.
-    stage: the first stage that needs it; "generate": none of the stages alone.
-    recorded: whether the settings in a run directory hold it.
-    flags: other names of the flag.
-    parse: text -> value; ValueError or InputError where it cannot be.
-    choices: text -> value, for options of few values.
-    metavar, repeat: as argparse has them; repeat: each use adds a value.
-    """
-
-    help: str
-    stage: Stage = "denoise"
-    recorded: bool = True
-    flags: tuple[str, ...] = ()
-    parse: Callable[[str], Any] | None = None
-    choices: Mapping[str, Any] | None = None
-    metavar: str | None = None
-    repeat: bool = False
-
-
-def option(default: Any, help: str, **how: Any) -> Any:
-    """A field of the request that is an option of the command line; `how`: as for `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
 
 
 def _lora(text: str) -> dict[str, Any]:

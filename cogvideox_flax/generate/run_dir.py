@@ -22,7 +22,8 @@ from typing import Any
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, check_fps, check_prompts, options
+from cogvideox_flax.generate.option import Stage
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, check_fps, check_prompts, options
 from cogvideox_flax.io.atomic import remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.locks import file_lock

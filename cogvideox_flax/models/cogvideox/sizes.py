@@ -34,6 +34,26 @@ def resolve_size(
     if width is None:
         width = release.width if release else transformer.sample_width * scale
 
+    if faults := _faults(transformer, vae, num_frames, height, width):
+        raise InputError("\n".join(faults))
+
+    latents = (num_frames - 1) // vae.temporal_compression + 1
+    extra = -latents % (transformer.patch_size_t or 1)
+    return Size(
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        latent_frames=latents + extra,
+        extra_latents=extra,
+        latent_height=height // scale,
+        latent_width=width // scale,
+        latent_channels=vae.latent_channels,
+    )
+
+
+def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, height: int, width: int) -> list[str]:
+    """Why a model cannot take a size, each with the nearest that it can."""
+    scale = vae.spatial_compression
     faults = []
     # the decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
     period = 2 * vae.temporal_compression
@@ -59,21 +79,7 @@ def resolve_size(
         only = (transformer.sample_height * scale, transformer.sample_width * scale)
         if (height, width) != only:
             faults.append(f"size is {height}x{width}; this release learned its positions at {only[0]}x{only[1]} only")
-    if faults:
-        raise InputError("\n".join(faults))
-
-    latents = (num_frames - 1) // vae.temporal_compression + 1
-    extra = -latents % (transformer.patch_size_t or 1)
-    return Size(
-        num_frames=num_frames,
-        height=height,
-        width=width,
-        latent_frames=latents + extra,
-        extra_latents=extra,
-        latent_height=height // scale,
-        latent_width=width // scale,
-        latent_channels=vae.latent_channels,
-    )
+    return faults
 
 
 def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig) -> None:
