@@ -174,7 +174,7 @@ def test_components_can_be_added_one_at_a_time(transformer, tmp_path):
     for i, component in enumerate(("vae", "transformer", "text_encoder")):
         convert(src, dst, components=[component])
         assert len(read_manifest(dst).weights) == i + 1
-        check_weights(dst, component)
+        check_weights(dst, component, read_manifest(dst))
     verify(dst)
     assert not (dst / ".conversion").exists()
 
