@@ -190,13 +190,13 @@ def is_first() -> bool:
 
 
 def initialize(place: Place | None) -> None:
-    """Join the other processes, before any device is used. Their standard output is discarded on all but process 0.
+    """Join the other processes, before any device is used. All but process 0 discard their standard output.
 
     Args:
-        place: None: nothing is done.
+        place: None: do nothing.
 
     Raises:
-        InputError: a process does not come in time, or does not belong to this run.
+        InputError: a process does not join in time, or does not belong to this run.
     """
     global _group
     if place is None or place.num_processes == 1:
