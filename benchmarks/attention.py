@@ -3,10 +3,10 @@
     python -m benchmarks.attention [--tokens 17776 39826 45106] [--heads 12] [--head-dim 64] [--json FILE]
     python -m benchmarks.attention --search       # tries tile sizes and writes the kernel's table
 
-Each kernel is compiled ahead of time by libtpu. Its bundles times how often they run, at one a cycle of 1.75 GHz,
-give the time of one layer's attention on one chip; waits for memory are not in it. Two modes of a head are
-reported: `bounded`, where the norms of queries and keys rule out overflow, and `referred`, where each query's scores
-are relative to a reference. JAX's own splash attention, masked by segment ids, stands beside them.
+Each kernel is compiled ahead of time by libtpu. The number of bundles that run, one per cycle at 1.75 GHz, gives the
+time of one layer's attention on one chip, without memory stalls. Two modes of a head are reported: `bounded`, where
+the norms of queries and keys rule out overflow, and `shifted`, where a score is subtracted from each query's scores.
+JAX's own splash attention, masked by segment ids, is reported beside them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOKENS = (17776, 39826, 45106)
 """1.0 releases at 480x720x49; 1.5-5B at 720x1280x81 and at 768x1360x81."""
 
 MXU_CYCLES = 1.25
-"""Least cycles per 1024 scores at head size 64: 1 for K Q^T, whose 64 rows cost as much as 256, and 0.25 for V^T P."""
+"""Minimum cycles per 1024 scores at head size 64: 1 for K Q^T, whose 64 rows cost as much as 256, 0.25 for V^T P."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Forecast:
     tokens: int
     tile_sizes: dict[str, int]
     bounded_ms: float
-    referred_ms: float
+    shifted_ms: float
     floor_ms: float
     compile_s: float
 
@@ -62,13 +62,13 @@ def main() -> int:
         rows = [forecast(dump, shape(n)) for n in args.tokens]
         stock = [] if args.without_stock else [stock_ms(dump, shape(n)) for n in args.tokens]
     print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
-    print("| tokens | q, chunk, slice | bounded ms | referred ms | matrix unit's least ms | jax splash ms |")
+    print("| tokens | q, chunk, slice | bounded ms | shifted ms | matrix unit's least ms | jax splash ms |")
     print("|---|---|---|---|---|---|")
     for i, row in enumerate(rows):
         sizes = ", ".join(str(row.tile_sizes[k]) for k in ("q", "chunk", "slice"))
         other = f"{stock[i]:.1f}" if stock else ""
         print(
-            f"| {row.tokens} | {sizes} | {row.bounded_ms:.2f} | {row.referred_ms:.2f} | {row.floor_ms:.2f} | {other} |"
+            f"| {row.tokens} | {sizes} | {row.bounded_ms:.2f} | {row.shifted_ms:.2f} | {row.floor_ms:.2f} | {other} |"
         )
     print(f"\n{time.perf_counter() - start:.0f} s in all")
     if args.json:
@@ -98,7 +98,7 @@ class Shape:
 
 
 def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.KernelSchedule], float]:
-    """The schedules of f's kernels of this name, and the seconds of the compile."""
+    """The schedules of f's kernels of this name, and the seconds that compiling took."""
     import jax
 
     arguments, mesh = shape.arguments()
@@ -110,7 +110,7 @@ def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.Kern
 
 
 def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
-    """What the kernel takes with these tile sizes, or with those of its table."""
+    """The kernel's time with these tile sizes, or with those of its table."""
     import jax.numpy as jnp
 
     from cogvideox_flax.attention import splash
@@ -118,14 +118,14 @@ def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
 
     sizes = sizes or choose_tile_sizes(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
     schedules, seconds = _compile(dump, shape, partial(splash.attend, tile_sizes=sizes), splash.NAME)
-    bounded = referred = 0.0
+    bounded = shifted = 0.0
     for schedule, (queries, width) in zip(_by_size(schedules), splash.query_parts(shape.tokens, sizes.q), strict=True):
-        for_bounded, for_referred = cycles(schedule, shape.tokens, sizes)
+        for_bounded, for_shifted = cycles(schedule, shape.tokens, sizes)
         grid = shape.heads * math.ceil(queries / width)
-        bounded, referred = bounded + grid * for_bounded, referred + grid * for_referred
+        bounded, shifted = bounded + grid * for_bounded, shifted + grid * for_shifted
     floor = MXU_CYCLES * shape.heads * shape.tokens**2 / 1024
     ms = 1e3 / tpu.CLOCK
-    return Forecast(shape.tokens, asdict(sizes), ms * bounded, ms * referred, ms * floor, seconds)
+    return Forecast(shape.tokens, asdict(sizes), ms * bounded, ms * shifted, ms * floor, seconds)
 
 
 def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
@@ -134,15 +134,15 @@ def _by_size(schedules: list[tpu.KernelSchedule]) -> list[tpu.KernelSchedule]:
 
 
 def cycles(schedule: tpu.KernelSchedule, tokens: int, sizes: Any) -> tuple[int, int]:
-    """Cycles of one block of queries against all keys: without a reference, and with one that need not be redone."""
+    """Cycles of one block of queries against all keys: bounded, and shifted where no chunk is computed again."""
     names = ["chunk", "slice", "piece"] if sizes.slice < sizes.chunk else ["chunk", "piece"]
     again = [name + suffix for name in names[:-1] for suffix in ("", " again")] + ["piece"]
     if len(schedule.loops) != len(names) + len(again):
         raise SystemExit(f"the schedule at {tokens} tokens has {len(schedule.loops)} loops, not one for each part")
     free = dict(zip(names, schedule.loops, strict=False))
-    referred = dict(zip(again, schedule.loops[len(names) :], strict=True))
+    shifted = dict(zip(again, schedule.loops[len(names) :], strict=True))
     total = []
-    for kind in (free, referred):
+    for kind in (free, shifted):
         spent = schedule.step * math.ceil(tokens / sizes.kv)
         for start in range(0, tokens, sizes.kv):
             left = min(sizes.kv, tokens - start)
@@ -182,7 +182,7 @@ def search(dump: Path, shapes: list[Shape]) -> None:
             except InputError as e:
                 print(f"  {e}", file=sys.stderr)
                 return math.inf, None
-            print(f"  {shape.tokens}: {sizes} {found.bounded_ms:.2f} / {found.referred_ms:.2f} ms", file=sys.stderr)
+            print(f"  {shape.tokens}: {sizes} {found.bounded_ms:.2f} / {found.shifted_ms:.2f} ms", file=sys.stderr)
             return found.bounded_ms, {"q": q, "chunk": chunk, "slice": piece}
 
         tried = [attempt(q, 8 * piece, piece) for q, piece in ((1408, 512), (1536, 512), (1664, 512), (3072, 256))]

@@ -1,11 +1,11 @@
-"""What a false word in the prompt costs the embedded model's transformer: how well it knows what the word means.
+"""How much a false word in the prompt increases the loss of the embedded model's transformer.
 
     python -m benchmarks.caption_cost [--model weights/embedded] [--clips 192]
 
-Clips of one thing are noised to a timestep, and the loss of v is taken with the true prompt and with one in which the
-shape, or the direction, is another. The difference is what the word is worth there: 0 where it tells nothing, or where
-the model does not know it. The same clips, noise and wording each time; in brackets the standard error over clips. A
-false prompt may name a combination that training never showed.
+Clips of one thing are noised to a timestep, and the loss of v is computed with the true prompt and with a prompt that
+states another shape or direction. The difference is 0 if the word adds no information, or if the model does not know
+the word. Clips, noise and wording are the same each time; in brackets the standard error over clips. A false prompt may
+name a combination that training never showed.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ SEED = 123_456_789
 
 
 @dataclass(frozen=True)
-class Lie:
-    """A false word: of which things it is told, and what they are said to be."""
+class FalseClaim:
+    """A false word: which things it applies to, and what they are called."""
 
     name: str
     applies: Callable[[world.Thing], bool]
     tell: Callable[[world.Thing], world.Thing]
 
 
-def call_shape(shape: str, other: str) -> Lie:
+def call_shape(shape: str, other: str) -> FalseClaim:
     """One shape called another."""
-    return Lie(f"{shape} called {other}", lambda thing: thing.shape == shape, lambda thing: replace(thing, shape=other))
+    return FalseClaim(
+        f"{shape} called {other}", lambda thing: thing.shape == shape, lambda thing: replace(thing, shape=other)
+    )
 
 
 def turn(thing: world.Thing) -> world.Thing:
-    """Moving another way."""
+    """The thing with another direction."""
     ways = [name for name in world.MOTIONS if name != "still"]
     return thing if thing.motion == "still" else replace(thing, motion=ways[ways.index(thing.motion) - 1])
 
 
-LIES = (
+FALSE_CLAIMS = (
     *(call_shape(shape, other) for shape, other in permutations(world.SHAPES, 2)),
-    Lie("another direction", lambda thing: thing.motion != "still", turn),
+    FalseClaim("another direction", lambda thing: thing.motion != "still", turn),
 )
 
 
@@ -64,11 +66,14 @@ def main() -> int:
     args = parser.parse_args()
     clips = single_things(args.clips)
     loss = make_loss(args.model, clips)
-    print("| timestep | loss | " + " | ".join(lie.name for lie in LIES) + " |")
-    print("|---" * (len(LIES) + 2) + "|")
+    print("| timestep | loss | " + " | ".join(claim.name for claim in FALSE_CLAIMS) + " |")
+    print("|---" * (len(FALSE_CLAIMS) + 2) + "|")
     for t in TIMESTEPS:
         true = loss(lambda thing: thing, t)
-        costs = [(loss(lie.tell, t) - true)[[lie.applies(clip.scene.things[0]) for clip in clips]] for lie in LIES]
+        costs = [
+            (loss(claim.tell, t) - true)[[claim.applies(clip.scene.things[0]) for clip in clips]]
+            for claim in FALSE_CLAIMS
+        ]
         print(f"| {t} | {true.mean():.4f} | " + " | ".join(map(_mean, costs)) + " |", flush=True)
     return 0
 
@@ -78,7 +83,7 @@ def _mean(costs: np.ndarray) -> str:
 
 
 def single_things(count: int) -> list[world.Clip]:
-    """Clips of one thing, of combinations that training shows, but not its clips."""
+    """New clips of one thing, in combinations that training shows."""
     clips: list[world.Clip] = []
     i = 0
     while len(clips) < count:

@@ -1,4 +1,4 @@
-"""What a prompt about the procedural world says, thing by thing."""
+"""Parses the claims of a prompt about the procedural world, thing by thing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weights.toy_world.world import BACKGROUNDS, COLOURS
 
 @dataclass(frozen=True)
 class ThingClaims:
-    """What a prompt says of one object; None for what it leaves open."""
+    """The claims about one object; None for what the prompt does not state."""
 
     colour: str
     shape: str
@@ -23,7 +23,7 @@ class ThingClaims:
 
 @dataclass(frozen=True)
 class Claims:
-    """What a prompt says."""
+    """The claims of a prompt."""
 
     things: tuple[ThingClaims, ...]
     background: str | None = None
@@ -51,13 +51,12 @@ _STARTS = {"a", "an", "the", "one", "and", ",", ";", "."}
 
 
 def read_prompt(prompt: str) -> Claims:
-    """What a prompt says, in the words of `world.describe` and a few like them.
+    """The claims of a prompt, in the words of `world.describe` and a few similar ones.
 
     Words between two nouns belong to the first up to the last article, "and" or comma, and to the second from there.
 
     Raises:
-        InputError: no known shape, a thing without a known colour, an unknown background, or two words against each
-            other.
+        InputError: no known shape, a thing without a known colour, an unknown background, or contradicting words.
     """
     text = prompt.lower().replace("doesn't", "does not").replace("grey", "gray")
     grounds = {match[1] for match in _GROUND.finditer(text)}

@@ -3,8 +3,8 @@
     python -m benchmarks.convolution [--json FILE]
 
 Each convolution of one decoder chunk of CogVideoX1.5-5B at 768x1360 on eight chips (rows split) is compiled ahead of
-time by libtpu. Bundles times how often they run, at one a cycle of 1.75 GHz, give its time; waits for memory are not in
-it. XLA's own convolution stands beside it, by the compiler's estimate of its cycles.
+time by libtpu. The number of bundles that run, one per cycle at 1.75 GHz, gives its time, without memory stalls. XLA's
+own convolution is reported beside it, with the compiler's estimate of its cycles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import tpu
 
 TOPOLOGY = "v6e:2x4"
 RATE = 918e12
-"""Bfloat16 products of a v6e chip a second."""
+"""Bfloat16 operations per second of a v6e chip."""
 
 
 @dataclass(frozen=True)

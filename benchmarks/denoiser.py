@@ -1,4 +1,4 @@
-"""A checkpoint's transformer asked directly: a true clip, noised to one timestep, under a prompt of one's choice."""
+"""Predictions of a checkpoint's transformer for a clip, noised to one timestep, with a given prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Latents = Float[np.ndarray, "N T h w C"]
 class Denoiser:
     """The parts of a checkpoint, in float32.
 
-    noise: that clips are noised with; clip n of a call always gets the same.
+    noise: added to clips; the noise of clip n is the same in every call.
     """
 
     def __init__(self, model: Path):
@@ -42,7 +42,7 @@ class Denoiser:
         self._predict = jax.jit(predict)
 
     def latents(self, videos: Sequence[UInt8[np.ndarray, "F H W 3"]]) -> Latents:
-        """Scaled, as the transformer sees them."""
+        """Scaled latents, the transformer's input."""
         parts = (np.stack(videos[i : i + BATCH]).astype(np.float32) / 127.5 - 1 for i in range(0, len(videos), BATCH))
         return np.concatenate([self._encode(self._vae, part) for part in parts])
 
@@ -51,7 +51,7 @@ class Denoiser:
         return np.asarray(jax.random.normal(jax.random.key(0), latents.shape))
 
     def velocity(self, latents: Latents, prompts: Sequence[str], t: int) -> Latents:
-        """What the transformer answers: v of each clip under its prompt, without guidance."""
+        """The transformer's prediction: v of each clip with its prompt, without guidance."""
         ids, noise = self._tokenizer(list(prompts)), self.noise(latents)
         places = (slice(i, i + BATCH) for i in range(0, len(latents), BATCH))
         return np.concatenate(
@@ -59,6 +59,6 @@ class Denoiser:
         )
 
     def true_velocity(self, latents: Latents, t: int) -> Latents:
-        """What it should answer if it knew the clip."""
+        """The exact v of the clip and its noise."""
         z, noise = jnp.asarray(latents), jnp.asarray(self.noise(latents))
         return np.asarray(self.scheduler.velocity(z, noise, jnp.full(len(z), t)))

@@ -1,4 +1,4 @@
-"""How close a clip is to another: PSNR and SSIM, per clip."""
+"""PSNR and SSIM between two clips."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m benchmarks.full_size                        # 2b, all components
     python -m benchmarks.full_size --release cogvideox-5b --component transformer --dtype bfloat16 --num-frames 9
 
-Every part runs in a process of its own, whose peak memory the operating system reports. Random weights: speed and
-memory do not depend on their values.
+Each part runs in its own process, whose peak memory the operating system reports. Weights are random: speed and memory
+do not depend on their values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"}
-"""What the random checkpoint is stored in, after the released 2b (a 5B transformer is stored in bfloat16)."""
+"""The stored dtypes of the random checkpoint: those of the released 2b (a 5B transformer is stored in bfloat16)."""
 
 
 def child(name: str, *args: str) -> dict[str, Any]:
-    """Run one part in a fresh process; its JSON result with seconds and peak memory added."""
+    """Run one part in a new process; returns its JSON result with seconds and peak memory."""
     start = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.full_size", "--child", name, *args], stdout=subprocess.PIPE, text=True
@@ -75,7 +75,7 @@ def run_load(native: str, component: str, dtype: str) -> dict[str, Any]:
 
 
 def run_use(native: str, component: str, dtype: str, num_frames: str, guided: str) -> dict[str, Any]:
-    """Load, compile and run once what the component does in a run; finite output or an error."""
+    """Load a component, compile and run it once; an output that is not finite is an error."""
     import jax
     import jax.numpy as jnp
 
@@ -166,7 +166,7 @@ def main() -> None:
     if not args.keep:
         shutil.rmtree(src, ignore_errors=True)
         shutil.rmtree(dst)
-        with contextlib.suppress(OSError):  # other files of the user's are in it
+        with contextlib.suppress(OSError):  # it has other files of the user
             args.work.rmdir()
     print(table(rows))
     print(f"written to {out}", file=sys.stderr)
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The result for people, as a Markdown table."""
+    """The result as a Markdown table."""
     lines = [
         "| component | stored | GiB on disk | convert s | convert peak GiB (limit) | load s | load peak GiB |"
         " compile s | run s | run peak GiB | run |",

@@ -1,7 +1,7 @@
 """Programs for NVIDIA GPUs compiled on a machine without one.
 
-XLA's compiler for GPUs comes with `pip install ".[cuda]"` and needs no driver if it is told what the GPU is like. It
-then cannot time variants against each other, as it does on a GPU, so it may choose others for matrix products.
+XLA's compiler for GPUs comes with `pip install ".[cuda]"` and needs no driver if it is given a GPU's properties. It
+then cannot autotune, as it does on a GPU, so it may choose other algorithms for matrix products.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import jax
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the compiler wants to know, as published.
+    """The published properties of a GPU that the compiler needs.
 
-    cores: multiprocessors. lanes, threads: float32 units and resident threads of one. shared, shared_most: bytes of
-    shared memory of one, and those that a block can have. l2, memory, bandwidth: bytes, and a second. clock: GHz.
+    cores: multiprocessors. lanes, threads: float32 units and resident threads per multiprocessor. shared, shared_most:
+    bytes of shared memory per multiprocessor and per block. l2, memory: bytes. bandwidth: bytes/s. clock: GHz.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Gpu:
     clock: float
 
     def config(self) -> str:
-        """As text of XLA's message."""
+        """As text of XLA's protobuf message."""
         major, minor = self.capability
         return f"""
             gpu_device_info {{
@@ -67,14 +67,14 @@ GPUS = {
 
 
 def installed() -> bool:
-    """Whether the compiler is."""
+    """Whether the compiler is installed."""
     plugins = importlib.util.find_spec("jax_plugins")
     folders = list(plugins.submodule_search_locations or ()) if plugins else []
     return any("cuda" in module.name for module in pkgutil.iter_modules(folders))
 
 
 def prepare() -> None:
-    """Make programs for GPUs out of what is traced from here on, in this process. No GPU is used.
+    """From here on, compile this process' programs for GPUs. No GPU is used.
 
     Raises:
         SystemExit: the compiler is not installed.
@@ -94,8 +94,8 @@ def prepare() -> None:
 
 
 def answers() -> list[tuple[Any, str, Callable[[], Any]]]:
-    """(module, name of a function, what is to stand there): what JAX and this library ask of a GPU that is there, its
-    generation and its cuDNN, answered as for a Hopper one."""
+    """(module, name of a function, its replacement): JAX's and this library's queries of the attached GPU's generation
+    and cuDNN, answered as on a Hopper GPU."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     from cogvideox_flax.attention import nvidia
@@ -104,7 +104,7 @@ def answers() -> list[tuple[Any, str, Callable[[], Any]]]:
         (fused_attention_stablehlo, "check_cudnn_version", lambda: 91001),
         (nvidia, "present", lambda: True),
     ]
-    with suppress(ImportError):  # JAX from 0.11 on; before, Triton takes a Hopper GPU where there is none
+    with suppress(ImportError):  # JAX from 0.11 on; before, Triton assumes a Hopper GPU without a GPU
         gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
         hopper = gpu_info.GpuInfo(gpu_version=None, arch_name="9.0", compute_capability=90)
         found.append((gpu_info, "get_gpu_info", lambda: hopper))
@@ -112,7 +112,7 @@ def answers() -> list[tuple[Any, str, Callable[[], Any]]]:
 
 
 def device(gpu: Gpu) -> jax.Device:
-    """One of them, to compile for."""
+    """A device of this kind, as a compile target."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc("one GPU", "cuda", target_config=gpu.config(), topology="1x1x1").devices[0]

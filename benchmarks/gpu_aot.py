@@ -1,10 +1,10 @@
-"""What the releases need on one NVIDIA GPU, from programs compiled without one.
+"""Memory of the releases on one NVIDIA GPU, from programs compiled without one.
 
     python -m benchmarks.gpu_aot [--gpu h100] [--cases 5b 768p] [--stages encode denoise decode] [--json FILE]
 
-Each stage is compiled in bfloat16 as the pipeline would run it. Memory is the compiler's count of arguments, results
-and temporaries; what cuDNN takes beside them is chosen on the GPU and not in it. The last column says which of cuDNN's
-operations the program's text calls, in loops once, and in what precision.
+Each stage is compiled in bfloat16 as the pipeline runs it. Memory is the compiler's count of arguments, results and
+temporaries, without cuDNN's workspace, which is chosen on the GPU. The last column lists the cuDNN operations in the
+program's text, those in loops once, and their precision.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a clip of the procedural world shows what its prompt says, attribute by attribute."""
+"""Checks whether a clip of the procedural world matches its prompt, attribute by attribute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.claims import Claims, read_prompt
 from benchmarks.seeing import Frames, Seen, SeenThing, see
 
 ATTRIBUTES = ("colour", "shape", "size", "direction", "speed", "background", "count", "all")
-"""What `score` reports, in the order of a table."""
+"""The attributes that `score` reports, in the order of a table."""
 IN_ALL = ("colour", "shape", "size", "direction", "count")
-"""What must be right, where claimed, for a clip to be right."""
+"""The attributes that must be right, if claimed, for a clip to be right."""
 
 
 @dataclass(frozen=True)

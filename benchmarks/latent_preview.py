@@ -1,12 +1,12 @@
-"""A real latent beside the clip it was made of: does our reading of its layout fit, and what does a preview look like?
+"""A released latent beside its clip: tests the layout in which the library reads latents, and draws a preview.
 
     python -m benchmarks.latent_preview [--data ../shared/data/latents] [--out benchmarks/results]
 
 The released autoencoder's own encoding of a clip (B C T H W) is mapped linearly to the clip's colours, once as the
-library reads it and once for each way of reading it wrongly. r_squared says how well each fits. A linear map cannot
-tell the order of channels. Prints JSON; writes it, with the map, beside a contact sheet: the clip's frames 0, 4, 8, ...
-above, the latent's preview below. The encoder was fed frames in [0, 1], so the map is for latents of that range, not
-for those of video in [-1, 1] that the pipeline makes.
+library reads it and once for each of several wrong layouts. r_squared is the quality of each fit. A linear map cannot
+detect the order of channels. Prints JSON and writes it, with the map, beside a contact sheet: the clip's frames 0, 4,
+8, ... above, the latent's preview below. The encoder's input was in [0, 1], so the map is for latents of that range,
+not for the pipeline's latents of video in [-1, 1].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Frames = UInt8[np.ndarray, "F H W 3"]
 
 
 def read(data: Path) -> tuple[Latents, Frames]:
-    """The latent of one clip, raw as the encoder gave it, and the clip."""
+    """The latent of one clip, as the encoder's raw output, and the clip."""
     with TensorFile(data / LATENTS) as file:
         latents = file.read("latents").astype(np.float32)  # B C T H W
     return latents[0].transpose(1, 2, 3, 0), read_video(data / CLIP)[0]

@@ -1,4 +1,4 @@
-"""What figures were measured on."""
+"""Describes the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VECTORS = ("avx512f", "avx2", "asimd")
-"""Vector instructions, widest first, as Linux calls them: how fast a CPU multiplies hangs on them."""
+"""Vector instructions, widest first, by their names in Linux. They determine how fast a CPU multiplies."""
 
 
 def machine(packages: tuple[str, ...] = ("jax", "flax", "numpy")) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def machine(packages: tuple[str, ...] = ("jax", "flax", "numpy")) -> dict[str, A
 
 
 def cpu(info: str) -> dict[str, str | None]:
-    """Name and vectors, of the text of /proc/cpuinfo; vectors are None where it does not say."""
+    """Name and vectors from the text of /proc/cpuinfo; vectors are None if it does not list them."""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in info.splitlines())}
     flags = fields.get("flags", fields.get("Features", "")).split()
     return {

@@ -1,4 +1,4 @@
-"""Does the model make what the prompt says? Clips of the procedural world, judged attribute by attribute.
+"""How well a model follows its prompt: clips of the procedural world, judged attribute by attribute.
 
     python -m benchmarks.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE] [--sheet FILE.png]
 
@@ -7,9 +7,9 @@ never shows. Modes:
 
     default         generated with guidance
     unguided        generated with guidance 1
-    shuffled        the clips of `default`, each judged by the prompt of another: what chance gives
-    reconstruction  the true clips, through the autoencoder and back; with PSNR (dB) and SSIM
-    truth           the true clips: how far the judge can be trusted
+    shuffled        the clips of `default`, each judged by the prompt of another clip: the score by chance
+    reconstruction  the true clips, encoded and decoded by the autoencoder; with PSNR (dB) and SSIM
+    truth           the true clips: the accuracy of the judge
 
 Prints a table of percentages with 95 % intervals. With --json, finished clips are kept in FILE.jsonl as they come, and
 a run with the same settings goes on from there.
@@ -128,7 +128,7 @@ def run(mode: str, items: Sequence[Item], make: Callable[[list[Item]], Videos], 
 
 
 def judge(mode: str, item: Item, video: UInt8[np.ndarray, "F H W 3"], keep_frames: bool) -> Record:
-    """All that is said of one clip."""
+    """The record of one clip."""
     seen = see(video)
     record = {
         "mode": mode,
@@ -150,7 +150,7 @@ def judge(mode: str, item: Item, video: UInt8[np.ndarray, "F H W 3"], keep_frame
 
 
 def shuffled(records: Sequence[Record]) -> list[Record]:
-    """Every clip judged by the prompt of the next in its split, as if generated from a prompt not its own."""
+    """Every clip judged by the prompt of the next clip in its split."""
     result = []
     for split in ("train", "held_out"):
         own = [r for r in records if r["split"] == split]
@@ -188,7 +188,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
-    """The result for people, as a Markdown table."""
+    """The result as a Markdown table."""
     measures = [
         m for m in ("psnr", "ssim") if any(m in row for groups in summaries.values() for row in groups.values())
     ]
@@ -241,7 +241,7 @@ def draw_sheet(path: Path, records: Sequence[Record]) -> None:
 
 
 def makers(pipe: Any, items: Sequence[Item], args: argparse.Namespace) -> dict[str, Callable[[list[Item]], Videos]]:
-    """How each mode gets its clips; without a model only `truth`."""
+    """Mode -> function that makes its clips; without a model only `truth`."""
     made: dict[str, Callable[[list[Item]], Videos]] = {"truth": lambda part: np.stack([i.clip.video for i in part])}
     if pipe is None:
         return made

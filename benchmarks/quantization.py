@@ -1,11 +1,11 @@
-"""What weights of 8 bits cost and save at the released widths: error against float32, bytes on disk, and time.
+"""8-bit weights at the released widths: error against float32, bytes on disk, and time.
 
     python -m benchmarks.quantization                        # CogVideoX-5b's widths with 4 layers: minutes on two cores
     python -m benchmarks.quantization --layers 2 --height 480 --width 720
 
 Weights and inputs are random. Errors are of the component's output, root mean square in units of its standard
-deviation; bfloat16 without quantization stands beside them, since a run has that error anyway. Seconds are of the
-second run, of the first device.
+deviation; bfloat16 without quantization is listed for comparison, since a run has that error anyway. Seconds are of the
+second run, on the first device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMS = (
     ("bfloat16", "bfloat16"),
     *((kind, computed) for kind in ("int8", "float8") for computed in ("float32", "bfloat16")),
 )
-"""What the weights are stored as, and what is computed in; the first is what the others are compared with."""
+"""(stored form, compute dtype); the first is the reference of the others."""
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "ofs_embed_dim": 512,
     },
 }
-"""release -> what sets its transformer apart, in diffusers' config keys."""
+"""release -> the config of its transformer where it differs from diffusers' defaults."""
 
 _SIZE_5B = {"num_layers": 42, "num_attention_heads": 48}
 _SIZE_1_5 = _SIZE_5B | {"sample_height": 96, "sample_width": 170, "sample_frames": 81}
@@ -134,7 +134,7 @@ def make_scheduler(kind: str, snr_shift_scale: float) -> Any:
 
 
 def make_spiece(path: Path) -> Path:
-    """A small SentencePiece model with T5's special ids, trained here; the same bytes wherever it is written."""
+    """A small SentencePiece model with T5's special ids, trained here; always the same bytes."""
     words = ["a", "small", "large", "red", "blue", "circle", "square", "moves", "to", "the", "left", "on", "white"]
     random = np.random.default_rng(0)
     lines = [" ".join(random.choice(words, 8)) for _ in range(200)]
@@ -208,7 +208,7 @@ def write_component(folder: Path, component: str, release: str, dtype: str, seed
 
 
 def save_rest(folder: Path, release: str, spiece: Path | None = None) -> None:
-    """What belongs to a checkpoint beside its weights: the sampler's settings, the tokenizer, the list of parts."""
+    """The files of a checkpoint besides its weights: scheduler config, tokenizer, model_index.json."""
     make_scheduler("ddim", RELEASES[release].configs["scheduler"].snr_shift_scale).save_pretrained(folder / "scheduler")
     (folder / "tokenizer").mkdir()
     target = folder / "tokenizer" / "spiece.model"

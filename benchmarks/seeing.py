@@ -1,9 +1,9 @@
-"""What is seen in a clip of the procedural world.
+"""Detects the things in a clip of the procedural world.
 
-Frames are read by plain measurements, with no learned model. All backgrounds are grey, so a pixel's chroma (its part
-across the grey axis) is the coverage of the coloured thing there times that colour's chroma: whatever the background,
-however blurred, and unmoved by brightness. Components of one hue are followed through the clip; size, motion and shape
-come from their soft coverage. What cannot be read well is None, which no prompt claims: nothing is right by accident.
+Frames are measured without a learned model. All backgrounds are grey, so a pixel's chroma (its component perpendicular
+to the grey axis) is the coverage of a coloured thing times that colour's chroma, for every background, blur and
+brightness. Components of one hue are tracked through the clip; size, motion and shape come from their soft coverage.
+Attributes that cannot be measured reliably are None, which no prompt claims, so nothing is right by accident.
 
 Lengths are in units of a 64-pixel frame, as in `weights.toy_world.world`.
 """
@@ -35,11 +35,11 @@ from weights.toy_world.world import (
 )
 
 VISIBLE = 0.8
-"""Share of the frames in which a thing must be seen for anything of it to be read."""
+"""Minimum share of the frames in which a thing must be visible for its attributes to be measured."""
 FLICKER = 0.15
-"""What is seen in a smaller share of the frames is no thing at all."""
+"""Tracks in a smaller share of the frames are ignored."""
 LEAST_AREA = np.pi * SIZES["small"] ** 2 / 3
-"""A smaller blob is no thing."""
+"""Smaller blobs are ignored."""
 SIZE_EDGES = (5.0, (SIZES["small"] + SIZES["large"]) / 2, 14.0)
 """Radius, by the area of the shape: smallest small, small to large, largest large."""
 STILL_BELOW, MOVING_FROM = 0.25, 0.4  # units per frame
@@ -59,7 +59,7 @@ Frames = UInt8[np.ndarray, "F H W 3"]
 
 @dataclass(frozen=True)
 class SeenThing:
-    """One object as it is seen; None for what cannot be read."""
+    """One detected object; None for attributes that cannot be measured."""
 
     colour: str | None
     shape: str | None
@@ -295,7 +295,7 @@ def _read(
     grown: Int[np.ndarray, "F H W"],
     scale: float,
 ) -> SeenThing:
-    """What a track shows; nothing, if it is of no colour or not there for the whole clip."""
+    """The object of a track; attributes are None if it has no known colour or is not visible for the whole clip."""
     if colour is None or len(track) < VISIBLE * frames:
         return SeenThing(None, None, None, None, None)
     areas = np.array([blob.area for blob in track])
@@ -366,7 +366,7 @@ def _shape(
     grown: Int[np.ndarray, "F H W"],
     scale: float,
 ) -> str | None:
-    """The shape whose picture the coverage is most like, if it is like it and most frames agree.
+    """The shape with the highest correlation, if that is high enough and most frames agree.
 
     radius: of the circle of equal area.
     """

@@ -1,8 +1,7 @@
-"""Programs for TPUs compiled on a machine without one, and what their schedules say.
+"""Programs for TPUs compiled on a machine without one, and their static schedules.
 
-`prepare()` must run before jax touches a TPU library. Clock and matrix rate of a v6e chip are derived from its
-published 918 TFLOP/s; a schedule counts one cycle per bundle and knows nothing of waits, so times from it are modelled,
-not measured.
+`prepare()` must run before jax loads a TPU library. Clock and matrix rate of a v6e chip are derived from its published
+918 TFLOP/s; a schedule counts one cycle per bundle without stalls, so its times are modelled, not measured.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CLOCK = 1.75e9
 def prepare(dump: Path | None = None) -> None:
     """Set the environment; with `dump`, every compile leaves its final schedule in that folder."""
     os.environ.update(ENVIRONMENT)
-    jax.config.update("jax_platforms", "cpu")  # where there are chips, they are left alone
+    jax.config.update("jax_platforms", "cpu")  # attached chips are not used
     if dump is not None:
         os.environ["LIBTPU_INIT_ARGS"] = (
             f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
@@ -39,7 +38,7 @@ def prepare(dump: Path | None = None) -> None:
 
 @contextmanager
 def dumped() -> Iterator[Path]:
-    """A folder for schedules, for as long as they are read."""
+    """A temporary folder for schedules."""
     folder = Path(tempfile.mkdtemp(prefix="schedule-"))
     try:
         prepare(folder)
@@ -89,11 +88,11 @@ def kernel_schedules(dump: Path, name: str) -> list[KernelSchedule]:
 
 
 def empty(dump: Path) -> None:
-    """Forget the schedules of earlier compiles."""
+    """Delete the schedules of earlier compilations."""
     for path in dump.iterdir():
         path.unlink()
 
 
 def versions() -> dict[str, str]:
-    """Of what decides a schedule."""
+    """The versions of the packages that determine a schedule."""
     return {name: version(name) for name in ("jax", "libtpu")}

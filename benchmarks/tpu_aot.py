@@ -1,11 +1,11 @@
-"""What the releases need and take on TPUs, from programs compiled without one: no time here is measured.
+"""Memory and modelled time of the releases on TPUs, from programs compiled without one. Nothing is measured.
 
     python -m benchmarks.tpu_aot [--cases 768p 720p ...] [--stages denoise] [--json FILE]
 
 Memory, collectives and the number of operations are the compiler's and exact. Time is a model, per denoising step and
 chip, or per run of another stage: the attention kernel by its static schedule (`benchmarks.attention`, heads whose
 scores are bounded), the convolutions' by their work, all other operations by the compiler's cycles or their bytes,
-collectives by their bytes over the busiest link. Nothing overlaps and nothing waits in it.
+collectives by their bytes over the busiest link, without overlap and without stalls.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How far a word moves what the embedded model's transformer answers, of how far it should.
+"""How much a word changes the prediction of the embedded model's transformer, relative to the true difference.
 
     python -m benchmarks.word_shift [--model weights/embedded] [--clips 96]
 
-Clips of one thing are noised to a timestep. The transformer is asked twice, with the shape's own name and with another,
-and the difference of its answers is compared with that of the true ones: between the clip and its twin, which has the
-other shape in the same place. 1.00 along the true difference: the word says it all there, the picture nothing yet; 0:
-the word means nothing, or the picture has already decided. Guidance multiplies it. In brackets the length of the whole
-difference, of the true one's: what is not along it is spent on something else. Combinations that training never showed
-are among them.
+Clips of one thing are noised to a timestep. The transformer predicts v with the shape's own name and with another name.
+The difference of the two predictions is compared with the true difference: between the clip and its twin, which has the
+other shape in the same place. Reported is the projection on the true difference, relative to its length: 1.00 if only
+the word determines the shape, 0 if the word has no effect or the noisy clip already determines the shape. Guidance
+multiplies it. In brackets the length of the difference, relative to the true one's. Combinations that training never
+showed are included.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from conversion.source import read_json
 
 
 def find_family(src: Path, preferred: str | None = None) -> ModelFamily:
-    """The family that most class names in the components' config.json files belong to.
+    """The family to which most class names in the components' config.json files belong.
 
-    Where they name none, or as many of several, the one with most of its components there counts; then `preferred`.
+    On a tie, the family with the most component directories; then `preferred`.
     """
     families = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
 
@@ -29,7 +29,7 @@ def find_family(src: Path, preferred: str | None = None) -> ModelFamily:
 
 
 def _class_names(folder: Path) -> set[str]:
-    """What a component's config.json calls its class; nothing if it cannot be read, which `read_configs` reports."""
+    """The class names in a component's config.json; none if it cannot be read, which `read_configs` reports."""
     try:
         raw = load_json(folder / "config.json")
         return {raw["_class_name"]} if "_class_name" in raw else set(raw.get("architectures") or ())
@@ -41,10 +41,10 @@ def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release:
     """The configs of some components in a directory, of its scheduler and its tokenizer.
 
     Args:
-        release: take the configs of the components and the scheduler from this release instead.
+        release: use the configs of the components and the scheduler of this release instead.
 
     Raises:
-        ConversionError: a config file is missing, or not one that can be served.
+        ConversionError: a config file is missing or not supported.
     """
     configs = {name: _component_config(src, family, name, release) for name in wanted}
     scheduler_file = src / "scheduler" / "scheduler_config.json"

@@ -1,7 +1,7 @@
-"""The conversion of a checkpoint: checked as a whole, then component by component, then moved into place.
+"""The conversion of a checkpoint: all components are checked first, then written one by one, then moved into place.
 
-Components are written under DST/.conversion and moved into place together at the end, config.json last, so a killed
-conversion leaves nothing that loads; components that were complete are taken over by the next attempt.
+Components are written under DST/.conversion and moved together at the end, config.json last, so the result of a killed
+conversion does not load. The next attempt reuses the components that are complete.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def convert(
         dst: the native checkpoint to make, or to add components to.
         components: which to convert; None for all that src has.
         dtype: "float32", "bfloat16" or "float16" to cast to; None keeps each tensor's own.
-        release: take the configs from this release instead of src's config.json files.
-        origin: where src came from (hub id, revision), kept in the checkpoint.
+        release: use the configs of this release instead of src's config.json files.
+        origin: where src came from (hub id, revision), stored in the checkpoint.
         progress: called as bytes are read.
 
     Raises:
         InputError: src is not such a directory, tensors do not match, dst cannot be written, the disk is too small,
-            or the dtype is one that the model does not survive. Nothing that loads is left behind.
+            or the model overflows in the dtype. What remains in dst does not load.
     """
     src, dst = Path(src), Path(dst)
     if not src.is_dir():
@@ -96,7 +96,7 @@ def convert(
     for component in wanted:
         manifest.configs[component].check_dtype(dtype)
     job = _Job(src, dst, dtype, manifest, origin or {}, progress)
-    # every component is matched, and its room on the disk is there, before the first is written
+    # all tensors are matched and the disk space is checked before the first component is written
     plans = {component: job.plan(component) for component in wanted}
     check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
     make_writable(dst, job.work)
@@ -111,7 +111,7 @@ def convert(
 
 
 def _find_family(src: Path, dst: Path, release: Release | None) -> ModelFamily:
-    """The family of src, which dst's is if it holds anything."""
+    """The family of src, which must be that of dst unless dst is empty."""
     there = read_manifest(dst).family if is_native(dst) else None
     family = get_family(release.family) if release is not None else find_family(src, there)
     if there not in (None, family.name):
@@ -121,7 +121,7 @@ def _find_family(src: Path, dst: Path, release: Release | None) -> ModelFamily:
 
 @dataclass(frozen=True)
 class _Job:
-    """A conversion whose arguments were checked; see `convert`."""
+    """A conversion with checked arguments; see `convert`."""
 
     src: Path
     dst: Path
@@ -144,7 +144,7 @@ class _Job:
             return plan(self.family, component, self.manifest.configs[component], shapes)
 
     def space(self, component: str, todo: Plan) -> int:
-        """Bytes of a component that is not written yet."""
+        """Bytes of a component that is still to be written; 0 if it is complete."""
         done = self.work / component
         with suppress(OSError, ValueError, TypeError, KeyError):
             key = load_json(done / RECORD_FILE)["key"]
@@ -159,9 +159,9 @@ class _Job:
 
     def run(self, plans: dict[str, Plan]) -> None:
         """Write all components below `work`, then move them into place."""
-        if (self.work / CONFIG_FILE).exists():  # of an earlier attempt
+        if (self.work / CONFIG_FILE).exists():  # left by an earlier attempt
             _finish(self.dst)
-        self.work.mkdir(exist_ok=True)  # another process may have ended, and removed it, before this one had the lock
+        self.work.mkdir(exist_ok=True)  # another process may have removed it before this one had the lock
         for path in self.work.iterdir():
             if path.name not in plans:
                 shutil.rmtree(path, ignore_errors=True)
@@ -182,8 +182,8 @@ class _Job:
     def configs(self, before: Manifest, converted: Iterable[str]) -> dict[str, Any]:
         """All configs of the checkpoint.
 
-        The scheduler and the tokenizer go with the denoiser: directories of other components may come from another
-        release, with another noise schedule.
+        The scheduler and the tokenizer are those of the denoiser's directory: other components may come from another
+        release with another noise schedule.
         """
         own, kept = self.manifest.configs, before.configs
         shared = {name: own[name] for name in ("scheduler", "tokenizer") if name in own}
@@ -192,7 +192,7 @@ class _Job:
         return shared | kept | {component: own[component] for component in converted}
 
     def convert(self, component: str, todo: Plan) -> dict[str, Any]:
-        """Write one component below `work`, or take over what an earlier attempt completed. Returns its record."""
+        """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
         done = self.work / component
         with Source(self.src / component) as source:
             files = [file.path for file in source.files]
@@ -226,7 +226,7 @@ class _Job:
         return record
 
     def completed(self, component: str, files: list[Path]) -> dict[str, Any] | None:
-        """The record of a component that an earlier attempt made from the same, and that is still as it was written."""
+        """The record of a component that an earlier attempt completed from the same inputs; None if there is none."""
         done = self.work / component
         if not (done / RECORD_FILE).is_file():
             return None
@@ -238,13 +238,13 @@ class _Job:
                 return None
             found: dict[str, Any] = record["weights"] | {"source": self.source(files, hashes)}
         except (OSError, ValueError, TypeError, KeyError) as e:
-            log.warning("converting %s again: what an earlier attempt left is damaged (%s)", component, e)
+            log.warning("converting %s again: the result of an earlier attempt is damaged (%s)", component, e)
             return None
-        log.info("%s was converted by an earlier attempt; taking it over", component)
+        log.info("%s was converted by an earlier attempt, which is reused", component)
         return found
 
     def key(self, component: str, files: list[Path], hashes: list[str]) -> dict[str, Any]:
-        """All that decides what a component's file holds, as it comes out of a JSON file."""
+        """Everything that determines a component's file, with JSON's types."""
         key = {
             "format_version": FORMAT_VERSION,
             "config": self.manifest.configs[component].to_dict(),
@@ -263,7 +263,7 @@ def make_writable(dst: Path, work: Path) -> None:
     """Create the working directory.
 
     Raises:
-        InputError: dst holds something else, or cannot be written.
+        InputError: dst has other contents or cannot be written.
     """
     if dst.exists() and not dst.is_dir():
         raise InputError(f"{dst} is a file; the destination must be a directory")
@@ -295,9 +295,9 @@ def _copy_tokenizer(src: Path, work: Path, names: Iterable[str]) -> dict[str, st
 
 
 def _finish(dst: Path) -> None:
-    """Move what `dst/.conversion` holds into place; until that is done, dst has no config.json and does not load.
+    """Move the contents of `dst/.conversion` into place; until the end, dst has no config.json and does not load.
 
-    Safe to repeat after a kill.
+    Can be repeated after a kill.
     """
     work = dst / WORK_DIR
     (dst / CONFIG_FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Fetch a released checkpoint from the Hugging Face hub: only the files that conversion reads."""
+"""Downloads a released checkpoint from the Hugging Face hub: only the files that conversion reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _NoBar(hub_tqdm):
 
 
 def files_read(family: ModelFamily, components: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Patterns of the files that converting some components, by default all, of a family reads."""
+    """Patterns of the files that conversion reads for some components of a family, by default all."""
     names = family.components if components is None else components
     weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index.json")]
     return (*CONFIGS, *weights, *family.tokenizer_files)
@@ -51,13 +51,13 @@ def download(
 ) -> Download:
     """Download some of a checkpoint's files, or find them in the hub's cache.
 
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by huggingface_hub. Files that were complete when a
-    download was interrupted are kept.
+    huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE, and keeps the complete files of an
+    interrupted download.
 
     Args:
         hub_id: "owner/name".
         revision: branch, tag or commit; None for the default branch.
-        patterns: of the files; default: the configs alone. `files_read` gives those of a family.
+        patterns: of the files; default: the configs only. See `files_read`.
         progress: progress bars on stderr.
 
     Raises:
@@ -74,14 +74,14 @@ def download(
             allow_patterns=list(patterns),
             tqdm_class=None if progress else _NoBar,
         )
-    except Exception as e:  # the hub's client lets errors of its HTTP library and of its caches through
+    except Exception as e:  # the hub's client also raises errors of its HTTP library and of its caches
         raise InputError(_explain(e, hub_id, revision)) from e
     # snapshots are named by their commit
     return Download(Path(folder), {"hub_id": hub_id, "revision": Path(folder).name})
 
 
 def _explain(error: Exception, hub_id: str, revision: str | None) -> str:
-    """What went wrong, and what to do next. The more special errors come first."""
+    """The cause of an error, and what to do next. Subclasses are tested before their base classes."""
     is_local = "if you meant a directory, it does not exist here"
     match error:
         case hub_errors.GatedRepoError():

@@ -1,4 +1,4 @@
-"""Match a source's tensors with a model's parameters, strictly both ways, before a byte is moved."""
+"""Matches source tensors with a model's parameters, strictly in both directions, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from conversion.rules import Alias, Ignore, Rule, Table
 from conversion.tables import TABLES
 
 Shape = tuple[int, ...]
-SHOWN = 20
+MAX_FAULTS = 20
 
 
 class Move(NamedTuple):
-    """One source tensor's way: into which parameter, which slot of its layer axis, through which transform."""
+    """The target of one source tensor: the parameter, the slot in its layer axis, and the transform."""
 
     target: str
     slot: int | None
@@ -27,7 +27,7 @@ class Move(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A complete mapping: every used source tensor's move, and the shape of every parameter."""
+    """A complete mapping: the move of every used source tensor, and the shape of every parameter."""
 
     moves: dict[str, Move]
     shapes: dict[str, Shape]
@@ -37,18 +37,20 @@ def plan(family: ModelFamily, component: str, config: Any, tensors: Mapping[str,
     """Match source tensors (name -> shape) with the parameters of a family's component.
 
     Raises:
-        ConversionError: with every missing, unused, doubly filled and misshapen tensor.
+        ConversionError: with all missing, unused and duplicate tensors and all wrong shapes.
     """
     moves, shapes, faults = _match(family, component, config, tensors)
     if faults:
-        more = [f"  ... and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        more = [f"  ... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         others = {name: r.configs[component] for name, r in family.releases.items()}
         others = {name: other for name, other in others.items() if other != config}
         fits = [name for name, other in others.items() if not _match(family, component, other, tensors)[2]]
         way_out = f"wrong config.json? Try python -m conversion with --release {fits[0]}" if fits else ""
         hint = [f"  these tensors fit {' and '.join(fits)}: {way_out}"] if fits else []
         raise ConversionError(
-            "\n".join([f"{component} does not match its config ({len(faults)} faults)", *faults[:SHOWN], *more, *hint])
+            "\n".join(
+                [f"{component} does not match its config ({len(faults)} faults)", *faults[:MAX_FAULTS], *more, *hint]
+            )
         )
     return Plan(moves, shapes)
 
@@ -63,7 +65,7 @@ def _match(
     filled: dict[tuple[str, int | None], str] = {}
     faults = []
     for name, shape in tensors.items():
-        row, found = _row(table, name, tensors)
+        row, found = _find_row(table, name, tensors)
         if isinstance(row, Ignore):
             continue
         if row is None or found is None:
@@ -80,7 +82,7 @@ def _match(
         filled[target, slot] = name
         expected = shapes[target] if slot is None else shapes[target][1:]
         try:
-            # an array of the source's shape that takes no memory: only its axes matter
+            # an array of the source's shape without memory: only its axes matter
             got = row.transform(np.broadcast_to(np.float32(0), shape)).shape
         except (ValueError, IndexError):
             got = None
@@ -89,26 +91,28 @@ def _match(
             continue
         moves[name] = Move(target, slot, row.transform)
     for target, shape in shapes.items():
-        row, groups = _row_for(table, target)
+        row, groups = _row_of_target(table, target)
         for slot in range(shape[0]) if _is_stacked(row) else (None,):
             if (target, slot) not in filled:
                 faults.append(f"  missing  {_place(target, slot)} ({_source_name(row, groups, slot)})")
     return moves, shapes, faults
 
 
-def _row(table: Table, name: str, tensors: Mapping[str, Shape]) -> tuple[Rule | Ignore | None, re.Match[str] | None]:
+def _find_row(
+    table: Table, name: str, tensors: Mapping[str, Shape]
+) -> tuple[Rule | Ignore | None, re.Match[str] | None]:
     for row in table:
         if found := re.fullmatch(row.source, name):
             if not isinstance(row, Alias):
                 return row, found
             if row.original in tensors:
                 return Ignore(row.source, f"tied to {row.original}"), None
-            return _row(table, row.original, tensors)
+            return _find_row(table, row.original, tensors)
     return None, None
 
 
-def _row_for(table: Table, target: str) -> tuple[Rule, dict[str, str]]:
-    """The row that fills a parameter, and what its groups must be (group number -> text)."""
+def _row_of_target(table: Table, target: str) -> tuple[Rule, dict[str, str]]:
+    """The row that fills a parameter, and the required values of its groups (group number -> text)."""
     for row in table:
         if isinstance(row, Rule):
             template = re.sub(r"\\\\(\d)", r"(?P<g\1>[^.]+)", re.escape(row.target))
@@ -126,7 +130,7 @@ def _place(target: str, slot: int | None) -> str:
 
 
 def _source_name(row: Rule, groups: dict[str, str], slot: int | None) -> str:
-    """The source tensor that a row would have taken for one slot: its pattern with the groups filled in."""
+    """The name of the source tensor that a row expects for one slot: its pattern with the groups filled in."""
     number = 0
 
     def fill(group: re.Match[str]) -> str:

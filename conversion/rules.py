@@ -1,4 +1,4 @@
-"""The form of a mapping table: which source tensor fills which parameter, and how its axes move."""
+"""The rows of a mapping table: which source tensor fills which parameter, and how its axes are permuted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     source: a regular expression that must match a source tensor's whole name. A group named `slot` is the position in
         the stacked parameter's leading layer axis (minus `first_slot`); other groups may be used in `target`.
     target: the NNX path, dots between its parts; `\\1` etc. refer to groups.
-    transform: from the source array (one layer) to the parameter's layout. It must be free of the array's values.
+    transform: from the source array (one layer) to the parameter's layout. It must not depend on the array's values.
     """
 
     source: str
@@ -28,16 +28,16 @@ class Rule(NamedTuple):
 
 
 class Ignore(NamedTuple):
-    """Source tensors that are known, and known to be unneeded, with the reason."""
+    """Source tensors that are not needed, with the reason."""
 
     source: str
     reason: str
 
 
 class Alias(NamedTuple):
-    """A second name for a tensor, of weights that are tied: a file may hold either name, or both.
+    """A second name of tied weights: a file may have either name, or both.
 
-    source: as in `Rule`. A file that holds `original` has this copy left aside; if not, it is mapped as `original`.
+    source: as in `Rule`. It is ignored if the file has `original`; otherwise it is mapped as `original`.
     """
 
     source: str
@@ -51,7 +51,7 @@ Tables = Mapping[str, Callable[[Any], Table]]
 
 
 def linear(source: str, target: str, *, bias: bool = True) -> tuple[Rule, ...]:
-    """torch's Linear: weight [out, in] -> kernel [in, out], bias as it is."""
+    """torch's Linear: weight [out, in] -> kernel [in, out], bias unchanged."""
     rules = [Rule(source + r"\.weight", target + ".kernel", np.transpose)]
     if bias:
         rules.append(Rule(source + r"\.bias", target + ".bias"))
@@ -59,5 +59,5 @@ def linear(source: str, target: str, *, bias: bool = True) -> tuple[Rule, ...]:
 
 
 def norm(source: str, target: str) -> tuple[Rule, ...]:
-    """An affine norm: weight -> scale, bias as it is."""
+    """An affine norm: weight -> scale, bias unchanged."""
     return Rule(source + r"\.weight", target + ".scale"), Rule(source + r"\.bias", target + ".bias")

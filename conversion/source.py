@@ -1,4 +1,4 @@
-"""A checkpoint as Hugging Face lays it out: configs, an index or single files, safetensors only."""
+"""A checkpoint in the Hugging Face layout: configs, an index or single files, safetensors only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_hf_layout(where: Path) -> bool:
 
 
 def components_of(where: Path, names: Iterable[str]) -> list[str]:
-    """Those of some components that have a directory with files that look like weights, readable or not."""
+    """The components among `names` that have a directory with weight files, readable or not."""
     return [name for name in names if (where / name).is_dir() and _weight_files(where / name)]
 
 
@@ -38,10 +38,10 @@ def _is_index(path: Path) -> bool:
 
 
 def check_against_hub(path: Path) -> None:
-    """Compare a file in the hub's cache with its name there: the SHA-256 of a large file, git's hash of a small one.
+    """Compare a file in the hub's cache with the hash in its name: SHA-256 for a large file, git's for a small one.
 
     Raises:
-        ConversionError: it is not what the hub has. Files elsewhere are not looked at.
+        ConversionError: the hash differs. Files outside the hub's cache are not checked.
     """
     blob = path.resolve()
     if blob.parent.name != "blobs":
@@ -78,11 +78,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The safetensors files that make up one component: what the index names, or else all there are.
+    """The safetensors files of one component: those in the index, or without an index all of them.
 
     Raises:
-        ConversionError: none, only pickled ones, several variants, or an index that names a file that is not in the
-            directory.
+        ConversionError: none, only pickled ones, several variants, or an index that names a file outside the directory
+            or a missing one.
     """
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; expected a component's directory with safetensors weights")
@@ -95,7 +95,7 @@ def weight_paths(folder: Path) -> list[Path]:
         if not isinstance(names, dict) or not names or not all(isinstance(n, str) for n in names.values()):
             raise ConversionError(f"{indexes[0]} has no weight_map of tensor names to file names")
         shards = sorted(set(names.values()))
-        # names in an index are data from a stranger: plain file names only
+        # names in an index are not trusted: plain file names only
         outside = [n for n in shards if n != Path(n).name or "\\" in n or not n.endswith(".safetensors")]
         if outside:
             raise ConversionError(
@@ -125,7 +125,7 @@ def weight_paths(folder: Path) -> list[Path]:
 
 
 class Source:
-    """All tensors of one component, over its files."""
+    """All tensors of one component, from all its files."""
 
     def __init__(self, folder: Path):
         self.files: list[TensorFile] = []

@@ -11,7 +11,7 @@ MLP = BLOCK + r"layer\.1\.DenseReluDense\."
 
 
 def t5_table(config: TextEncoderConfig) -> Table:
-    """The mapping of every tensor of a saved T5 encoder, or of a whole T5 whose decoder is left aside."""
+    """The mapping of every tensor of a saved T5 encoder, or of a full T5 whose decoder is ignored."""
     return (
         Rule(r"shared\.weight", "embedding"),
         Alias(r"encoder\.embed_tokens\.weight", "shared.weight"),

@@ -1,4 +1,4 @@
-"""One component's tensors, streamed from the source's files into the native one, and read back."""
+"""Streams one component's tensors from the source's files into the native file, and verifies them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from conversion.source import Source
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 Progress = Callable[[str, int, int], None]
-"""(component, bytes done, bytes in all)"""
+"""(component, bytes done, bytes in total)"""
 
 Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Parameter -> shape and dtype."""
 
 
 def targets_of(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
-    """Shape and dtype of every parameter; without `dtype`, the widest of the tensors that fill it."""
+    """Shape and dtype of every parameter; without `dtype`, the widest dtype of the tensors that fill it."""
     kinds: dict[str, np.dtype] = {}
     for name, move in todo.moves.items():
         kind = source.info(name).dtype
-        if kind == DTYPES["F64"]:  # the reference computes its position table in float64 and saves it so
+        if kind == DTYPES["F64"]:  # the reference computes and saves its position table in float64
             kind = FLOATS["float32"]
         if kind not in FLOATS.values():
             raise ConversionError(f"{name} is {kind}; weights must be one of {', '.join(FLOATS)}")
@@ -37,7 +37,7 @@ def targets_of(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
 
 
 def main_dtype(targets: Targets) -> str:
-    """The dtype that most numbers have."""
+    """The dtype of most parameters, counted by elements."""
     sizes: dict[str, int] = {}
     for shape, dtype in targets.values():
         sizes[dtype.name] = sizes.get(dtype.name, 0) + int(np.prod(shape))
@@ -53,7 +53,7 @@ def write_tensors(
         The CRC-32 of each slot's bytes.
 
     Raises:
-        InputError: the file cannot be written, or a value is beyond the dtype.
+        InputError: the file cannot be written, or a value exceeds the dtype's range.
     """
     try:
         writer = TensorWriter(path, targets, {"component": component})

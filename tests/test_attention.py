@@ -60,7 +60,7 @@ def test_form_for_cpus_is_that_for_others(queries, keys, kv_len, monkeypatch):
     lengths = None if kv_len is None else jnp.minimum(jnp.asarray(kv_len), keys)
     args = *random(queries, keys), lengths
     out, log_sum_exp = in_float32(cpu.attend)(*args)
-    expected, expected_lse = in_float32(xla.running)(*args)
+    expected, expected_lse = in_float32(xla.tiled)(*args)
     np.testing.assert_allclose(out, expected, atol=2e-6)
     np.testing.assert_allclose(log_sum_exp, expected_lse, atol=2e-5)
     np.testing.assert_allclose(out, textbook(*args[:3], kv_len and [min(n, keys) for n in kv_len]), atol=2e-6)
@@ -91,7 +91,7 @@ def test_scores_far_below_their_bound(above, dtype):
     exact = {"atol": 5e-6} if dtype == jnp.float32 else {"atol": 0.004, "rtol": 2**-8}
     out, log_sum_exp = whole(cpu.attend)(q, k, v)
     np.testing.assert_allclose(out.astype(jnp.float32), expected, **exact)
-    expected_lse = whole(xla.running)(q, k, v)[1]
+    expected_lse = whole(xla.tiled)(q, k, v)[1]
     # each term of bfloat16's sums is rounded, as in the products that the sums divide
     np.testing.assert_allclose(log_sum_exp, expected_lse, atol=np.log2(1 + 2**-8) if dtype == jnp.bfloat16 else 3e-5)
     if dtype == jnp.float16:
@@ -99,9 +99,9 @@ def test_scores_far_below_their_bound(above, dtype):
     scale = random(200, 1, batch=1, heads=2, dim=64)[0]
     found = gradients(xla.attend)(scale, q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    at_once = gradients(plainly)(scale, *wide)
+    dense = gradients(plainly)(scale, *wide)
     rounding = 1e-4 if dtype == jnp.float32 else 2**-6
-    for a, b in zip(found, at_once, strict=True):
+    for a, b in zip(found, dense, strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b, atol=rounding * float(jnp.abs(b).max()))
 
 
@@ -159,8 +159,8 @@ def test_two_later_keys_far_above_the_first(excess, dtype):
     if dtype == jnp.float32:
         weight = random(600, 1, batch=1, heads=1, dim=64)[0]
         found = gradients(xla.attend)(weight, q, k, v)
-        at_once = gradients(plainly)(weight, q, k, v)
-        for a, b in zip(found, at_once, strict=True):
+        dense = gradients(plainly)(weight, q, k, v)
+        for a, b in zip(found, dense, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.abs(b).max()))
 
 
@@ -467,8 +467,8 @@ def test_kernels_for_gpus_without_one_are_refused(backend):
 
 
 FORMS = {
-    "running": xla.running,
-    "at_once": lambda *args, dtype: (xla.at_once(*args),),
+    "tiled": xla.tiled,
+    "dense": lambda *args, dtype: (xla.dense(*args),),
     "cpu": cpu.attend,
     "splash": lambda *args, dtype: (splash.attend(*args, tile_sizes=SMALL, interpret=True),),
     "triton": lambda *args, dtype: (triton.attend(*args, interpret=True),),
@@ -562,7 +562,7 @@ def test_scores_up_to_the_largest(form, dim, dtype, kv_len):
     np.testing.assert_allclose(found[clear], textbook(q, k[:, :kv_len], v)[clear], atol=room)
 
 
-@pytest.mark.parametrize("form", ["running", "cpu"])
+@pytest.mark.parametrize("form", ["tiled", "cpu"])
 def test_gradients_at_large_scores(form):
     q, k, v, _ = with_large_scores(64, jnp.float32, None)
     found = as_in_runs(jax.grad(lambda *args: FORMS[form](*args, None, dtype=q.dtype)[0].sum(), (0, 1, 2)))(q, k, v)
@@ -602,7 +602,7 @@ def test_values_of_any_size(form, bound, value):
 
 
 def modes(bound, value=1.0, least=None, keys=600, length=None):
-    """Of a head with such a bound of its scores, and such values."""
+    """The mode of a head with this bound of its scores and these values."""
     q = jnp.zeros((1, 8, 1, 64)).at[0, 3, 0, 5].set(bound)
     k = jnp.zeros((1, keys, 1, 64)).at[0, 2, 0, 5].set(1)
     v = jnp.full((1, keys, 1, 64), value)
@@ -615,13 +615,13 @@ def modes(bound, value=1.0, least=None, keys=600, length=None):
 
 
 def test_modes_of_heads():
-    online, referred, bounded = splash.ONLINE, splash.REFERRED, splash.BOUNDED
+    online, shifted, bounded = splash.ONLINE, splash.SHIFTED, splash.BOUNDED
     assert modes(99) == modes(10, 1e6) == modes(99, 1e-0, least=0.0) == modes(90, least=1e-3) == bounded
-    assert modes(101) == modes(99, 1e6) == modes(99, least=1e-3) == modes(99, 1e-3) == modes(2.0**17) == referred
+    assert modes(101) == modes(99, 1e6) == modes(99, least=1e-3) == modes(99, 1e-3) == modes(2.0**17) == shifted
     assert modes(2.0**18) == modes(200, 2.0**40) == modes(np.inf) == modes(np.nan) == modes(10, np.inf) == online
-    assert modes(99, length=500) == bounded and modes(101, length=500) == referred
+    assert modes(99, length=500) == bounded and modes(101, length=500) == shifted
     # sums of values stay below 2^127
-    assert modes(99, 2.0**17, keys=600) == bounded and modes(99, 2.0**17, keys=1100) == referred
+    assert modes(99, 2.0**17, keys=600) == bounded and modes(99, 2.0**17, keys=1100) == shifted
     assert modes(0, 2.0**116, keys=600) == bounded and modes(0, 2.0**116, keys=1100) == online
 
 
@@ -630,9 +630,9 @@ def always(which):
     return lambda q, *_: jnp.full(q.shape[0] * q.shape[2], which, jnp.int32)
 
 
-@pytest.fixture(params=["online", "referred", "bounded"])
+@pytest.fixture(params=["online", "shifted", "bounded"])
 def mode(request, monkeypatch):
-    """All heads run so, whatever they need."""
+    """All heads run in this mode, whatever their bounds."""
     monkeypatch.setattr(splash, "_modes", always(getattr(splash, request.param.upper())))
     return request.param
 
@@ -662,7 +662,7 @@ def interpreted_with_lse(modes):
 @pytest.mark.parametrize("excess", [58, 62, 79, 81, 95, 99])
 @pytest.mark.parametrize("value", [1.0, 2.0**39])
 def test_kernel_with_large_values_of_keys_far_above_the_first(excess, value):
-    """Sums that are scaled down, or done again, and would overflow with the values."""
+    """Sums that are scaled down or recomputed, since they would overflow when multiplied by the values."""
     q, k, v = random(128, 1300, batch=1, heads=1, dim=64, scale=0.1)
     q = q.at[..., 0].set(80.0)
     k = k.at[..., 0].set(-20.0).at[0, 1100:1102, 0, 0].set(-20.0 + excess * np.log(2) / 10)

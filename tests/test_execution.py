@@ -155,7 +155,7 @@ def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, c
 @pytest.mark.parametrize("loop", [False, True])
 def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, loop, monkeypatch):
     expected = pipe("red", **SMALL, output_type="float").frames
-    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
+    monkeypatch.setattr(cpu, "MIN_LAYER_BYTES", 0)
     for model in (pipe.text_encoder, pipe.transformer):
         unstacked = cpu.unstack_layers(model, 10)
         assert isinstance(unstacked.blocks, nnx.List) and len(unstacked.blocks) == model.config.layers
@@ -183,7 +183,7 @@ def test_unstacked_layers_share_the_memory_of_the_stack_and_give_the_same(pipe, 
 
 def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
     assert cpu.unstack_layers(pipe.text_encoder, 10) is pipe.text_encoder  # small
-    monkeypatch.setattr(cpu, "UNSTACK_FROM", 0)
+    monkeypatch.setattr(cpu, "MIN_LAYER_BYTES", 0)
 
     def plan(frames):
         return pipe.programs(GenerationRequest("red", num_frames=frames, height=448, width=448))

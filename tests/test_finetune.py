@@ -25,6 +25,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.lora import FILE_NAME, describe_lora
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training.config import read_config

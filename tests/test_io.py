@@ -186,7 +186,7 @@ def test_a_planted_link_is_a_message_and_its_target_is_untouched(tmp_path):
 def home(tmp_path, monkeypatch):
     monkeypatch.setenv("COGVIDEOX_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(contents, "_known", None)
-    monkeypatch.setattr(contents, "_SETTLED", 0)
+    monkeypatch.setattr(contents, "_CLOCK_TICK_NS", 0)
     return tmp_path / "home"
 
 

@@ -1,4 +1,4 @@
-"""Nothing stale is taken over: whatever decides a result is part of what it is known by."""
+"""Stale files are not reused: everything that determines a result is part of its fingerprint."""
 
 from __future__ import annotations
 

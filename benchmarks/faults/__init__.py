@@ -1,1 +1,1 @@
-"""A fault campaign: processes killed, disks that fill, files damaged; nothing wrong, stuck, unexplained or lost."""
+"""A fault campaign: kills processes, fills disks and damages files, and checks that no work is wrong, stuck or lost."""

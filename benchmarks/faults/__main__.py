@@ -4,12 +4,13 @@
 
 Processes are killed (SIGKILL) at random moments of conversion, generation, quantizing and training; the disk fills
 while they work; files of every kind that is read are damaged: bits flipped, cut, zeroed, emptied, replaced by garbage
-or by another file. After each, the same command is run again. A trial is bad if the result is wrong without a word, if
-a command is stuck, crashes or ends without a message, or if work is lost: a finished component or stage, or more than
-one step. Files that this library writes, and downloads in the hub's cache, have hashes; of other people's files (clips,
-settings, prompts, adapters of other programs) whatever they say is right, as long as it is done or refused in order.
+or by another file. After each, the same command is run again. A trial is bad if the result is wrong without a warning,
+if a command is stuck, crashes or ends without a message, or if work is lost: a finished component, a finished stage or
+more than one step. Files that this library writes, and downloads in the hub's cache, have hashes. Other files (clips,
+settings, prompts, adapters of other programs) have none: any result that follows their contents is right, and so is a
+refusal.
 
-A state of the denoising loop is written after every step here, as it is by itself where steps take a second or more.
+The state of the denoising loop is written after every step here, as in a run whose steps take a second or more.
 Exit code 1 if any trial was bad.
 """
 
@@ -66,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def campaign(todo: list[tuple[str, int]], folder: Path, args: argparse.Namespace) -> int:
-    """All trials, some side by side; what is known is printed, and written, as it is known."""
+    """All trials, several in parallel; results are printed and written as they come."""
     start = time.monotonic()
     bench = prepare(folder)
     print(f"prepared in {time.monotonic() - start:.0f} s; {len(todo)} trials", flush=True)

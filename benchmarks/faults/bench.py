@@ -1,4 +1,4 @@
-"""What the trials are run on: a small model in every form, clips, and what each command gives without faults."""
+"""The fixtures of the trials: a small model in every form, clips, and each command's result without faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ema_decay = 0.9
 
 @dataclass(frozen=True)
 class Bench:
-    """A folder of fixtures; and of commands that nothing befell, their results and how long they take.
+    """A folder of fixtures, and the results and times of commands without faults.
 
     expected, seconds: by `key_of(argv)`.
     """
@@ -95,9 +95,9 @@ class Bench:
         return ["cogvideox", "train", "--config", "train.toml"]
 
     def trial_folder(self, name: str, *, bare: bool = False, without: tuple[str, ...] = ()) -> Path:
-        """A folder of its own for a trial, with everything in it that a run without faults leaves.
+        """A new folder for a trial, with all files of a run without faults.
 
-        bare: with nothing. without: what is left out.
+        bare: an empty folder. without: files to leave out.
         """
         folder = self.folder / name
         if bare:

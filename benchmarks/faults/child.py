@@ -1,4 +1,4 @@
-"""Commands in processes of their own, forked from one that has imported everything, so that each starts at once."""
+"""Commands in separate processes, forked from one that has imported everything, so that each starts at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit code (negative: the signal), what it said on stderr, and whether it was stuck."""
+    """How a command ended: its exit code (negative: the signal), its stderr, and whether it was stuck."""
 
     code: int
     err: str
@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def crashed(self) -> str | None:
-        """What is wrong with how it ended, apart from its result; None if it was done or refused in order."""
+        """Why its end counts as a crash; None if it succeeded or refused with a message."""
         if self.stuck:
             return "hang"
         if self.code not in (0, 2):

@@ -1,4 +1,4 @@
-"""The trials: each befalls one command, and says whether anything came of it that must not."""
+"""The trials: each applies one fault to a command, and reports whether the outcome is acceptable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EDITED = "was edited or damaged after it was written"
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a trial. bad: what came of it that must not; None if nothing. what: for people."""
+    """Of a trial. bad: what went wrong; None if nothing. what: a description for the report."""
 
     what: str
     bad: str | None = None
@@ -45,7 +45,7 @@ def killed(bench: Bench, folder: Path, argv: list[object], rng: random.Random) -
 
 
 def again(bench: Bench, argv: list[object], folder: Path, what: str, lost: str | None = None) -> Outcome:
-    """The same command once more: it must end well, with the right result, and leave nothing behind."""
+    """Run the same command again: it must succeed with the right result and leave no partial files."""
     ended = bench.run(argv, folder)
     if ended.crashed or ended.code:
         return Outcome(what, f"{ended.crashed or 'refused'} when run again: {ended.err[-800:]}")
@@ -57,7 +57,7 @@ def again(bench: Bench, argv: list[object], folder: Path, what: str, lost: str |
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Locks, and parts of files that nobody writes any more."""
+    """Lock files and partial files without a writer."""
     names = re.compile(r".*(partial|\.tmp).*|.*\.(lock|conversion)")
     found = (p for p in folder.rglob("*") if names.fullmatch(p.name))
     return [str(p.relative_to(folder)) for p in found]
@@ -71,14 +71,14 @@ def kill_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         try:
             checkpoint.verify(native)
         except InputError as e:
-            return Outcome(what, f"something that loads and is not whole: {e}")
+            return Outcome(what, f"an incomplete checkpoint loads: {e}")
     work = native / ".conversion"
     done = {p.parent.name for p in work.glob("*/record.json")} if not (work / "config.json").exists() else set()
     outcome = again(bench, bench.convert(), folder, what)
     taken = set(re.findall(r"(\w+) was converted by an earlier attempt", (folder / "stderr").read_text()))
     text = (folder / "stderr").read_text()[-800:]
     lost = f"lost: {done - taken} were complete and were converted again: {text}" if done - taken else None
-    return Outcome(f"{what}, {len(taken)} taken over", outcome.bad or lost)
+    return Outcome(f"{what}, {len(taken)} reused", outcome.bad or lost)
 
 
 def kill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
@@ -125,7 +125,7 @@ def kill_quantizing(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         try:
             checkpoint.verify(small)
         except InputError as e:
-            return Outcome(what, f"something that loads and is not whole: {e}")
+            return Outcome(what, f"an incomplete checkpoint loads: {e}")
     return again(bench, bench.quantize(), folder, f"{what}, {'in place of another' if replaced else 'new'}")
 
 
@@ -188,9 +188,9 @@ def fill_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
 
 
 def judge(bench: Bench, argv: list[object], folder: Path, what: str, *, outside: bool = False) -> Outcome:
-    """A command that meets a damaged file: refused, or done with the right result, or as the file says with a word.
+    """A command that reads a damaged file must refuse it, give the right result, or use the file with a warning.
 
-    outside: the file is somebody else's and has no checksum: whatever it says is right.
+    outside: the file is not this library's and has no checksum: any result that follows its contents is right.
     """
     ended = bench.run(argv, folder)
     if ended.crashed:
@@ -204,10 +204,10 @@ def judge(bench: Bench, argv: list[object], folder: Path, what: str, *, outside:
         return Outcome(f"{what}: done, right")
     if EDITED in ended.err:
         return Outcome(f"{what}: done as the file says, with a warning")
-    return Outcome(what, f"wrong result without a word: {ended.err[-500:]}")
+    return Outcome(what, f"wrong result without a warning: {ended.err[-500:]}")
 
 
-def harm(folder: Path, name: str, rng: random.Random, others: list[Path]) -> str:
+def damage_random_file(folder: Path, name: str, rng: random.Random, others: list[Path]) -> str:
     path = folder / name
     found = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     chosen = rng.choice(found)
@@ -225,7 +225,7 @@ def damaged_checkpoint(bench: Bench, folder: Path, rng: random.Random) -> Outcom
     name = rng.choice(
         ("native/config.json", *(f"native/{c}" for c in ("text_encoder", "transformer", "vae", "tokenizer")))
     )
-    what = harm(folder, name, rng, _files(folder, "native/*/*", "small/*/*", "small/config.json"))
+    what = damage_random_file(folder, name, rng, _files(folder, "native/*/*", "small/*/*", "small/config.json"))
     return judge(bench, bench.generate(out), folder, what)
 
 
@@ -237,7 +237,7 @@ def damaged_download(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         target = bench.folder / "hub" / link.relative_to(hub)
         link.symlink_to(hub / "blobs" / target.resolve().name)
     shutil.rmtree(folder / "native")
-    what = harm(folder, "hub/blobs", rng, _files(hub, "blobs/*"))
+    what = damage_random_file(folder, "hub/blobs", rng, _files(hub, "blobs/*"))
     ended = bench.run(["conversion", hub / "snapshots" / "main", "native"], folder)
     if ended.crashed:
         return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
@@ -260,7 +260,7 @@ def damaged_conversion(bench: Bench, folder: Path, rng: random.Random) -> Outcom
     files = _files(folder, "native/.conversion/**/*")
     if not files:
         return Outcome("the killed conversion had written nothing")
-    what = harm(folder, "native/.conversion", rng, files)
+    what = damage_random_file(folder, "native/.conversion", rng, files)
     return judge(bench, bench.convert(), folder, what)
 
 
@@ -272,20 +272,22 @@ def damaged_stage(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         shutil.copyfile(bench.folder / "states" / run_dir.STATE_FILE, folder / "run" / run_dir.STATE_FILE)
     files = _files(folder, "run/stage*")
     others = [*files, *_files(bench.folder, "states/*"), *_files(folder, "native/vae/*")]
-    what = harm(folder, str(rng.choice(files).relative_to(folder)), rng, others)
+    what = damage_random_file(folder, str(rng.choice(files).relative_to(folder)), rng, others)
     return judge(bench, argv, folder, what)
 
 
 def damaged_settings(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     """`generation_config.json`, read by the stages alone."""
-    what = harm(folder, "run/generation_config.json", rng, _files(folder, "native/config.json", "trained/*.json"))
+    what = damage_random_file(
+        folder, "run/generation_config.json", rng, _files(folder, "native/config.json", "trained/*.json")
+    )
     stage = rng.choice((["denoise"], ["decode", "--out", "again.mp4"]))
     ended = bench.run(["cogvideox", *stage, "--dir", "run"], folder)
     if ended.crashed:
         return Outcome(what, f"{ended.crashed}: {ended.err[-800:]}")
     if ended.code == 2 or EDITED in ended.err:
         return Outcome(f"{what}: {'refused' if ended.code else 'done as the file says, with a warning'}")
-    return Outcome(what, "taken as it was without a word")
+    return Outcome(what, "used without a warning")
 
 
 def damaged_program(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
@@ -310,7 +312,7 @@ def damaged_program(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
 
 def damaged_memory(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "run")
-    what = harm(folder, "home/contents", rng, _files(folder, "native/config.json"))
+    what = damage_random_file(folder, "home/contents", rng, _files(folder, "native/config.json"))
     return judge(bench, bench.generate(), folder, what)
 
 
@@ -320,8 +322,10 @@ def damaged_adapter(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     name = "trained/pytorch_lora_weights.safetensors" if own else "foreign.safetensors"
     argv = bench.generate("adapted.npz", "--lora", name)
     if not own:
-        return judge(bench, argv, folder, harm(folder, name, rng, _files(folder, "native/vae/*")), outside=True)
-    what = harm(folder, name, rng, _files(folder, "native/vae/*"))
+        return judge(
+            bench, argv, folder, damage_random_file(folder, name, rng, _files(folder, "native/vae/*")), outside=True
+        )
+    what = damage_random_file(folder, name, rng, _files(folder, "native/vae/*"))
     ended = bench.run(argv, folder)
     bad = ended.crashed or (None if ended.code == 2 or "foreign" in what else "a damaged adapter was used")
     return Outcome(f"{what}: refused", bad and f"{bad}: {ended.err[-500:]}")
@@ -335,23 +339,23 @@ def damaged_training(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         ("finetune.json", "prepared", "training/settings.json", "training/states", "training/metrics.jsonl")
     )
     others = _files(folder, "trained/prepared/**/*", "trained/training/states/**/*")
-    what = harm(folder, f"trained/{part}", rng, others)
+    what = damage_random_file(folder, f"trained/{part}", rng, others)
     return judge(bench, bench.train(), folder, what)
 
 
 def damaged_clip(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "trained")
-    what = harm(folder, "clips", rng, _files(folder, "clips/*", "native/config.json"))
+    what = damage_random_file(folder, "clips", rng, _files(folder, "clips/*", "native/config.json"))
     return judge(bench, [*bench.train(), "--check"], folder, what, outside=True)
 
 
 def damaged_words(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     """Files that people write: training settings and prompts."""
     if rng.random() < 0.5:
-        what = harm(folder, "train.toml", rng, _files(folder, "native/config.json", "clips/*"))
+        what = damage_random_file(folder, "train.toml", rng, _files(folder, "native/config.json", "clips/*"))
         shutil.rmtree(folder / "trained")
         return judge(bench, [*bench.train(), "--check"], folder, what, outside=True)
-    what = harm(folder, "prompts.txt", rng, _files(folder, "native/vae/*"))
+    what = damage_random_file(folder, "prompts.txt", rng, _files(folder, "native/vae/*"))
     argv: list[object] = ["cogvideox", "encode", "--prompt-file", "prompts.txt", "--model", "native", "--dir", "words"]
     return judge(bench, argv, folder, what, outside=True)
 
@@ -377,4 +381,4 @@ TRIALS: dict[str, tuple[Trial, int]] = {
     "damage: clips": (damaged_clip, 16),
     "damage: settings and prompts by people": (damaged_words, 12),
 }
-"""Kind -> how it is tried, and its share of the trials."""
+"""Kind -> function of the trial, and its number of trials."""

@@ -1,1 +1,1 @@
-"""What holds on a machine with an NVIDIA GPU, in one command: `python -m benchmarks.gpu_proof`."""
+"""Checks and times this library on an NVIDIA GPU, in one command: `python -m benchmarks.gpu_proof`."""

@@ -96,9 +96,9 @@ def _read(path: Path) -> dict[str, Any]:
 def known_rows(
     earlier: dict[str, Any], todo: list[Row], facts: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Key -> row of an earlier record that holds for this run; and why others are not taken over.
+    """Key -> row of an earlier record that this run can reuse; and why other rows are not reused.
 
-    Rows hold for the same GPU, package versions and options, where they say something of what they ran.
+    Rows are reused for the same GPU, package versions and options, if they have a result.
     """
     differences = []
     for what, of in (("GPU", _gpu_name), ("package versions", lambda about: about.get("packages"))):
@@ -177,7 +177,7 @@ def prove(
 
 
 def _exit_status(record: Record) -> int:
-    """2 where nothing of this library was tried, 1 where some of it does not hold."""
+    """2 if nothing of this library was tried, 1 if a row or comparison failed, else 0."""
     mine = [row for row in record.rows.values() if row["side"].startswith("ours")]
     if all(row["status"] == "not tried" for row in mine):
         return 2
@@ -193,7 +193,7 @@ def _print_machine(facts: dict[str, Any]) -> None:
 
 
 def _print_rest(record: Record) -> None:
-    """What was not tried, the faults, and the counts."""
+    """Prints the rows that were not tried, the faults, and the counts."""
     if record.not_tried():
         print("\nnot tried:")
         for names, why in record.not_tried():

@@ -162,7 +162,7 @@ def _checked(case: Attention, folder: str | None, given: tuple[Array, Array, Arr
 def _sampled(
     case: Attention, arrays: tuple[Array, Array, Array, Array], heads: Array, queries: Array
 ) -> tuple[Array, Array, Array, tuple[Array, Array, Array]]:
-    """Of these heads and queries: the result, the reference, the reference rounded; and q, k and v of the first heads,
+    """For these heads and queries: the result, the reference, the rounded reference; and q, k and v of the first heads
     for `in_float64`. arrays: q, k, v and the result."""
     q, k, v, out = (x[:, :, heads] for x in arrays)
     q, few = q[:, queries], slice(FLOAT64_SAMPLE[1])
@@ -183,7 +183,7 @@ def _apart(a: Float[Array, "B S N K"], b: Float[Array, "B S N K"]) -> tuple[Arra
 
 
 def backend_of(text: str, case: Attention) -> str:
-    """Which one a compiled program runs."""
+    """The backend that a compiled program runs."""
     if "__cudnn$fmha" in text:
         return "cudnn"
     if "xla.gpu.triton" in text or case.interpret:
@@ -192,7 +192,7 @@ def backend_of(text: str, case: Attention) -> str:
 
 
 def timed(call: Callable[[], Any], repeat: int) -> float:
-    """Seconds, the median of several."""
+    """Seconds, the median of several runs."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -212,7 +212,7 @@ def gradient_program(case: Attention, f: Callable[..., Array]) -> Callable[..., 
 
 
 def gradient(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
-    """A row of the gradients in q, k and v, as training has them, against those of the definition in float32."""
+    """A row: the gradients in q, k and v, as in training, against those of the definition in float32."""
     case = attention_of(options)
     q, k, v = jax.jit(partial(inputs, case))()
     lengths = jnp.full(case.batch, case.tokens, jnp.int32)

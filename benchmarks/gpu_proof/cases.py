@@ -1,4 +1,4 @@
-"""What is attended and convolved: sizes, and where the values come from. It needs neither JAX nor PyTorch."""
+"""The cases of attention and convolution: sizes and values. Needs neither JAX nor PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TAPS = 3
 """Of the autoencoder's convolutions, in time, height and width."""
 
 ENOUGH_S = 12.0
-"""Seconds of timed runs after which two are enough."""
+"""After this many seconds of timed runs, two runs are enough."""
 
 NATIVE_CONV3D = "native 3-D convolution"
 """A form of convolution that this library does not use on an NVIDIA GPU."""
@@ -27,7 +27,7 @@ NATIVE_CONV3D = "native 3-D convolution"
 class Attention:
     """Attention over `tokens` queries and keys.
 
-    kv_len: real keys of each batch element; those past it hold large values that must not be seen.
+    kv_len: real keys of each batch element; keys past it have large values that must not be attended.
     part: the keys in two halves, merged by their log_sum_exp.
     backend: of `attend`. interpret: on a machine without a GPU.
     queries: how many are compared with the reference, in `sampled_heads`.
@@ -63,7 +63,7 @@ class Attention:
 
     @property
     def pairs(self) -> int:
-        """Of a query and a key that it may attend."""
+        """The number of pairs of a query and an attended key."""
         keys = self.kv_len or (self.tokens,) * self.batch
         return self.tokens * sum(keys)
 
@@ -80,9 +80,9 @@ def attention_of(options: dict[str, Any]) -> Attention:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution as the decoder has it: valid over `frames + taps - 1` frames, zero-padded in space.
+    """A convolution of the decoder: valid over `frames + taps - 1` frames, zero-padded in space.
 
-    form: "conv3d", this library's; or `NATIVE_CONV3D`, one 3-D convolution of cuDNN, to see whether it is right there.
+    form: "conv3d", this library's; or `NATIVE_CONV3D`, one 3-D convolution of cuDNN, to test whether it is right.
     positions: outputs that are compared, all channels of each.
     """
 

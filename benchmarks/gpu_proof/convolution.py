@@ -44,7 +44,7 @@ def shapes(case: Convolution) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def patches(x: Float[Array, "1 T H W C"], points: Array, taps: int) -> Float[Array, "P taps 3 3 C"]:
-    """What the outputs at these points see, zeros beyond the picture; to be jitted."""
+    """The inputs that the outputs at these points read, with zeros outside the picture; to be jitted."""
     t, y, z = (jnp.arange(n) - before for n, before in ((taps, 0), (TAPS, 1), (TAPS, 1)))
     frame = points[:, 0, None] + t
     row, column = points[:, 1, None] + y, points[:, 2, None] + z
@@ -82,7 +82,7 @@ def run(report: Callable[..., None], *, folder: str | None = None, **options: An
 
 
 def calls_of(text: str) -> str:
-    """The convolutions that a compiled program gives to cuDNN: how many of which kind."""
+    """The cuDNN convolutions of a compiled program: count and kind."""
     found = Counter(re.findall(r'custom_call_target="(__cudnn\$conv\w+)"', text))
     return ", ".join(f"{n} {kind}" for kind, n in found.items())
 
@@ -93,7 +93,7 @@ def gradient_program(x: Array, kernel: Array, bias: Array, dy: Array) -> tuple[A
 
 
 def gradient(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
-    """A row of the gradients in input and kernel, at some places each, against exact sums in float64."""
+    """A row: some values of the gradients in input and kernel, against exact sums in float64."""
     case = Convolution(**options)
     x, kernel, bias = jax.jit(partial(inputs, case))()
     shape = case.output_shape

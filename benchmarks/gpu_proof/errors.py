@@ -1,6 +1,6 @@
-"""The error of a result against its reference, the error that rounding alone causes, and what passes.
+"""The error of a result against its reference, the error of rounding alone, and the limits.
 
-Nothing here needs JAX or PyTorch, so that both sides are verdict by the same lines.
+Nothing here needs JAX or PyTorch, so that the same code judges both sides.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 RMS_BAR, MAX_BAR = 2.0, 4.0
-"""Largest error of a 16-bit result, in units of the rounding error: root mean square, and maximum. More than 1, since
-each kernel sums in its own order and so rounds elsewhere."""
+"""Largest error of a 16-bit result, in units of the rounding error: root mean square, and maximum. Above 1, since each
+kernel sums in its own order and so rounds differently."""
 
 EXACT_BAR = 1e-4
 """Largest error of a float32 result, in standard deviations of its reference."""
@@ -24,7 +24,7 @@ the rows of both sides in float32, with `EXACT_BAR`."""
 
 
 class NotTried(Exception):
-    """A row that cannot be tried here, and why; nothing is known of what it would have shown."""
+    """A row that cannot be tried here, with the reason."""
 
 
 def error(found: Any, reference: Any, axes: tuple[int, ...] | None = None) -> dict[str, float]:
@@ -67,7 +67,7 @@ def sample_indices(n: int, count: int, seed: int) -> np.ndarray:
 
 
 def save(folder: str | None, name: str, **arrays: Any) -> None:
-    """Keep arrays for another process of this run, whole or not at all."""
+    """Save arrays for another process of this run, atomically."""
     if folder is not None:
         path = Path(folder) / f"{name}.npz"
         part = path.with_suffix(".part")
@@ -77,7 +77,7 @@ def save(folder: str | None, name: str, **arrays: Any) -> None:
 
 
 def load(folder: str | None, name: str) -> dict[str, np.ndarray] | None:
-    """What `save` kept; None where it kept nothing."""
+    """The arrays that `save` wrote; None if there are none."""
     path = Path(folder or "") / f"{name}.npz"
     if folder is None or not path.is_file():
         return None

@@ -29,7 +29,7 @@ PACKAGES = (
 )
 
 EITHER = (("jax-cuda13-plugin", "jax-cuda12-plugin"), ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))
-"""Packages of which one suffices."""
+"""Pairs of packages of which one is enough."""
 
 SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.max.sm", "power.limit")
 """What `nvidia-smi` is asked; memory in MiB."""
@@ -48,7 +48,7 @@ if status or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
     sys.exit(f"the driver finds no GPU (cuInit says {status})")
 print(count.value)
 """
-"""Asked in a process of its own: a driver that hangs must not hang this one."""
+"""Runs in a separate process: a driver that hangs must not hang this one."""
 
 
 def packages(names: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
@@ -70,7 +70,7 @@ def missing(found: dict[str, str | None]) -> list[str]:
 
 
 def facts() -> dict[str, Any]:
-    """All of it, for the record."""
+    """All facts, for the record."""
     found = packages()
     smi, why = nvidia_smi()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -103,7 +103,7 @@ def _of_driver(timeout: float) -> str | None:
 
 
 def first_gpu() -> str:
-    """How `nvidia-smi` knows the GPU that the rows run on."""
+    """The id, for `nvidia-smi`, of the GPU that the rows run on."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
 
 
@@ -121,7 +121,7 @@ def nvidia_smi(fields: tuple[str, ...] = SMI) -> tuple[dict[str, str] | None, st
 
 
 def used_mib() -> float | None:
-    """Of the GPU's memory, by everybody; None where nobody tells."""
+    """MiB of GPU memory used by all processes; None if unknown."""
     found, _ = nvidia_smi(("memory.used",))
     try:
         return float(found["memory.used"]) if found else None
@@ -130,7 +130,7 @@ def used_mib() -> float | None:
 
 
 def free_gib() -> float | None:
-    """Of the GPU's memory; None where nobody tells."""
+    """GiB of free GPU memory; None if unknown."""
     found, _ = nvidia_smi(("memory.total", "memory.used"))
     try:
         return (float(found["memory.total"]) - float(found["memory.used"])) / 1024 if found else None
@@ -147,7 +147,7 @@ def cudnn_tuple(number: int | None) -> tuple[int, int, int] | None:
 
 
 def of_cudnn(found: tuple[int, ...] | None, effect: str = "this library uses none") -> str:
-    """The version, and where its 3-D convolutions are wrong, that and the effect."""
+    """The version, with a note and the effect if its 3-D convolutions are wrong."""
     if found is None:
         return "cuDNN's version is not known"
     name = ".".join(map(str, found))

@@ -33,7 +33,7 @@ def case_of(options: dict[str, Any]) -> tuple[Case, bool]:
 
 
 def text_of(case: Case, small: bool) -> dict[str, int]:
-    """What `inputs` takes beside the case."""
+    """The text sizes for `inputs`."""
     config = config_of("transformer", case.release, small=small)
     return {"text_length": config.text_length, "text_width": config.text_width}
 
@@ -79,7 +79,7 @@ def run(
 
 
 def measured(call: Callable[[], Any], repeat: int, report: Callable[..., None]) -> tuple[Any, dict[str, Any]]:
-    """The result, and the seconds of a first run and of later ones, told as they come."""
+    """The result, and the seconds of the first run and of later ones, reported as they come."""
     start = time.perf_counter()
     out = call()
     first = time.perf_counter() - start
@@ -115,7 +115,7 @@ def _compiled(
 
 
 def layers_that_fit(abstract: Any, needed: int, free: int) -> int | None:
-    """How many of a module's layers leave the rest room; None for fewer than two, or where there are no layers."""
+    """How many of a module's layers fit beside the rest; None if fewer than two, or if there are no layers."""
     blocks = jax.tree.leaves(getattr(abstract, "blocks", None))
     if not blocks:
         return None
@@ -131,19 +131,19 @@ def flops_of(case: Case, small: bool, given: dict[str, Any]) -> int:
 
 
 def free_bytes() -> int | None:
-    """What the GPU's allocator may still give; None where it does not say."""
+    """Bytes that the GPU's allocator can still allocate; None if unknown."""
     stats = jax.devices()[0].memory_stats() or {}
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
 def peak_gib() -> float | None:
-    """Peak of JAX's allocator in this process, the making of the weights included; None on a CPU."""
+    """Peak of JAX's allocator in this process, creating the weights included; None on a CPU."""
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return None if peak is None else peak / GIB
 
 
 def products(report: Callable[..., None], *, size: int = 8192, dtype: str = "bfloat16", **_: Any) -> dict[str, Any]:
-    """The rate of one large matrix product, to see the others beside."""
+    """The rate of one large matrix product, for comparison."""
     case = Case("transformer", "cogvideox-5b", 480, 720, 13, None, dtype, "gpu", False)
     start = time.perf_counter()
     call = ours.product(size, case)

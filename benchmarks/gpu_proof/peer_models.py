@@ -30,7 +30,7 @@ _kept: dict[tuple[Any, ...], Any] = {}
 def tensors(
     report: Callable[..., None], *, folder: str, components: list[tuple[str, str]], small: bool = False, **_: Any
 ) -> dict[str, Any]:
-    """Write down the names and shapes of the reference's tensors, for our side. No GPU and no memory is used."""
+    """Write the names and shapes of the reference's tensors, for our side. Needs no GPU and no memory."""
     for component, release in components:
         with torch.device("meta"):
             module: Any = build(component, release, small=small)
@@ -43,7 +43,7 @@ def tensors(
 
 
 def _key(case: Case, small: bool, rounded_to: str | None) -> tuple[Any, ...]:
-    """Of a kept module, without its layers."""
+    """The key of a cached module, without its layers."""
     return COMPONENT.get(case.part, case.part), case.release, case.dtype, small, rounded_to
 
 
@@ -92,7 +92,7 @@ def run(
     Args:
         name: of its output, for the comparison with the other side.
         compiled: with `torch.compile`.
-        needs_gib: beside the weights, about; with less, fewer layers are taken.
+        needs_gib: approximate memory besides the weights; with less, fewer layers are used.
         rounded_to: a dtype that weights and inputs are rounded to first, so that the row is the exact result of what a
             row in that dtype is given.
     """
@@ -143,8 +143,8 @@ def text_of(case: Case, small: bool) -> dict[str, int]:
 
 
 def compile_blocks(module: Any, backend: str = "inductor") -> str:
-    """`torch.compile` for each block: a transformer's are alike and compiled once, where 42 layers as one program take
-    minutes. Of an autoencoder, the decoder's blocks."""
+    """`torch.compile` for each block: a transformer's identical blocks compile once, while 42 layers as one program
+    take minutes. For an autoencoder, the decoder's blocks."""
     if hasattr(module, "decoder"):
         for block in (module.decoder.mid_block, *module.decoder.up_blocks):
             block.compile(backend=backend)
@@ -160,7 +160,7 @@ def compile_blocks(module: Any, backend: str = "inductor") -> str:
 def _fitting(
     case: Case, small: bool, beside_gib: float, report: Callable[..., None], rounded_to: str | None = None
 ) -> Case:
-    """The case with as many layers as fit, where the GPU is too small for all.
+    """The case with as many layers as fit into the GPU's memory.
 
     Raises:
         NotTried: not even two layers fit, or there are no layers to leave out.
@@ -188,7 +188,7 @@ def _fitting(
 
 
 def _free_if_other(key: tuple[Any, ...]) -> None:
-    """Free a kept model that is not this row's."""
+    """Free a cached model that is not this row's."""
     if not any(kept[:-1] == key for kept in _kept):
         _kept.clear()
         fresh()

@@ -35,7 +35,7 @@ def wait() -> None:
 
 
 def fresh() -> None:
-    """Free what earlier rows of this process no longer hold, and reset the peak."""
+    """Free the unused memory of earlier rows in this process, and reset the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -49,7 +49,7 @@ def reset_peak() -> None:
 
 
 def timed(call: Callable[[], Any], repeat: int) -> float:
-    """Seconds, the median of several."""
+    """Seconds, the median of several runs."""
     times = []
     for _ in range(repeat):
         wait()
@@ -66,7 +66,7 @@ def peak_gib() -> float | None:
 
 
 def attention(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
-    """`scaled_dot_product_attention`: the default, whose errors are the row's, and each of its backends by itself."""
+    """`scaled_dot_product_attention`: the default, whose errors are the row's, and each of its backends."""
     case = attention_of(options)
     fresh()
     kind = getattr(torch, case.dtype)
@@ -104,7 +104,7 @@ def attention(report: Callable[..., None], *, folder: str | None = None, **optio
 
 
 def convolution(report: Callable[..., None], *, folder: str | None = None, **options: Any) -> dict[str, Any]:
-    """`conv3d` on B C T H W, as diffusers' autoencoder has it."""
+    """`conv3d` on B C T H W, as in diffusers' autoencoder."""
     case = Convolution(**options)
     fresh()
     torch.backends.cudnn.allow_tf32 = False

@@ -26,7 +26,7 @@ STACK_S = 1.0
 
 
 class Died(Exception):
-    """The process ended, or was ended, in the middle of a row. status: the row's."""
+    """The process ended, or was killed, during a row. status: the row's."""
 
     def __init__(self, status: str, why: str):
         super().__init__(why)
@@ -50,7 +50,7 @@ class Worker:
             text=True,
             cwd=ROOT,
             env=env,
-            start_new_session=True,  # with what it starts, compilers say, it can be ended as one
+            start_new_session=True,  # so that it can be killed together with its children, such as compilers
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -92,7 +92,7 @@ class Worker:
     def ask(
         self, function: str, options: dict[str, Any], timeout: float, partly: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any]:
-        """The result of one row. partly: called with what is known before. timeout: seconds, imports included.
+        """The result of one row. partly: called with partial results. timeout: seconds, imports included.
 
         Raises:
             Died: the process crashed, or was killed as it took longer than `timeout` seconds.
@@ -112,7 +112,7 @@ class Worker:
             partly(found)
 
     def _where(self) -> str:
-        """Where it hangs: the innermost lines of its Python stack, which it writes on SIGUSR1."""
+        """The innermost lines of the Python stack of a worker that hangs, which it writes on SIGUSR1."""
         before = os.fstat(self._errors.fileno()).st_size
         with suppress(OSError):
             self._process.send_signal(signal.SIGUSR1)
@@ -124,7 +124,7 @@ class Worker:
         return "in " + " < ".join(lines[:3]) if lines else "it does not say where"
 
     def _text(self, start: int = 0) -> str:
-        """What it wrote as errors from this byte on."""
+        """Its stderr from this byte on."""
         self._errors.seek(start)
         return self._errors.read().decode(errors="replace")[-20_000:]
 
@@ -132,12 +132,12 @@ class Worker:
         return " / ".join(self._text().strip().splitlines()[-lines:])[-600:] or "it said nothing"
 
     def errors(self) -> str:
-        """The end of what it wrote as errors, for the record."""
+        """The end of its stderr, for the record."""
         return self._text()[-3000:]
 
     def kill(self) -> None:
-        """End it, and what it started."""
+        """Kill it and its children."""
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that a driver holds must not hold this process too
+        with suppress(subprocess.TimeoutExpired):  # a worker that hangs in a driver must not block this process
             self._process.wait(END_S)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_proof.programs [--gpu h100] [PATTERN ...]     # needs pip install '.[cuda]'
 
-Prints what the compiler counts for each: arguments, results and temporaries in GiB, and the calls of cuDNN. What it
-would choose by timing on a GPU, it chooses otherwise.
+Prints the compiler's count for each: arguments, results and temporaries in GiB, and the calls of cuDNN. Without a GPU
+the compiler does not autotune.
 """
 
 from __future__ import annotations

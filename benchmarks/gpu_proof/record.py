@@ -18,7 +18,7 @@ HEAD = (
     "| error rms, max (rounding rms) | notes |"
 )
 PASSED, NOT_TRIED = "ok", "not tried"
-"""Results that are no fault."""
+"""Results that are not faults."""
 
 MAX_ERROR_RATIO = 1.1
 """Largest ratio of this library's error in 16 bit to the reference's own."""
@@ -27,7 +27,7 @@ MAX_ERROR_RATIO = 1.1
 class Record:
     """One run of the proof.
 
-    path: where it is kept as JSON, rewritten after every row; None: nowhere.
+    path: of the JSON file, which is rewritten after every row; None: no file.
     """
 
     def __init__(self, path: Path | None, about: dict[str, Any]):
@@ -38,20 +38,20 @@ class Record:
         self.comparisons: list[dict[str, Any]] = []
 
     def expect(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """All rows as not reached, so that whoever kills this leaves a list of what is missing."""
+        """Record all rows as not tried, so that the record of a killed run lists the missing rows."""
         for key, row in rows:
             self.rows[key] = row | {"status": "not tried", "reason": "the run ended before it"}
         self.keep()
 
     def set(self, key: str, **values: Any) -> None:
-        """What is now known of a row."""
+        """Update a row."""
         self.rows[key] |= values
         if values.get("status") != NOT_TRIED and "reason" not in values:
             self.rows[key].pop("reason", None)
         self.keep()
 
     def keep(self) -> None:
-        """Write it down, whole: a reader finds this state or the one before."""
+        """Write the record atomically."""
         if self.path is None:
             return
         record = self.about | {
@@ -72,7 +72,7 @@ class Record:
         return found
 
     def not_tried(self) -> list[tuple[str, str]]:
-        """(rows, why), those of one reason together."""
+        """(rows, reason), grouped by reason."""
         found: dict[str, list[str]] = {}
         for row in self.rows.values():
             if row["status"] == NOT_TRIED:
@@ -88,7 +88,7 @@ class Record:
         return [found for found in self.comparisons if found.get("holds") is False]
 
     def compare(self, name: str, folder: Path) -> list[dict[str, Any]]:
-        """What the rows of one name say beside each other, as far as they are known: what was not said before."""
+        """The new comparisons between the finished rows of one name."""
         done = {(found["row"], found["side"]) for found in self.comparisons}
         rows = [row for row in self.rows.values() if row["row"] == name and "seconds" in row]
         fresh = [
@@ -104,7 +104,7 @@ class Record:
         return fresh
 
     def _from_float32(self, name: str, verdict: str) -> list[dict[str, Any]]:
-        """Whether this library's 16-bit error from float32 is at most the reference's own, without `torch.compile`."""
+        """Compares this library's 16-bit error from float32 with the reference's own, without `torch.compile`."""
         found = [c for c in self.comparisons if c["row"] == name and c["side"].endswith(" : diffusers float32")]
         ours = [c["difference_rms"] for c in found if c["side"].startswith("ours") and "difference_rms" in c]
         theirs = [c["difference_rms"] for c in found if c["side"].startswith("diffusers : ") and "difference_rms" in c]
@@ -121,7 +121,7 @@ def _dtype(row: dict[str, Any]) -> str:
 
 
 def _comparable(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """This library's rows beside the others', and whatever is in 16 bit beside the reference in float32."""
+    """Whether two rows are compared: this library's with the others', and 16-bit rows with the float32 reference."""
     if a["side"].startswith("ours"):
         return not b["side"].startswith("ours")
     return b["side"] == "diffusers float32" and _dtype(a) != "float32"

@@ -1,8 +1,7 @@
-"""The rows in order of what matters most: each with its function, its sizes, its expected seconds and memory.
+"""The rows, the most important first: each with its function, its sizes, its expected seconds and memory.
 
-Seconds are guesses for a GPU of the H100's kind and 16 cores, made before any was measured: they decide only what is
-still started near the end of the budget. Sizes of memory come from programs compiled without a GPU (`gpu_aot`) and from
-the reference's weights.
+Seconds are estimates for an H100 and 16 cores, not measurements: they decide only which rows start near the end of the
+budget. Memory sizes come from programs compiled without a GPU (`gpu_aot`) and from the reference's weights.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ TORCH, DIFFUSERS = ("torch",), ("torch", "diffusers", "transformers")
 class Row:
     """One thing to try.
 
-    name, side: of the table; rows of one name are compared. group: the process that it runs in, alone or with others.
+    name, side: of the table; rows of one name are compared. group: rows of one group share a process.
     function: "module:name", called with `report`, `folder` and the options.
-    expected_s, limit_s: seconds that it takes, and after which it is ended. needs_gib: of the GPU's memory, at least.
-    required: whether its side's other rows need it to pass. always: runs also where its result is known.
+    expected_s: estimated seconds. limit_s: seconds after which it is killed. needs_gib: minimum GPU memory.
+    required: whether its side's other rows need it to pass. always: run even if its result is known.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Row:
 
     @property
     def side_key(self) -> str:
-        """What must see a GPU for it."""
+        """The library that must find a GPU for it."""
         return "torch" if self.packages else "jax"
 
     @property
@@ -190,7 +189,7 @@ def _attention(sizes: Sizes) -> Iterator[Row]:
 
 
 def _convolution(sizes: Sizes, of: int, inputs: int, outputs: int, big: bool = False, **options: Any) -> dict[str, Any]:
-    """A case at 1 / `of` of the picture, with these of the widths."""
+    """A case at 1 / `of` of the picture; inputs, outputs: indices of the widths."""
     height, width = (n // of for n in (sizes.one_five if big else sizes.five)[:2])
     dtype, taps = options.get("dtype", "bfloat16"), options.get("taps", 3)
     channels, out_channels = sizes.channels[inputs], sizes.channels[outputs]
@@ -286,7 +285,7 @@ def _peer_step(
 
 
 def _compiled(sizes: Sizes, compiled: bool = True) -> dict[str, Any]:
-    """Options of a row of the reference with or without `torch.compile`; in small, without a compiler behind it."""
+    """Options of a row of the reference with or without `torch.compile`; at small sizes, without code generation."""
     return {"compiled": compiled} | ({"compile_backend": "eager"} if sizes.small else {})
 
 
@@ -326,8 +325,8 @@ def _exact(sizes: Sizes, part: str) -> Iterator[Row]:
 
 
 def _in_float32(sizes: Sizes) -> Iterator[Row]:
-    """The reference in float32 on weights and inputs rounded to bfloat16: the exact result of the bfloat16 rows, from
-    which the error of computing in bfloat16 is measured on both sides."""
+    """The reference in float32 on weights and inputs rounded to bfloat16, from which both sides' bfloat16 errors are
+    measured."""
     exact = {"dtype": "float32", "repeat": 1, "rounded_to": "bfloat16"}
     group, side = "torch float32", "diffusers float32"
     step = _case(sizes, "transformer", "cogvideox-5b", sizes.five, **exact)

@@ -1,4 +1,4 @@
-"""Runs rows in processes of their own, within a budget: a crash, a hang or an end of memory costs one row."""
+"""Runs rows in separate processes, within a budget: a crash, a hang or running out of memory costs one row."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ START_S = {"ours": 5.0, "diffusers": 8.0}
 """Side -> seconds until a new process runs its first row, about."""
 
 IMPORT_LIMIT_S = 180.0
-"""Seconds after which a worker that still imports is killed; the first time, libraries come from a cold disk."""
+"""Seconds after which a worker that still imports is killed; the first import reads from a cold disk."""
 
 PREFETCH_CORES = 8
-"""From so many cores on, the next group's process imports its libraries while a row runs."""
+"""With at least this many cores, the next group's process imports its libraries while a row runs."""
 
 POLL_S = 0.5
 
@@ -70,11 +70,11 @@ class Memory:
         self._most = 0.0
 
     def most_gib(self) -> float | None:
-        """Beside what was used when this began; None where nobody tells."""
+        """Peak minus the memory in use at the start; None if unknown."""
         now = self._ask() if self._base is not None else None
         if self._base is None or now is None:
             self._base = None
-            self.stop()  # it may be slow to say nothing
+            self.stop()  # a query without an answer may be slow
             return None
         self._most = max(self._most, now)
         return max(self._most - self._base, 0) / 1024
@@ -87,9 +87,9 @@ class Memory:
 class Setting:
     """What rows are given.
 
-    folder: for what one leaves another. budget: seconds from `started`, a time of `time.monotonic`. env: of their
-    processes. free_gib: of the GPU; None if not known. missing: packages that are not there. known: key -> result of
-    an earlier run, which is taken over.
+    folder: for files that one row writes for another. budget: seconds from `started`, by `time.monotonic`. env: of
+    their processes. free_gib: of the GPU; None if unknown. missing: packages that are not installed. known: key ->
+    reused result of an earlier run.
     """
 
     folder: Path
@@ -129,7 +129,7 @@ class Runner:
         return time.monotonic() - self.setting.started
 
     def run(self) -> None:
-        """Every row that can be tried; processes end however this ends."""
+        """Run every row that can be tried; always ends the worker processes."""
         try:
             for i, row in enumerate(self.rows):
                 if row.key in self.known:
@@ -218,7 +218,7 @@ class Runner:
         return self._worker
 
     def _prefetch(self, row: Row, later: list[Row]) -> None:
-        """Let the next group's process import its libraries, which uses no GPU."""
+        """Start the next group's process, which imports its libraries without using the GPU."""
         wanted = (other for other in later if other.group != row.group and other.key not in self.known)
         following = next((other for other in wanted if not self.why_not(other)), None)
         if (os.cpu_count() or 1) < PREFETCH_CORES or following is None:

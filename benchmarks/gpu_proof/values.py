@@ -1,8 +1,7 @@
-"""Random values that JAX and PyTorch make alike, each on its own device: a hash of a name and of an index.
+"""Random values that JAX and PyTorch compute identically on their devices: a hash of a name and of an index.
 
-A process of either library fills billions of weights in well under a second, and nothing passes between them. The four
-bytes of a hash are added up: close to a normal distribution, and exact in integers, so that both libraries round the
-same number.
+Either library fills billions of weights in well under a second, without communication. The sum of a hash's four bytes
+is close to a normal distribution and an exact integer, so that both libraries round the same number.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ STD = math.sqrt((256**2 - 1) / 3)
 """Standard deviation of the sum of four bytes."""
 
 AT_ONCE = 2**26
-"""Values that PyTorch makes at a time: it holds several integers for each."""
+"""Values that PyTorch computes at a time: it needs several integers for each."""
 
 
 CACHED = 2**17
@@ -72,7 +71,7 @@ def _signed(n: int) -> int:
 
 
 def _right(x: Any, by: int) -> Any:
-    """The bits moved right and zeros moved in, of int32."""
+    """Logical right shift of int32."""
     return (x >> by) & (2 ** (32 - by) - 1)
 
 

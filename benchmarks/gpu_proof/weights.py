@@ -1,4 +1,4 @@
-"""Models of this library with random weights that the reference's model has too, through the converter's own tables."""
+"""Models of this library with the random weights of the reference's models, mapped by the converter's tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "sample_width": 96,
     },
 }
-"""What `released_layout.build(small=True)` changes, in this library's words."""
+"""The config changes of `released_layout.build(small=True)`, in this library's field names."""
 
 LAYER = re.compile(r"(?:transformer_blocks|encoder\.block)\.(\d+)\.")
 """The number of a layer in the name of a tensor."""
@@ -59,12 +59,12 @@ def config_of(component: str, release: str, layers: int | None = None, small: bo
 
 
 def tensors_file(folder: str, component: str, release: str) -> Path:
-    """Where the names and shapes of the reference's tensors are, as JSON."""
+    """The JSON file with the names and shapes of the reference's tensors."""
     return Path(folder) / f"tensors-{component}-{release}.json"
 
 
 def reference_tensors(folder: str | None, component: str, release: str, layers: int | None) -> Shapes | None:
-    """Name -> shape in the released layout, without the layers from `layers` on; None where nobody wrote it down."""
+    """Name -> shape in the released layout, without the layers from `layers` on; None if the file does not exist."""
     if folder is None or not (path := tensors_file(folder, component, release)).is_file():
         return None
     shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text()).items()}
@@ -150,7 +150,7 @@ def random_weights_program(
 
 
 def _own(name: str, leaf: Any) -> Values:
-    """Where the reference's names are not known."""
+    """Values by this library's parameter names, without the reference's names."""
     shape = leaf.shape[1:] if name.startswith("blocks.") else leaf.shape
     if len(shape) < 2:
         return Values(name, 0.2, float(name.endswith("scale")))

@@ -1,7 +1,6 @@
-"""A process that runs rows, one after the other: what it reads are rows, what it writes is what it knows of them.
+"""A process that runs rows, one after the other: it reads rows and writes their results, as lines of JSON.
 
-Each line in and out is JSON. A row that raises leaves the process able to say why; one that crashes or hangs takes this
-process with it and nothing else.
+A row that raises reports its reason; a row that crashes or hangs ends only this process.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def main() -> None:
 
 
 def run(function: str, options: dict[str, Any], report: Any) -> dict[str, Any]:
-    """The row's result, or why there is none. alive: that this process is as good as before."""
+    """The row's result, or the reason why there is none. alive: this process can run further rows."""
     module, name = function.split(":")
     try:
         call = getattr(importlib.import_module(module), name)

@@ -1,1 +1,1 @@
-"""This library beside diffusers on the same machine."""
+"""Compares this library with diffusers on the same machine."""

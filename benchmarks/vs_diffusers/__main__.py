@@ -1,4 +1,4 @@
-"""This library beside diffusers on the same machine: same weights, inputs, precision and threads, in the same minutes.
+"""Compares this library with diffusers on one machine: same weights, inputs, precision and threads, at the same time.
 
     python -m benchmarks.vs_diffusers                                  # all parts at 240x368, some minutes on two cores
     python -m benchmarks.vs_diffusers --parts decode --height 480 --width 720 --latent-frames 3 5
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(cases: list[Case], args: argparse.Namespace) -> int:
-    """All cases, each release with weights of its own; what is known is in the JSON after each."""
+    """All cases, each release with its own weights; the JSON file is rewritten after each."""
     jax.config.update("jax_platforms", "cpu")  # here we only count; the device is the workers'
     rows: list[dict[str, Any]] = []
     record: dict[str, Any] = {
@@ -143,7 +143,7 @@ class Differ(Exception):
 
 
 def alone(worker: Worker) -> dict[str, float]:
-    """Seconds of one run, and GiB, of the side that did not stop; nothing if it stops as well."""
+    """Seconds and GiB of one run of the side that did not stop; empty if it stops as well."""
     try:
         if not worker.first:
             worker.start()

@@ -1,4 +1,4 @@
-"""What is compared: a part at a size, and what it is given."""
+"""The cases of the comparison: a part at a size, and its inputs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def denoised_frames(self) -> int:
-        """Latent frames that the transformer sees: 1.5 releases take them in twos."""
+        """Latent frames that the transformer denoises: an even number in 1.5 releases."""
         return self.latent_frames + -self.latent_frames % self._frames_per_token
 
     @property
@@ -61,7 +61,7 @@ INPUTS = {
 
 
 def inputs(case: Case, text_length: int = 226, text_width: int = 4096) -> dict[str, np.ndarray]:
-    """What the part needs, the same for both sides, channels last; the transformer gets both halves of guidance.
+    """The part's inputs, the same for both sides, channels last; the transformer gets both halves of guidance.
 
     text_length, text_width: tokens and channels of the text, where a model of another size takes others.
     """

@@ -1,4 +1,4 @@
-"""Our side: the parts, what they count to, and what the machine can do."""
+"""Our side: the parts, their FLOPs, and the machine's matrix rate."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def program_of(case: Case) -> Program:
 
 
 def _program(name: str, function: Callable[..., Any], case: Case, tokens: int | None) -> Program:
-    """As the pipeline makes it."""
+    """A program as in the pipeline."""
     return Program(ProgramSpec(name, lambda: function, tokens=tokens), compiler_options(case.dtype))
 
 
@@ -85,7 +85,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def flops_of(case: Case, folder: Path) -> int:
-    """Of the part's products, counted without running it."""
+    """FLOPs of the part's products, counted without running it."""
     manifest = read_manifest(folder / "native")
     given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs(case).items()}
     if case.part != "video":

@@ -1,4 +1,4 @@
-"""One side in a process of its own, and how its parent speaks with it."""
+"""One side in its own process, and the communication with its parent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Worker:
         return float(self._ask("run"))
 
     def peak(self) -> float:
-        """GiB that it held at most until now."""
+        """Peak memory so far, in GiB."""
         return float(self._ask("peak"))
 
     def matmul_rate(self) -> float:
@@ -89,7 +89,7 @@ def work(side: str, folder: Path, case: Case) -> None:
     """The loop of a worker; what it prints is for its parent."""
     call = None
     for request in sys.stdin:
-        # here, at the first request: one side must not import while the other is timed
+        # imported at the first request: one side must not import while the other is timed
         module = importlib.import_module(f"benchmarks.vs_diffusers.{'ours' if side == 'ours' else 'theirs'}")
         word = request.strip()
         if word == "peak":
@@ -122,13 +122,13 @@ def _rate(flops: int, f: Callable[[], object]) -> float:
 
 def _peak_gib() -> float:
     """Of this process."""
-    # what `resource` says starts with the peak of the parent
+    # the peak of `resource` includes the parent's
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) / 2**20
 
 
 if __name__ == "__main__":
-    with suppress(OSError):  # where memory ends, it is this process that goes
+    with suppress(OSError):  # when memory runs out, the kernel kills this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     work(sys.argv[1], Path(sys.argv[2]), Case(**json.loads(sys.argv[3])))

@@ -1,4 +1,4 @@
-"""attend(): exact attention. It checks shapes, chooses a backend and runs it on each device's heads."""
+"""attend(): exact attention. It checks shapes, chooses a backend and runs that on each device's heads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BackendWithLse = Callable[..., tuple[Float32[Array, "B Q N K"], Float32[Array, "
 def _auto(
     q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"] | None
 ) -> Float[Array, "B Q N K"]:
-    """For more than `xla.SHORT` tokens: splash on a TPU (not in float16); on an NVIDIA GPU in 16 bit cuDNN or, for what
-    it does not serve, triton. XLA otherwise."""
+    """For more than `xla.SHORT` tokens: splash on a TPU, except in float16; cuDNN on an NVIDIA GPU in 16 bit, or triton
+    where cuDNN does not serve the heads. XLA otherwise."""
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return xla.attend(q, k, v, kv_len)
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
@@ -32,7 +32,7 @@ def _auto(
     if splash.why_not(q) is None:
         kernels["tpu"] = splash.attend
     if cudnn.why_not(q) is None:
-        kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # no mask where there are no lengths
+        kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # kv_len None: cuDNN applies no mask
     elif _triton_is_fast(q):
         kernels["cuda"] = triton.attend
     default = lambda q, k, v, _: xla.attend(q, k, v, kv_len)  # noqa: E731
@@ -52,7 +52,7 @@ def _auto_with_lse(
 
 
 def _triton_is_fast(q: Float[Array, "B Q N K"]) -> bool:
-    """Whether our GPU kernel is worth it: in float32 neither it nor cuBLAS uses tensor cores."""
+    """Whether our GPU kernel can be faster than XLA: in float32 neither uses tensor cores."""
     return q.dtype in cudnn.DTYPES and nvidia.why_not(q.shape[-1]) is None
 
 
@@ -93,20 +93,20 @@ def attend(
 
     Finite, and exact up to rounding, where products and sums fit float32: |q| |k| below 2^126 for every query and key,
     and |v| times the number of keys below 2^126. Products are rounded to float32, so the error of a score is a few
-    times 2^-24 |q| |k| log2(e) / sqrt(K); where that exceeds 1, keys whose scores differ by less share their
-    probability arbitrarily. Numbers below 2^-126 count as 0, and so do such products of a probability and a value.
+    times 2^-24 |q| |k| log2(e) / sqrt(K); where that exceeds 1, keys with closer scores split their weight arbitrarily.
+    Numbers below 2^-126, and products of a probability and a value below 2^-126, count as 0.
     "splash" and "triton" were tested interpreted; "stock" and "cudnn" were not tested at these limits.
 
     Args:
-        q, k, v: float32, bfloat16 or float16, all three the same, of any length. "splash" and "stock" do not take
-            float16, since the TPU compiler does not in a kernel; "auto" is XLA there.
-        kv_len: how many keys are attended, for all or per batch element (1 to S; an array is clipped to that range,
-            since its values may only be known on the device). The values of keys past it must be finite.
+        q, k, v: float32, bfloat16 or float16, the same for all three, of any length. "splash" and "stock" refuse
+            float16, which the TPU compiler does not support in a kernel; "auto" is XLA in float16 on a TPU.
+        kv_len: how many keys are attended, for all or per batch element: 1 to S. An array is clipped to that range,
+            since its values may only be known on the device. The values of keys past it must be finite.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
         interpret: run a Pallas backend in interpret mode (on any device, slowly).
-        smooth_k: subtract the mean key from all keys. The result is the same; scores become smaller, so that less is
-            lost in low precision and more heads of "splash" need no running maximum.
-        tile_sizes: of the splash kernel; None takes them from its table.
+        smooth_k: subtract the mean key from all keys. The result is the same; scores become smaller, which reduces
+            rounding errors and lets more heads of "splash" run without a running maximum.
+        tile_sizes: of the splash kernel; None takes the best ones from its table.
 
     Raises:
         InputError: shapes or dtypes disagree, kv_len is out of range, the backend is unknown or does not serve the
@@ -120,7 +120,7 @@ def attend(
     options |= {"tile_sizes": tile_sizes} if tile_sizes is not None else {}
     with_lse = partial(BACKENDS_WITH_LSE[backend], **options) if backend in BACKENDS_WITH_LSE else None
     if backend == "auto" and cudnn.why_not(q) is None:
-        with_lse = None  # zero heads in cuDNN's kernel: a ring of our own kernel was not measured against them
+        with_lse = None  # pads with zero heads and stays with cuDNN; a ring with our kernel was not measured
     return sharding.sequence_parallel_attention(partial(BACKENDS[backend], **options), q, k, v, kv_len, with_lse)
 
 

@@ -1,9 +1,8 @@
-"""Exact attention on a CPU: a block of queries against all keys, with as many scores as a cache holds.
+"""Exact attention on a CPU: one block of queries against all keys, with as many scores as a cache holds.
 
-Small operations are expensive on a CPU, since each is distributed over all threads, so there is no loop over keys. Nor
-is there a pass over the scores for their maximum: scores are taken relative to |q| max |k|, which none exceeds (the
-Cauchy-Schwarz bound). Where that bound is too far above the scores for float32, the head is computed again with the
-maximum.
+A CPU distributes each operation over all threads, which makes small operations expensive, so there is no loop over
+keys. Softmax subtracts |q| max |k|, an upper bound of the scores (Cauchy-Schwarz), which saves the pass over the scores
+for their maximum. Where the bound is too far above the scores for float32, the head is computed again with the maximum.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int
 
-from cogvideox_flax.attention.bounds import NEVER, min_nonzero, norms
+from cogvideox_flax.attention.bounds import MASKED, min_nonzero, norms
 from cogvideox_flax.nn.layers import precision, round_up
 
 TILE = 2**22
-"""Scores held at a time: 16 MiB in float32."""
+"""Scores in memory at a time: 16 MiB in float32."""
 
 ROWS = 128
-"""The least queries of a block, so that products stay matrix products."""
+"""The minimum number of queries in a block, so that products stay matrix products."""
 
 ALIGNED = 16
-"""The queries of a block are a multiple of it, a vector of any CPU."""
+"""The number of queries in a block is a multiple of this, the longest vector of any CPU."""
 
 MIN_ROW_SUM = 2.0**-60
-"""The least sum of 2^(score - bound) for which the bound is accurate: the terms that matter are normal numbers."""
+"""The smallest row sum of 2^(score - bound) that is accurate: the terms that matter are normal numbers."""
 
 MIN_ROW_SUM_TIMES_VALUE = 2.0**-80
-"""The same for that sum times the largest value of a channel: a million products below 2^-126, which count as 0, add up
-to at most 2^-26 of it."""
+"""The same limit for the row sum times a channel's largest value: a million products below 2^-126, which count as 0,
+add up to at most 2^-26 of it."""
 
 EXP2_COEFFICIENTS = [math.log(2) ** n / math.factorial(n) for n in range(4, -1, -1)]
 """Taylor coefficients of 2^x, the highest power first."""
@@ -56,9 +55,9 @@ def attend(
     def heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "heads S K"]:
         return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], dim)
 
-    # relative to a bound, probabilities may be smaller than float16 holds
+    # relative to the bound, probabilities may underflow in float16
     one_head = jax.custom_jvp(partial(_attend_head, rows=rows, bounded=v.dtype != jnp.float16))
-    # the derivative of a bounded head would lose terms far below the bound
+    # the derivative needs the maximum: relative to the bound, small terms would be lost
     one_head.defjvp(partial(jax.jvp, partial(_attend_head, rows=rows, bounded=False)))
     lengths = None if kv_len is None else kv_len.repeat(heads)
     operands = *map(heads_first, (q, k, v)), lengths
@@ -76,15 +75,14 @@ def _attend_head(
     rows: int,
     bounded: bool,
 ) -> tuple[Float32[Array, "Q K"], Float32[Array, " Q"]]:
-    """One head of one batch element, in blocks of `rows` queries; `bounded`: relative to a bound where that is
-    exact."""
+    """One head of one batch element, in blocks of `rows` queries. bounded: subtract the bound where that is exact."""
     (queries, dim), keys = q.shape, len(k)
-    # 2^x is what the hardware has; the base change rides on the scale
+    # hardware computes 2^x: log2(e) is folded into the scale
     scale = math.log2(math.e) / math.sqrt(dim)
     # transposed in memory: XLA would compute a product with untransposed bfloat16 keys in float32
     head = _Head(jax.lax.optimization_barrier(k.T), v, length, scale)
     is_real = jnp.arange(keys) < (keys if length is None else length)
-    # above every score however the products are rounded: by dim 2^-24 of |q| |k|, and the norms by as much
+    # above every score, also after rounding: products err by dim 2^-24 of |q| |k|, and so do the norms
     bound = scale * (1 + dim * 2.0**-22) * norms(q)[:, None] * jnp.where(is_real, norms(k), 0).max()
 
     def blocks(x: Float[Array, "Q n"]) -> Float[Array, "blocks rows n"]:
@@ -104,7 +102,7 @@ def _attend_head(
 
 
 class _Head(NamedTuple):
-    """The keys and values of a head. Barriers keep XLA from handing softmax to its matrix library, whose 2^x is
+    """The keys and values of a head. The barriers keep XLA from fusing softmax into its matrix library, whose 2^x is
     slow."""
 
     columns: Float[Array, "K S"]
@@ -113,16 +111,16 @@ class _Head(NamedTuple):
     scale: float
 
     def relative_to_maximum(self, block: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """Of a block of queries: what the sums are relative to, the sums of the probabilities, and those of values."""
+        """For a block of queries: the maximum score, the row sums of probabilities, and the sums of values."""
         q, _ = block
         products = self._products(q)
-        # the maximum has its derivative: it compensates rounding in the gradient of a row, whose sum is 0
+        # the maximum is differentiated: that compensates rounding in the gradient of a row, whose sum is 0
         row_max = products.max(-1, keepdims=True)
         # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
         return self.scale * row_max, *self._sums(jnp.exp2(self.scale * (products - row_max)))
 
     def relative_to_bound(self, block: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """As `relative_to_maximum`, without a pass for the maximum."""
+        """As `relative_to_maximum`, with the bound in place of the maximum."""
         q, bound = block
         scores = self.scale * self._products(q) - bound
         return bound, *self._sums(_exp2_bfloat16(scores) if self.v.dtype == jnp.bfloat16 else jnp.exp2(scores))
@@ -132,7 +130,7 @@ class _Head(NamedTuple):
         products = jax.lax.optimization_barrier(products)
         if self.length is None:
             return products
-        return jnp.where(jnp.arange(products.shape[-1]) < self.length, products, NEVER)
+        return jnp.where(jnp.arange(products.shape[-1]) < self.length, products, MASKED)
 
     def _sums(self, p: Float[Array, "rows S"]) -> tuple[Float32[Array, "rows 1"], Float32[Array, "rows K"]]:
         p, v = jax.lax.optimization_barrier(p), self.v
@@ -141,10 +139,10 @@ class _Head(NamedTuple):
 
 
 def _exp2_bfloat16(x: Float32[Array, "*any"]) -> BFloat16[Array, "*any"]:
-    """2^x for x up to 127, rounded; 0 from -127 down.
+    """2^x rounded, for x up to 127; 0 for x of -127 and below.
 
-    A Taylor polynomial between -1/2 and 1/2, with relative error 5e-5, and the exponent added to the bits: less work
-    than XLA's own with its rounding, and one pass over the scores.
+    A Taylor polynomial between -1/2 and 1/2, with relative error 5e-5; the exponent is added to the bits. Cheaper than
+    XLA's 2^x with its rounding, and one pass over the scores.
     """
     x = jnp.maximum(x, -127)
     whole = jnp.round(x)

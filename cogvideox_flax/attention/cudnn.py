@@ -15,7 +15,7 @@ DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 def why_not(q: Float[Array, "B Q N K"]) -> str | None:
-    """Why it cannot serve these queries here, or None if it can."""
+    """Why cuDNN cannot attend with these queries here, or None if it can."""
     if q.dtype not in DTYPES:
         return f"it computes in bfloat16 or float16; got {q.dtype}"
     if q.shape[-1] % 8:

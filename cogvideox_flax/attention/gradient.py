@@ -1,4 +1,4 @@
-"""A gradient for kernels that have none: that of the plain XLA form, which recomputes attention."""
+"""A gradient for attention kernels: that of the plain XLA form, which recomputes attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kernel = Callable[["Static", Array, Array, Array, Array], tuple[Array, ...]]
 class Static(NamedTuple):
     """The static arguments of a kernel.
 
-    tile_sizes: for a kernel that takes any; None is the kernel's own choice.
+    tile_sizes: None is the kernel's own choice.
     interpret: run the Pallas kernel in interpret mode.
     with_lse: return log_sum_exp too; see `xla.attend_with_lse`.
     """

@@ -12,7 +12,7 @@ AMPERE = 8.0
 """The least compute capability with bfloat16 and asynchronous copies to shared memory."""
 
 MAX_HEAD_DIM = 128
-"""The largest head size of all cuDNN versions on all these GPUs, and of the Triton kernel's tiles."""
+"""The largest head size that every cuDNN version supports on all these GPUs; also that of the Triton kernel's tiles."""
 
 
 def why_not(head_dim: int) -> str | None:
@@ -31,8 +31,8 @@ def present() -> bool:
 
 
 def cudnn_version() -> tuple[int, int, int] | None:
-    """(major, minor, patch) of the cuDNN that JAX has loaded, or would load; None where JAX has no plugin for NVIDIA
-    GPUs, or that does not say."""
+    """(major, minor, patch) of the cuDNN that JAX has loaded or would load; None without JAX's plugin for NVIDIA GPUs,
+    or if the plugin does not report it."""
     try:
         versions: Any = importlib.import_module("jax._src.lib").cuda_versions
         number = int(versions.cudnn_get_version())

@@ -4,19 +4,19 @@ The scores of a tile are K Q^T, keys along the sublanes and queries along the la
 additions of whole registers. Values are transposed too and V^T P gives the output: a head fills 64 sublanes instead of
 half of 128 lanes. Softmax is base 2, in float32; scale and log2(e) are folded into the queries.
 
-Keys past their length are never attended. Chunks and slices of keys that are all attended run without a mask; the
-ragged end runs in pieces of 128 keys with a mask.
+Keys past kv_len are never attended. Chunks and slices of attended keys run without a mask; the remaining keys run with
+a mask, 128 at a time.
 
-Softmax is the same relative to any reference, and float32 holds 2^-126 to 2^127, so most heads need no running maximum.
-Each head runs in one of three modes, chosen from its queries, keys and values (`_modes`). Scores here are base 2, and
-no score is larger than max |q| max |k| (Cauchy-Schwarz):
+Softmax does not change when a constant is subtracted from all scores of a row, and float32 holds 2^-126 to 2^127, so
+most heads need no running maximum. Each head runs in one of three modes, chosen from its queries, keys and values
+(`_modes`). Scores here are base 2, and no score is larger than max |q| max |k| (Cauchy-Schwarz):
 
-* bounded: relative to 0. Scores are at most 100, no sum of values exceeds 2^126, and a million products that underflow
-  do not show in any channel. This is the mode of normalised queries and keys, as CogVideoX's are.
-* referred: relative to each query's largest score among the first keys. If the row sums of a chunk exceed 2^80, its
-  result is dropped and the chunk is computed again with a running maximum; above 2^60, all sums are scaled down. Scores
-  are at most 2^17, so that a score differs by at most 1 between two products; values are below 2^40.
-* online: relative to a running maximum, updated for every 128 keys. For all else: no probability exceeds 1.
+* bounded: nothing is subtracted. Scores are at most 100, no sum of values exceeds 2^126, and a million products that
+  underflow change no channel visibly. Normalised queries and keys, such as CogVideoX's, run in this mode.
+* shifted: each query's largest score among the first keys is subtracted. If the row sums of a chunk exceed 2^80, the
+  chunk is computed again with a running maximum; above 2^60, all sums are scaled down. Scores are at most 2^17, so that
+  a score differs by at most 1 between two products; values are below 2^40.
+* online: a running maximum is subtracted, updated every 128 keys. All other heads run in this mode.
 
 Scaled queries are rounded to their dtype, so in bfloat16 the error of a score is 2^-9 |q| |k|.
 
@@ -38,25 +38,24 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
-from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, REFERRED, SUBLANES, kernel
+from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel
 from cogvideox_flax.attention.tile_sizes import LANES, TileSizes, choose_tile_sizes
 from cogvideox_flax.errors import InputError
 
 DTYPES = (jnp.bfloat16, jnp.float32)
-"""What the TPU compiler takes in a kernel. In float16, bounded probabilities would overflow, too."""
+"""The dtypes that the TPU compiler supports in a kernel. In float16, bounded probabilities would overflow too."""
 
 BOUND = 100.0
-"""Power of 2 of scores up to which a head may be bounded: 2^100 times a million keys fits float32, and so does
-2^-100."""
+"""The largest score of a bounded head: 2^100 times a million keys fits float32, and so does 2^-100."""
 
 LARGEST_SUM = 126.0
-"""Power of 2 that sums of a bounded head's values may reach."""
+"""log2 of the largest sum of a bounded head's values."""
 
-REFERRED_BOUND = 2.0**17
-"""Scores up to which a head may be referred."""
+SHIFTED_BOUND = 2.0**17
+"""The largest score of a shifted head."""
 
-REFERRED_VALUE = 2.0**40
-"""Values below which a head may be referred."""
+SHIFTED_VALUE = 2.0**40
+"""Values of a shifted head are below this."""
 
 NAME = "cogvideox_splash"
 
@@ -85,7 +84,7 @@ def attend(
         interpret: run on any device, slowly.
 
     Raises:
-        InputError: another dtype, or tile sizes that do not nest or do not fit into fast memory, with the numbers.
+        InputError: another dtype, or tile sizes that do not nest or do not fit into fast memory.
     """
     lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
     return _attend(Static(tile_sizes, interpret, with_lse=False), q, k, v, lengths)[0]
@@ -133,11 +132,11 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
 
 def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
     """(queries, block) of each kernel call: a last block that would be mostly padding gets its own, narrower call."""
-    whole = queries // block * block
-    rest = -(-(queries - whole) // LANES) * LANES
-    if whole == 0 or rest > 0.75 * block:
+    full = queries // block * block
+    rest = -(-(queries - full) // LANES) * LANES
+    if full == 0 or rest > 0.75 * block:
         return [(queries, min(block, -(-queries // LANES) * LANES))]
-    return [(whole, block)] + ([(queries - whole, rest)] if rest else [])
+    return [(full, block)] + ([(queries - full, rest)] if rest else [])
 
 
 def _modes(
@@ -146,9 +145,9 @@ def _modes(
     values: Float[Array, "BN k s"],
     lengths: Int[Array, " B"],
 ) -> Int32[Array, " BN"]:
-    """The mode of each head; see the top of this file. Keys past their length do not count.
+    """The mode of each head; see the top of this file. Keys past kv_len do not count.
 
-    values: as `_columns` makes them, so that one pass over v both lays it out and finds its largest.
+    values: from `_columns`, so that one pass over v transposes it and finds its largest value.
     """
     heads = k.shape[2]
     real = jnp.arange(k.shape[1]) < lengths[:, None]
@@ -156,11 +155,11 @@ def _modes(
     real = jnp.arange(values.shape[-1]) < lengths.repeat(heads)[:, None]
     by_channel = jnp.where(real[:, None], jnp.abs(values), 0).max(-1)
     value = by_channel.max(-1).astype(jnp.float32)
-    # a million products of 2^-bound and a value underflow together to 2^-26 of a channel's largest
+    # a million underflowing products of 2^-bound and a value add up to at most 2^-26 of a channel's largest value
     bounded = bound <= BOUND + jnp.minimum(jnp.log2(min_nonzero(by_channel)), 0)
     bounded &= bound + jnp.log2(value) + math.log2(k.shape[1]) <= LARGEST_SUM
-    referred = (bound <= REFERRED_BOUND) & (value < REFERRED_VALUE)
-    return jnp.where(bounded, BOUNDED, jnp.where(referred, REFERRED, ONLINE)).astype(jnp.int32)
+    shifted = (bound <= SHIFTED_BOUND) & (value < SHIFTED_VALUE)
+    return jnp.where(bounded, BOUNDED, jnp.where(shifted, SHIFTED, ONLINE)).astype(jnp.int32)
 
 
 def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.CostEstimate:
@@ -171,8 +170,8 @@ def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.Co
 
 
 def _kernel_call(static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.CostEstimate) -> Callable[..., list]:
-    """The kernel for queries of this shape, as a function of lengths and modes [BN], q [BN, K, Q], k [BN, S, K] and
-    v [BN, S / 128, K, 128]. It returns [BN, K, Q], in float32 with log_sum_exp [BN, 1, Q] if that is wanted."""
+    """The kernel for queries of this shape: a function of lengths and modes [BN], q [BN, K, Q], k [BN, S, K] and
+    v [BN, S / 128, K, 128]. It returns [BN, K, Q]; with_lse: in float32, and log_sum_exp [BN, 1, Q]."""
     (heads, dim, queries), sizes = q.shape, static.tile_sizes
     q_spec = pl.BlockSpec((1, dim, sizes.q), lambda n, i, j, *_: (n, 0, i))
     lse_spec = pl.BlockSpec((1, 1, sizes.q), lambda n, i, j, *_: (n, 0, i))
@@ -206,12 +205,12 @@ def _kernel_call(static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.
 
 
 def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "BN k s"]:
-    """One matrix per head, tokens along the lanes; tokens are padded to the multiple and K to whole registers."""
+    """One matrix per head, tokens along the lanes. Tokens are padded to the multiple, K to full registers."""
     batch, tokens, heads, dim = x.shape
     x = x.transpose(0, 2, 3, 1).reshape(batch * heads, dim, tokens)
     return jnp.pad(x, ((0, 0), (0, -dim % 64), (0, -tokens % multiple)))
 
 
 def _tiles(x: Float[Array, "BN k s"]) -> Float[Array, "BN t k LANES"]:
-    """Contiguous tiles of LANES columns, whose addresses are simple."""
+    """Contiguous tiles of LANES columns, which are simple to address."""
     return x.reshape(*x.shape[:2], -1, LANES).swapaxes(1, 2)

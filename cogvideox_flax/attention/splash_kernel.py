@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from cogvideox_flax.attention.bounds import NEVER
+from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.attention.tile_sizes import LANES, TileSizes
 from cogvideox_flax.nn.layers import precision
 
-ONLINE, REFERRED, BOUNDED = range(3)
+ONLINE, SHIFTED, BOUNDED = range(3)
 """Modes of a head; see `attention.splash`."""
 
-FITS = 80.0
-"""Power of 2 below which a referred head keeps its row sums, in each of eight parts: times its values, a float32."""
+ROW_SUM_LIMIT = 80.0
+"""log2 of the largest row sum of a shifted head, in each of its eight parts: times a value, it fits float32."""
 
-STEP = 60.0
-"""Row sums of a referred head above 2^STEP are scaled down by that much."""
+RESCALE_BY = 60.0
+"""Row sums of a shifted head above 2^RESCALE_BY are multiplied by 2^-RESCALE_BY."""
 
 SUBLANES = 8
 """Rows of a float32 register."""
@@ -35,9 +35,9 @@ def kernel(
     """The grid is heads, blocks of queries, blocks of keys.
 
     Refs: lengths and modes [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q], and
-    log_sum_exp [1, 1, q] if wanted. Three more keep their contents over the blocks of keys of one block of queries:
-    sums [K, q], the unnormalised output; row_sum [8, q], the sum of the probabilities in eight parts; and reference [8,
-    q], the score that both are relative to, eight times, which a bounded head does not use.
+    log_sum_exp [1, 1, q] if requested. Three scratch buffers carry state over the blocks of keys of one block of
+    queries: sums [K, q], the unnormalised output; row_sum [8, q], the sum of the probabilities in eight parts; and
+    reference [8, q], eight copies of the score that is subtracted, which a bounded head does not use.
     """
     *lse_ref, sums, row_sum, reference = refs
     head, j = pl.program_id(0), pl.program_id(2)
@@ -50,35 +50,35 @@ def kernel(
     def _start() -> None:
         sums[...] = jnp.zeros_like(sums)
         row_sum[...] = jnp.zeros_like(row_sum)
-        reference[...] = jnp.full_like(reference, NEVER)
+        reference[...] = jnp.full_like(reference, MASKED)
 
-        @pl.when(mode == REFERRED)
+        @pl.when(mode == SHIFTED)
         def _set_reference() -> None:
             reference[...] = jnp.broadcast_to(block.masked_scores(0).max(0, keepdims=True), reference.shape)
 
-    # chunks and slices of keys that are all attended run without a mask, not so in an online head
+    # keys before `unmasked` run in chunks and slices without a mask; an online head has none of these
     last = jnp.clip(length, 0, tile_sizes.kv)
     unmasked = jnp.where(mode == ONLINE, 0, last // LANES * LANES)
 
     @pl.when(bounded)
     def _bounded() -> None:
-        block.walk(unmasked, last, block.add_bounded, block.add_masked)
+        block.loop_over_keys(unmasked, last, block.add_bounded, block.add_masked)
 
     @pl.when(jnp.logical_not(bounded))
     def _not_bounded() -> None:
-        block.walk(unmasked, last, block.add_referred, block.add_online)
+        block.loop_over_keys(unmasked, last, block.add_shifted, block.add_online)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _finish() -> None:
-        whole = row_sum[...].sum(0, keepdims=True)
-        out_ref[0] = (sums[...] / whole).astype(out_ref.dtype)
+        denominator = row_sum[...].sum(0, keepdims=True)
+        out_ref[0] = (sums[...] / denominator).astype(out_ref.dtype)
         for ref in lse_ref:
-            ref[0] = math.log2(math.e) * jnp.log(whole) + jnp.where(bounded, 0.0, reference[:1])
+            ref[0] = math.log2(math.e) * jnp.log(denominator) + jnp.where(bounded, 0.0, reference[:1])
 
 
 @dataclass(frozen=True)
 class _Block:
-    """The refs of one grid step; length: keys from the start of this block on that are attended."""
+    """The refs of one grid step. length: attended keys, counted from the start of this block."""
 
     tile_sizes: TileSizes
     length: Any
@@ -89,53 +89,53 @@ class _Block:
     row_sum: Any
     reference: Any
 
-    def walk(self, unmasked: Any, last: Any, add: Callable[[Any, int], None], add_lanes: Callable) -> None:
-        """add(start, count) for all keys before `unmasked`, by chunk and then by slice; add_lanes(n, None) for the n-th
-        LANES keys of the rest before `last`."""
+    def loop_over_keys(self, unmasked: Any, last: Any, add: Callable[[Any, int], None], add_tail: Callable) -> None:
+        """Calls add(start, count) for all keys before `unmasked`, chunk by chunk and then slice by slice, and
+        add_tail(n, None) for every group n of LANES keys from there to `last`."""
         chunk, piece = self.tile_sizes.chunk, self.tile_sizes.slice
 
-        def each(start: Any, count: int) -> None:
+        def run_all(start: Any, count: int) -> None:
             n = jnp.maximum(unmasked - start, 0) // count
             jax.lax.fori_loop(0, n, lambda n, _: add(pl.multiple_of(start + n * count, count), count), None)
 
         chunks = unmasked // chunk * chunk
         slices = chunks + (unmasked - chunks) // piece * piece
-        each(0, chunk)
+        run_all(0, chunk)
         if piece < chunk:
-            each(chunks, piece)
-        jax.lax.fori_loop(slices // LANES, pl.cdiv(last, LANES), add_lanes, None)
+            run_all(chunks, piece)
+        jax.lax.fori_loop(slices // LANES, pl.cdiv(last, LANES), add_tail, None)
 
     def add_bounded(self, at: Any, count: int) -> None:
-        """`count` keys, unmasked, relative to 0."""
-        self.sums[...], self.row_sum[...] = self._with_more(at, count, None)
+        """Adds `count` unmasked keys, with nothing subtracted."""
+        self.sums[...], self.row_sum[...] = self._accumulate(at, count, None)
 
     def add_masked(self, n: Any, _: None) -> None:
-        """LANES keys, masked, relative to 0."""
+        """Adds LANES keys with a mask, with nothing subtracted."""
         at = pl.multiple_of(n * LANES, LANES)
         out, part = _values_and_row_sum(self._keys_and_values(at, LANES)[1], jnp.exp2(self.masked_scores(at)))
         self.sums[...] += out
         self.row_sum[...] += part
 
-    def add_referred(self, at: Any, count: int) -> None:
-        """`count` keys, unmasked, relative to the reference; again with a running maximum where sums grow too large."""
+    def add_shifted(self, at: Any, count: int) -> None:
+        """Adds `count` unmasked keys relative to the reference; with a running maximum if the sums grow too large."""
         sums, row_sum, reference = self.sums, self.row_sum, self.reference
-        out, part = self._with_more(at, count, reference[:1])
-        fits = part.max() < 2.0**FITS
+        out, part = self._accumulate(at, count, reference[:1])
+        fits = part.max() < 2.0**ROW_SUM_LIMIT
 
         @pl.when(fits)
-        def _keep() -> None:
-            down = jnp.where(part.sum(0, keepdims=True) > 2.0**STEP, STEP, 0.0)
-            rescale = jnp.exp2(-down)
+        def _accept() -> None:
+            rescale_by = jnp.where(part.sum(0, keepdims=True) > 2.0**RESCALE_BY, RESCALE_BY, 0.0)
+            rescale = jnp.exp2(-rescale_by)
             sums[...] = rescale * out
             row_sum[...] = rescale * part
-            reference[...] += down
+            reference[...] += rescale_by
 
         @pl.when(jnp.logical_not(fits))
-        def _again() -> None:
+        def _recompute() -> None:
             jax.lax.fori_loop(at // LANES, (at + count) // LANES, self.add_online, None)
 
     def add_online(self, n: Any, _: None) -> None:
-        """LANES keys, masked, with a running maximum."""
+        """Adds LANES keys with a mask and a running maximum."""
         sums, row_sum, reference = self.sums, self.row_sum, self.reference
         at = pl.multiple_of(n * LANES, LANES)
         s = self.masked_scores(at)
@@ -147,13 +147,13 @@ class _Block:
         reference[...] = jnp.broadcast_to(new_max, reference.shape)
 
     def masked_scores(self, at: Any) -> Float[Array, "LANES q"]:
-        """Of LANES keys; NEVER for those that are not attended."""
+        """The scores of LANES keys; MASKED for those that are not attended."""
         s = _dot(self._keys_and_values(at, LANES)[0][...], self.q_ref[0])
         key = at + jax.lax.broadcasted_iota(jnp.int32, s.shape, 0)
-        return jnp.where(key < self.length, s, NEVER)
+        return jnp.where(key < self.length, s, MASKED)
 
-    def _with_more(self, at: Any, count: int, relative_to: Float[Array, "1 q"] | None) -> tuple[Array, Array]:
-        """sums and row_sum with `count` more keys in slices, unmasked, relative to these scores (None is 0)."""
+    def _accumulate(self, at: Any, count: int, relative_to: Float[Array, "1 q"] | None) -> tuple[Array, Array]:
+        """sums and row_sum after adding `count` unmasked keys, slice by slice, relative to these scores (None: 0)."""
         keys, values = self._keys_and_values(at, count)
         out, part = self.sums[...], self.row_sum[...]
         piece = self.tile_sizes.slice
@@ -170,7 +170,7 @@ class _Block:
 
 
 def _values_and_row_sum(values: Any, p: Float[Array, "count q"]) -> tuple[Float[Array, "K q"], Float[Array, "8 q"]]:
-    """The values weighted by p, and the sum of p in eight parts."""
+    """The sum of values weighted by p, and the sum of p in eight parts."""
     v = jnp.concatenate([values[t] for t in range(p.shape[0] // LANES)], 1)
     return _dot(v, p.astype(v.dtype)), p.reshape(-1, SUBLANES, p.shape[-1]).sum(0)
 

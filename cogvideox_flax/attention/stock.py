@@ -1,4 +1,4 @@
-"""JAX's own splash attention, for comparison; keys past their length are masked by segment ids."""
+"""JAX's own splash attention, for comparison; keys past kv_len are masked by segment ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attend(
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
 
     Raises:
-        InputError: a dtype that the compiler for TPUs does not take in a kernel.
+        InputError: a dtype that the TPU compiler does not support in a kernel.
     """
     if reason := ours.why_not(q):
         raise InputError(f"attention backend 'stock': {reason}. Take 'auto', or another dtype")

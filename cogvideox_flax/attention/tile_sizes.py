@@ -15,7 +15,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import round_up
 
 VMEM = 96 * 2**20
-"""Bytes of fast memory that a kernel may plan with; the chips have 95 (v5p) to 128 MiB (v5e, v6e)."""
+"""Bytes of VMEM that a kernel may use; the chips have 95 (v5p) to 128 MiB (v5e, v6e)."""
 
 LANES = 128
 
@@ -24,10 +24,10 @@ LANES = 128
 class TileSizes:
     """Tile sizes, in tokens.
 
-    q: queries of a block, which stay in fast memory while all keys are read.
-    kv: keys of a block, fetched at a time. If all keys fit, they are fetched once per head.
-    chunk: keys of one unrolled loop body.
-    slice: keys whose scores are held at a time.
+    q: queries in a block, which stay in VMEM while all keys are read.
+    kv: keys in a block, which are fetched together. If all keys fit, they are fetched once per head.
+    chunk: keys in one unrolled loop body.
+    slice: keys whose scores are in memory at a time.
     """
 
     q: int
@@ -36,7 +36,7 @@ class TileSizes:
     slice: int
 
     def check(self, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> None:
-        """Refuse sizes that cannot run; with_lse: for `splash.attend_with_lse`.
+        """Refuse sizes that cannot run. with_lse: for `splash.attend_with_lse`.
 
         Raises:
             InputError: they do not nest, do not fill registers, or need more memory than a chip has.
@@ -55,7 +55,7 @@ class TileSizes:
             )
 
     def vmem(self, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> int:
-        """Bytes: every operand twice (one is fetched while the other is used), sums, and the scores of two slices."""
+        """Bytes: two buffers per operand (one is fetched while the other is used), sums, the scores of two slices."""
         each, dim, kv = jnp.dtype(dtype).itemsize, round_up(dim, 64), min(self.kv, round_up(keys, LANES))
         operands = 2 * 2 * dim * self.q + 2 * (dim + max(dim, LANES)) * kv
         more = 2 * self.q * ((4 - each) * dim + 4 * 8) if with_lse else 0  # a float32 result, and log_sum_exp

@@ -1,8 +1,8 @@
 """Exact attention as a Pallas kernel for NVIDIA GPUs, compiled by Triton.
 
-It serves what cuDNN's kernel does not: float32, every head size up to 128, and log_sum_exp for ring attention. A
-program has one block of queries of one head and loops over tiles of keys with a running maximum. Keys past their length
-are never attended: full tiles run without a mask, the last one with a mask. Softmax is base 2, in float32.
+It supports what cuDNN's kernel does not: float32, every head size up to 128, and log_sum_exp for ring attention. A
+program has one block of queries of one head and loops over tiles of keys with a running maximum. Keys past kv_len are
+never attended: full tiles run without a mask, the last one with a mask. Softmax is base 2, in float32.
 
 Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691).
 """
@@ -21,7 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import nvidia
-from cogvideox_flax.attention.bounds import NEVER
+from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision
@@ -33,7 +33,7 @@ _Carry = tuple[Float32[Array, " q"], Float32[Array, " q"], Float32[Array, "q K"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries and keys of a tile (powers of 2, at least 16), warps of a program, and stages of the key pipeline."""
+    """Queries and keys per tile (powers of 2, at least 16), warps per program, and stages of the key pipeline."""
 
     q: int
     kv: int
@@ -42,7 +42,7 @@ class Tiles:
 
     @staticmethod
     def choose(dim: int, dtype: Any) -> Tiles:
-        """Sizes that fit into the registers of an H100 by the compiler's count; not tuned by measurements."""
+        """Sizes that fit into the registers of an H100, as the compiler counts them; not tuned by measurements."""
         if jnp.dtype(dtype).itemsize > 2:
             return Tiles(64 if dim <= 64 else 32, 32, 8, 2)
         return Tiles(128, 64, 4, 3) if dim <= 64 else Tiles(128, 64, 8, 2)
@@ -135,8 +135,8 @@ def _kernel(
 ) -> None:
     """One block of queries against all keys.
 
-    Refs: length [1], q and out [q, width], k and v [S, width], and log_sum_exp [q] if wanted. Rows past the last query
-    and columns past the head's size are neither read nor written.
+    Refs: length [1], q and out [q, width], k and v [S, width], and log_sum_exp [q] if requested. Rows past the last
+    query and columns past the head size are neither read nor written.
     """
     start = pl.program_id(0) * tiles.q
     rows = start + jnp.arange(tiles.q)
@@ -153,7 +153,7 @@ def _kernel(
         products = plgpu.dot(q, plgpu.load(k_ref.at[here, :], mask=columns, other=0.0), trans_b=True, precision=exact)
         if masked:
             key = (j * tiles.kv + jnp.arange(tiles.kv))[None]
-            products = jnp.where(key < length, products, NEVER)
+            products = jnp.where(key < length, products, MASKED)
         new_max = jnp.maximum(running_max, products.max(1))
         # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
         p, rescale = jnp.exp2(scale * (products - new_max[:, None])), jnp.exp2(scale * (running_max - new_max))
@@ -162,7 +162,7 @@ def _kernel(
         return new_max, rescale * row_sum + p.sum(1), rescale[:, None] * out + pv
 
     carry = (
-        jnp.full(tiles.q, NEVER, jnp.float32),
+        jnp.full(tiles.q, MASKED, jnp.float32),
         jnp.zeros(tiles.q, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )

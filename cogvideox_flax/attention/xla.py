@@ -1,8 +1,8 @@
-"""Exact attention in plain XLA, which runs anywhere and holds the score matrix of short sequences only.
+"""Exact attention in plain XLA, for every platform.
 
 Long sequences are computed in tiles of queries and keys with a running maximum and sum (online softmax: arXiv
-1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences are one batched product. A CPU has its own
-form, `attention.cpu`, for all but a few scores.
+1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences are one batched product with a full score
+matrix. On a CPU, `attention.cpu` computes all but the smallest products.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax.attention import cpu
-from cogvideox_flax.attention.bounds import NEVER
+from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.nn.layers import precision, round_up
 
 TILE = 1024, 1024
-"""The most queries and keys of one tile of scores."""
+"""The maximum queries and keys of one tile of scores."""
 
 ALIGNED = 16
-"""Rows and columns of a tile are a multiple of it, a vector of any CPU; the first tile of keys takes the remainder
-too."""
+"""Rows and columns of a tile are a multiple of this, the longest vector of any CPU; the first tile of keys also takes
+the remainder."""
 
 SHORT = 512
 """Up to this many queries and keys, the scores of all heads are computed at once: at most 1 MiB a head."""
 
 
-def _cut(
+def _split_first_tile(
     x: Float[Array, " S *rest"], others: int, block: int
 ) -> tuple[Float[Array, " first *rest"], Float[Array, "others block *rest"]]:
     """The first tile along axis 0, and the others, of size `block`."""
@@ -47,11 +47,11 @@ def attend(
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`."""
     short = max(q.shape[1], k.shape[1]) <= SHORT
     if short and math.prod(q.shape[:3]) * k.shape[1] <= cpu.TILE:
-        return at_once(q, k, v, kv_len)
+        return dense(q, k, v, kv_len)
     return jax.lax.platform_dependent(
         *(q, k, v, kv_len),
         cpu=lambda *args: cpu.attend(*args, dtype=q.dtype)[0],
-        default=at_once if short else lambda *args: running(*args, dtype=q.dtype)[0],
+        default=dense if short else lambda *args: tiled(*args, dtype=q.dtype)[0],
     )
 
 
@@ -60,14 +60,14 @@ def attend_with_lse(
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
     """Attention in float32, and log_sum_exp in base 2: log2 of the sum over keys of 2^(log2(e) q k^T / sqrt(K)).
 
-    The mean of several such results, weighted by 2^log_sum_exp, is attention to the keys of all (ring attention).
+    The mean of several such results, weighted by 2^log_sum_exp, is attention to all their keys (ring attention).
     kv_len is 1 or more.
     """
-    on_cpu, default = (partial(form, dtype=jnp.float32) for form in (cpu.attend, running))
+    on_cpu, default = (partial(form, dtype=jnp.float32) for form in (cpu.attend, tiled))
     return jax.lax.platform_dependent(q, k, v, kv_len, cpu=on_cpu, default=default)
 
 
-def running(
+def tiled(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
@@ -98,23 +98,23 @@ def _attend_head(
     dtype: Any,
 ) -> tuple[Float[Array, "Q K"], Float32[Array, " Q"]]:
     (queries, dim), keys = q.shape, len(k)
-    # Tiles of queries are equal, so that little is padding. Keys are not padded, and so need no mask: the first tile is
-    # larger.
+    # Tiles of queries have equal sizes, which keeps padding small. Keys are not padded, so they need no mask: the first
+    # tile is larger instead.
     q_block = round_up(-(-queries // -(-queries // TILE[0])), ALIGNED)
     tiles = -(-keys // TILE[1])
     kv_block = max(keys // tiles // ALIGNED, 1) * ALIGNED
     exact = precision(q.dtype)
-    # 2^x is what the hardware has; the base change rides on the scale
+    # hardware computes 2^x: log2(e) is folded into the scale
     scale = math.log2(math.e) / math.sqrt(dim)
-    firsts, rest = zip(*(_cut(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
+    firsts, rest = zip(*(_split_first_tile(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
 
-    def one_block(q: Float[Array, "block K"]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
+    def attend_block(q: Float[Array, "block K"]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
         def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
             running_max, row_sum, out = carry
             k, v, position = kv
             products = jnp.matmul(q, k.T, preferred_element_type=jnp.float32, precision=exact)
             if masked:
-                products = jnp.where(position < length, products, NEVER)
+                products = jnp.where(position < length, products, MASKED)
             new_max = jnp.maximum(running_max, products.max(-1, keepdims=True))
             # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
             rescale = jnp.exp2(scale * (running_max - new_max))
@@ -123,28 +123,28 @@ def _attend_head(
             return (new_max, rescale * row_sum + p.sum(-1, keepdims=True), rescale * out + pv), None
 
         zeros = jnp.zeros((q_block, 1), jnp.float32)
-        start = zeros + NEVER, zeros, jnp.zeros((q_block, dim), jnp.float32)
+        start = zeros + MASKED, zeros, jnp.zeros((q_block, dim), jnp.float32)
         running_max, row_sum, out = jax.lax.scan(add, add(start, firsts)[0], rest)[0]
         return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)
-    out, log_sum_exp = jax.lax.map(one_block, blocks)
+    out, log_sum_exp = jax.lax.map(attend_block, blocks)
     return out.reshape(-1, dim)[:queries], log_sum_exp.reshape(-1)[:queries]
 
 
-def at_once(
+def dense(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None,
 ) -> Float[Array, "B Q N K"]:
-    """`attend` by its definition; heads are moved next to the batch, so that products are batched matrix products."""
+    """`attend` by its definition, as batched matrix products over batch and heads."""
     exact = precision(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     products = jnp.matmul(q, k.swapaxes(2, 3), preferred_element_type=jnp.float32, precision=exact)
     if kv_len is not None:
-        products = jnp.where(jnp.arange(k.shape[2]) < kv_len[:, None, None, None], products, NEVER)
-    # relative to the maximum before they are scaled, as in `running`
+        products = jnp.where(jnp.arange(k.shape[2]) < kv_len[:, None, None, None], products, MASKED)
+    # relative to the maximum before they are scaled, as in `tiled`
     p = jnp.exp((products - jax.lax.stop_gradient(products.max(-1, keepdims=True))) / math.sqrt(q.shape[-1]))
     # no jax.nn.softmax: with its own maximum, libtpu 0.0.42 fuses three products and overflows its stack
     p = (p / p.sum(-1, keepdims=True)).astype(v.dtype)

@@ -1,4 +1,4 @@
-"""resolve(where): from what a user names (a directory, a hub id, nothing) to a native checkpoint."""
+"""resolve(where): the native checkpoint of a directory, a hub id, or the embedded model."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
-    """The native checkpoint that `where` stands for.
+    """The native checkpoint that `where` names.
 
     A native directory is returned as it is. A directory in the Hugging Face layout, or a hub id ("owner/name"),
-    is converted once into the cache, with progress on stderr, keeping the dtype of its weights. A hub id's converted
-    checkpoint belongs to a commit and serves without the files that it was made from.
+    is converted once into the cache, with progress on stderr; weights keep their dtype. The converted checkpoint of a
+    hub id belongs to one commit and does not need the downloaded files.
 
     Args:
         where: directory or hub id; None for the embedded checkpoint.
@@ -50,22 +50,22 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
         progress: progress bars on stderr.
 
     Raises:
-        InputError: nothing there, not a checkpoint, or it cannot be downloaded or converted.
+        InputError: it does not exist, is not a checkpoint, or cannot be downloaded or converted.
     """
     path = _local(where, revision)
     if path is not None and is_native(path):
         return path
     source = _configs(str(where), revision, progress) if path is None else Download(path, {})
     family = find_family(source.folder)
-    target = cache_dir() / f"{_key(source, family)}-v{FORMAT_VERSION}"
-    if _is_whole(target):  # looked at before it is locked: the cache may be on a disk that may only be read
+    target = cache_dir() / f"{_cache_name(source, family)}-v{FORMAT_VERSION}"
+    if _is_intact(target):  # checked before locking: the cache may be read-only
         return target
     with _locked(target):
-        if not _is_whole(target):  # nor made by another process while this one waited
+        if not _is_intact(target):  # another process may have converted it meanwhile
             if path is None:
                 source = download(str(where), source.origin["revision"], files_read(family), progress=progress)
             _check_tokenizer(source.folder, family)
-            _clear(target)
+            _remove_damaged(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
             with progress_bar(progress) as report:
                 convert(
@@ -75,7 +75,7 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
 
 
 def peek(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Manifest:
-    """What a model is, from its config files alone: nothing is converted, and of a hub id only configs are downloaded.
+    """A model's manifest from its config files alone: converts nothing, and downloads only the configs of a hub id.
 
     Arguments and errors as for `resolve`; `weights` is empty for a model that is not converted.
     """
@@ -85,22 +85,22 @@ def peek(where: str | Path | None, revision: str | None = None, *, progress: boo
     if is_native(path):
         return read_manifest(path)
     family = find_family(path)
-    return read_configs(path, family, [name for name in _configured(path) if name in family.components])
+    return read_configs(path, family, [name for name in _components_with_config(path) if name in family.components])
 
 
 def _configs(hub_id: str, revision: str | None, progress: bool) -> Download:
     source = download(hub_id, revision, progress=progress)
-    if not _configured(source.folder):
+    if not _components_with_config(source.folder):
         raise _not_a_model(hub_id)
     return source
 
 
-def _configured(folder: Path) -> list[str]:
+def _components_with_config(folder: Path) -> list[str]:
     return [c for c in component_names() if (folder / c / "config.json").is_file()]
 
 
 def _is_model(folder: Path) -> bool:
-    return is_native(folder) or bool(_configured(folder))
+    return is_native(folder) or bool(_components_with_config(folder))
 
 
 def _local(where: str | Path | None, revision: str | None) -> Path | None:
@@ -114,7 +114,7 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
             )
     else:
         path = expand_user(where)
-        if not os.path.exists(path):  # unlike Path.exists, also for a name that is too long to exist
+        if not os.path.exists(path):  # unlike Path.exists, does not raise for a name that is too long
             return None
     if revision is not None:
         raise InputError(f"a revision belongs to a hub id; {path} is a directory on this machine")
@@ -135,8 +135,8 @@ def _not_a_model(where: object, hint: str = "") -> InputError:
     )
 
 
-def _key(source: Download, family: ModelFamily) -> str:
-    """Names the converted form: of a hub id by the commit, of a directory by the contents of what conversion reads."""
+def _cache_name(source: Download, family: ModelFamily) -> str:
+    """The cache name of a converted checkpoint: from the hub id's commit, or from the contents of the source files."""
     if source.origin:
         return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
     folder = source.folder.resolve()
@@ -147,7 +147,7 @@ def _key(source: Download, family: ModelFamily) -> str:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Let one process at a time make `target`; the others wait."""
+    """Let one process at a time write `target`; the others wait."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -162,8 +162,8 @@ def _unwritable(target: Path, reason: str | None) -> str:
     return f"cannot write to the cache {target.parent}: {reason}; set COGVIDEOX_HOME to another directory"
 
 
-def _is_whole(native_dir: Path) -> bool:
-    """Whether a converted checkpoint is in the cache, and its files hold what was converted."""
+def _is_intact(native_dir: Path) -> bool:
+    """Whether a converted checkpoint is in the cache, and its files match their hashes."""
     if not is_native(native_dir):
         return False
     try:
@@ -179,8 +179,8 @@ def _is_whole(native_dir: Path) -> bool:
     return True
 
 
-def _clear(target: Path) -> None:
-    """Remove a checkpoint that is not whole, but not what a killed conversion can go on from."""
+def _remove_damaged(target: Path) -> None:
+    """Remove a damaged checkpoint, but not the files from which a killed conversion can resume."""
     if target.is_dir() and not (target / WORK_DIR / CONFIG_FILE).exists():
         for path in target.iterdir():
             if path.name not in (WORK_DIR, LOCK_FILE):

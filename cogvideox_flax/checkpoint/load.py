@@ -1,4 +1,4 @@
-"""A component from a native checkpoint straight to its devices."""
+"""Loads components of a native checkpoint onto their devices."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from cogvideox_flax.io.tensor_file import TensorFile, aligned_empty
 from cogvideox_flax.nn import quantized
 
 READERS = 8
-"""Layers of a parameter that are read and cast side by side."""
+"""Layers of a parameter that are read and cast in parallel."""
 
 
 def parameters(module: nnx.Module) -> dict[str, Any]:
-    """Parameter name -> array (or shape, for an abstract module)."""
+    """Parameter name -> array, or shape for an abstract module."""
     leaves = jax.tree_util.tree_leaves_with_path(module)
     return {sharding.parameter_name(path): leaf for path, leaf in leaves}
 
 
 def keep_dtype(parameters: dict[str, Any]) -> set[str]:
-    """The names of the parameters that no cast applies to: quantized weights and their scales."""
+    """The names of the parameters that are never cast: quantized weights and their scales."""
     narrow = {name for name, leaf in parameters.items() if quantized.kind_of(leaf.dtype)}
     return narrow | {f"{name.rpartition('.')[0]}.scale" for name in narrow}
 
 
 def cast(module: Any, dtype: str) -> Any:
-    """An abstract module as it is when it is loaded in this dtype."""
-    kept = keep_dtype(parameters(module))
+    """An abstract module with the dtypes that it has when loaded in this dtype."""
+    unchanged = keep_dtype(parameters(module))
 
     def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        return leaf if sharding.parameter_name(path) in kept else jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))
+        return (
+            leaf if sharding.parameter_name(path) in unchanged else jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype))
+        )
 
     return jax.tree_util.tree_map_with_path(one, module)
 
@@ -48,10 +50,10 @@ def check_weights(native_dir: str | Path, component: str, manifest: Manifest) ->
     """Compare the weight file's header with the config: names, shapes, length. Reads no weights.
 
     Raises:
-        CheckpointError: with every fault found.
+        CheckpointError: with all faults.
     """
     with _open(native_dir, component, manifest) as file:
-        _match(file, manifest.abstract(component))
+        _check_shapes(file, manifest.abstract(component))
 
 
 def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Any:
@@ -61,25 +63,25 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         name: of a component of the checkpoint's family, such as "transformer".
         native_dir: a native checkpoint that holds the component.
         dtype: of weights and activations; None keeps what is stored.
-        mesh: from `sharding.make_mesh`; each device gets its share by the component's rows. None: the default device.
+        mesh: from `sharding.make_mesh`; weights are sharded by the component's rows. None: the default device.
 
     Raises:
         CheckpointError: no such component, or files that do not match their config.
-        InputError: float16 for a release that does not survive it; a parameter that does not divide over the mesh.
+        InputError: float16 for a release that overflows in it; a parameter that does not divide over the mesh.
     """
     manifest = read_manifest(native_dir, warn=False)
     with _open(native_dir, name, manifest) as file:
         module = manifest.abstract(name)
-        _match(file, module)
+        _check_shapes(file, module)
         check_contents(native_dir, manifest, name)
         manifest.configs[name].check_dtype(np.dtype(dtype or manifest.weights[name]["dtype"]).name)
         rows = manifest.model_family.components[name].sharding
-        kept = keep_dtype(parameters(module))
+        unchanged = keep_dtype(parameters(module))
         arrays = []
         for parameter, leaf in parameters(module).items():
-            target = file.tensors[parameter].dtype if dtype is None or parameter in kept else np.dtype(dtype)
+            target = file.tensors[parameter].dtype if dtype is None or parameter in unchanged else np.dtype(dtype)
             placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, parameter, leaf.shape)
-            arrays.append(_place(file, parameter, target, placement))
+            arrays.append(_load_parameter(file, parameter, target, placement))
         return jax.tree.unflatten(jax.tree.structure(module), arrays)
 
 
@@ -111,7 +113,7 @@ def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorF
     return TensorFile(weights_file(native_dir, component))
 
 
-def _match(file: TensorFile, module: nnx.Module) -> None:
+def _check_shapes(file: TensorFile, module: nnx.Module) -> None:
     wanted = {name: leaf.shape for name, leaf in parameters(module).items()}
     found = {name: info.shape for name, info in file.tensors.items()}
     faults = [f"  missing  {name}" for name in wanted if name not in found]
@@ -127,11 +129,11 @@ def _match(file: TensorFile, module: nnx.Module) -> None:
         )
 
 
-def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
-    """One parameter from disk to its device or devices; at most one host copy in the target dtype, and a few rows.
+def _load_parameter(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding.Sharding | None) -> jax.Array:
+    """Loads one parameter onto its devices. Host memory: at most one copy in the target dtype, and a few rows.
 
-    A CPU computes on the file's own pages where the dtype is the stored one. Otherwise rows of the leading axis are
-    read and cast by themselves, layers side by side, and each shard takes only its own columns.
+    A CPU uses the memory-mapped file if the dtype is the stored one. Otherwise rows of the leading axis are read and
+    cast one by one, layers in parallel, and each shard takes only its own columns.
     """
     shape = file.tensors[name].shape
     if placement is None and file.tensors[name].dtype == dtype and jax.default_backend() == "cpu":
@@ -154,7 +156,7 @@ def _place(file: TensorFile, name: str, dtype: np.dtype, placement: jax.sharding
         if len(shape) > 2:
             with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(fill, range(len(rows))))
-        else:  # rows are words or channels, too little each for a thread
+        else:  # rows are words or channels, too small for a thread each
             for i in range(len(rows)):
                 fill(i)
         return out

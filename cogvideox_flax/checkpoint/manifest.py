@@ -1,4 +1,4 @@
-"""config.json of a native checkpoint: its format version, family and configs, where its weights came from, hashes."""
+"""config.json of a native checkpoint: format version, family, configs, and the source and hashes of its weights."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 
 FLOAT32_BELOW = 10**9
-"""Parameters of a denoiser that runs in float32 unless told otherwise: below it they take less than 4 GB, which every
-device has, and small models show bfloat16's rounding most. The smallest release has 1.7 billion."""
+"""Denoisers with fewer parameters run in float32 by default: they take less than 4 GB, and small models suffer most
+from bfloat16's rounding. The smallest release has 1.7 billion parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What config.json says.
+    """The contents of config.json.
 
     Attributes:
         family: name of the model family.
-        configs: of the components that the checkpoint has, of the "scheduler" and the "tokenizer".
-        guidance_scale: what suits this model best, where its authors say so here.
+        configs: of the checkpoint's components, of the "scheduler" and of the "tokenizer".
+        guidance_scale: recommended by the checkpoint's authors; None if config.json has none.
         weights: component -> dtype, sha256, source, quantized.
-        tokenizer_sha256: file of the tokenizer -> SHA-256; checkpoints of older versions do not say.
+        tokenizer_sha256: tokenizer file -> SHA-256; empty in checkpoints of older versions.
     """
 
     family: str
@@ -51,12 +51,12 @@ class Manifest:
 
     @property
     def release(self) -> Release | None:
-        """The release whose architecture this is."""
+        """The release with this architecture, or None."""
         return self.model_family.find_release(self.configs)
 
     @property
     def default_dtype(self) -> str:
-        """What a run computes in unless told otherwise: bfloat16, or float32 for a small model (`FLOAT32_BELOW`)."""
+        """The default compute dtype: bfloat16, or float32 for a small model (`FLOAT32_BELOW`)."""
         family = self.model_family
         if (config := self.configs.get(family.denoiser)) is None:
             return "float32"
@@ -79,12 +79,12 @@ class Manifest:
         return kind
 
     def abstract(self, component: str) -> Any:
-        """A component's module with shapes in place of arrays, as it is stored."""
+        """A component's module with shapes in place of arrays, quantized as in the checkpoint."""
         return self.model_family.components[component].abstract(self.configs[component], self.quantized(component))
 
     @classmethod
     def of_release(cls, release: Release) -> Manifest:
-        """What a checkpoint of this release says, before there is one."""
+        """The manifest of a release, without a checkpoint."""
         return cls(family=release.family, configs=dict(release.configs))
 
     def to_json(self) -> dict[str, Any]:
@@ -100,10 +100,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
-        """What `to_json` wrote.
+        """The inverse of `to_json`.
 
         Raises:
-            InputError: of a family that this version does not know.
+            InputError: a family that this version does not know.
             CheckpointError, KeyError, TypeError, AttributeError, ValueError: it is damaged.
         """
         family = get_family(_text(raw.get("family", "cogvideox")))  # older versions knew one family
@@ -189,16 +189,16 @@ def weights_file(native_dir: str | Path, component: str) -> Path:
     return Path(native_dir) / component / WEIGHTS_FILE
 
 
-def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, remembered: bool = True) -> None:
-    """Compare files with the hashes in config.json. A file is read only if it may have changed since it last was.
+def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, cached: bool = True) -> None:
+    """Compare files with the hashes in config.json. A file is read only if it may have changed since its last hash.
 
     Args:
         manifest: of this directory.
-        names: components, or "tokenizer"; default: all that the manifest has hashes of.
-        remembered: False reads every file in any case.
+        names: components, or "tokenizer"; default: all that have hashes in the manifest.
+        cached: False reads every file.
 
     Raises:
-        CheckpointError: a file is missing, or is not the one that was written.
+        CheckpointError: a file is missing, or its hash differs.
     """
     expected = {
         weights_file(native_dir, name): record["sha256"]
@@ -207,8 +207,8 @@ def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, reme
     }
     if "tokenizer" in names or not names:
         expected |= {Path(native_dir) / name: digest for name, digest in manifest.tokenizer_sha256.items()}
-    for file, found in zip(expected, content_hashes(list(expected), remembered=remembered), strict=True):
-        if found != expected[file] and content_hash(file, remembered=False) != expected[file]:
+    for file, found in zip(expected, content_hashes(list(expected), cached=cached), strict=True):
+        if found != expected[file] and content_hash(file, cached=False) != expected[file]:
             raise CheckpointError(
                 f"{file} is not the file that {CONFIG_FILE} describes (its SHA-256 differs): it was damaged or "
                 "changed. Copy or convert the checkpoint again."
@@ -216,16 +216,16 @@ def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, reme
 
 
 def verify(native_dir: str | Path) -> None:
-    """Read every file that config.json has a hash of, and compare.
+    """Read every file that has a hash in config.json, and compare.
 
     Raises:
-        CheckpointError: a file differs from what was converted.
+        CheckpointError: a file's hash differs.
     """
-    check_contents(native_dir, read_manifest(native_dir), remembered=False)
+    check_contents(native_dir, read_manifest(native_dir), cached=False)
 
 
 def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
-    """Fingerprint of each part's config and contents: equal for equal ones.
+    """A fingerprint of the config and contents of each part.
 
     Args:
         manifest: of this directory, whose contents were checked.

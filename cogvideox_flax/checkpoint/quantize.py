@@ -1,4 +1,4 @@
-"""A native checkpoint with weights of 8 bits out of one without."""
+"""Quantizes a native checkpoint to 8-bit weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cogvideox_flax.nn import quantized
 def quantize_checkpoint(
     src: str | Path, dst: str | Path, components: Sequence[str] | None = None, kind: str = "int8"
 ) -> None:
-    """Write src again with the blocks' linear maps of these components in 8 bits; one component in memory at a time.
+    """Write a copy of src with the blocks' linear maps of these components in 8 bits, one component at a time.
 
     Args:
         src: a native checkpoint.
         dst: a new or empty directory, or a native checkpoint, which is replaced.
-        components: some of those whose family says which maps can be quantized; None for all of these in src.
+        components: those to quantize; None for all components of src for which the family lists quantizable maps.
         kind: "int8" or "float8" (e4m3).
 
     Raises:
         InputError: an unknown component or kind, src is dst, a component that src lacks or that is quantized already,
-            dst holds something else, or the disk is too small.
+            dst has other contents, or the disk is too small.
         CheckpointError: a file of src is damaged.
     """
     src, dst = Path(src), Path(dst)
@@ -69,7 +69,7 @@ def _stored_bytes(manifest: checkpoint.Manifest, component: str, kind: str | Non
 
 
 class _Modules(Mapping[str, Any]):
-    """A checkpoint's components, each loaded, and quantized where it is to be, when it is asked for."""
+    """A checkpoint's components, loaded and quantized on access."""
 
     def __init__(self, src: Path, manifest: checkpoint.Manifest, kinds: Mapping[str, str]):
         self._src, self._manifest, self._kinds = src, manifest, kinds

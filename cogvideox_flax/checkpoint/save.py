@@ -1,4 +1,4 @@
-"""Modules to a native checkpoint, whole or not at all."""
+"""Writes modules as a native checkpoint, atomically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(
     tokenizer: Mapping[str, Path] | None = None,
     kept: str | Path | None = None,
 ) -> None:
-    """Write modules as a native checkpoint, whole or not at all.
+    """Write modules as a native checkpoint, atomically.
 
     Args:
         native_dir: a new or empty directory, or a native checkpoint, which is replaced.
@@ -40,12 +40,12 @@ def save(
         modules: component -> module.
         dtype: of the stored weights, for all or per component: float32, bfloat16 or float16.
         source: where the weights came from, stored with each component.
-        tokenizer: name of a file of the tokenizer in the checkpoint -> the file to copy in.
-        kept: the native checkpoint that `manifest` is of; what it has and is not given here is linked in, or copied
-            where the file system has no links.
+        tokenizer: name of a tokenizer file in the checkpoint -> the file to copy.
+        kept: the native checkpoint of `manifest`, whose other components and tokenizer files are linked, or copied
+            where the file system has no hard links.
 
     Raises:
-        InputError: the directory holds something else, cannot be written, or the disk is too small.
+        InputError: the directory has other contents, cannot be written, or the disk is too small.
     """
     target = Path(native_dir)
     if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
@@ -60,7 +60,7 @@ def save(
             records[component] = {"dtype": kind, "sha256": content_hash(path), "source": source}
             if found := {quantized.kind_of(leaf.dtype) for leaf in jax.tree.leaves(module)} - {None}:
                 records[component]["quantized"] = found.pop()
-            del module  # before the next one, which may be loaded only now
+            del module  # frees it before the next one is loaded
         files = dict(tokenizer or {})
         if kept is not None:
             for component in manifest.weights.keys() - modules.keys():
@@ -77,7 +77,7 @@ def save(
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the file system has no such thing."""
+    """A hard link; a copy where the file system has none."""
     try:
         os.link(source.resolve(), target)
     except OSError:
@@ -87,8 +87,8 @@ def _link(source: Path, target: Path) -> None:
 
 def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:
     arrays = parameters(module)
-    kept = keep_dtype(arrays)
-    kinds = {name: np.dtype(x.dtype) if name in kept else dtype for name, x in arrays.items()}
+    unchanged = keep_dtype(arrays)
+    kinds = {name: np.dtype(x.dtype) if name in unchanged else dtype for name, x in arrays.items()}
     writer = TensorWriter(path, {name: (x.shape, kinds[name]) for name, x in arrays.items()}, {"component": component})
     try:
         for name, x in arrays.items():

@@ -1,7 +1,7 @@
-"""Files and directories that appear under their name only when they are complete.
+"""Atomic writes: files and directories that appear under their name only when they are complete.
 
-What is being written has a unique name, and a lock file beside it for as long as its writer lives. A lock file that
-nobody holds was left by a process that was killed: the next write in that directory removes it and what it stood for.
+A partial file has a unique name and a lock file beside it, which its writer holds. A lock file that no process holds
+was left by a killed process: the next write in that directory removes it and its partial file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _AT_FDCWD = -100
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[Path]:
-    """A new, empty file beside `path` to write to. It becomes `path` if nothing goes wrong, and vanishes otherwise.
+    """Yields a new, empty file beside `path`. On success it is renamed to `path`; on an error it is removed.
 
     Args:
-        path: missing directories above it are made. A symbolic link is replaced.
-        mode: permissions, from which the process' umask takes away.
+        path: missing parent directories are created. A symbolic link is replaced.
+        mode: permissions, before the process' umask.
         sync: wait until the contents are on the disk, so that a power cut leaves the old file or the new one.
 
     Raises:
@@ -55,10 +55,10 @@ def atomic_write(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterato
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A new, empty directory beside `path` to fill. It becomes `path` if nothing goes wrong, and vanishes otherwise.
+    """Yields a new, empty directory beside `path`. On success it is renamed to `path`; on an error it is removed.
 
-    A directory that stands at `path`, or where a symbolic link leads, is exchanged for it in one step and then removed.
-    The writer syncs the files.
+    An existing directory at `path`, or at the target of a symbolic link, is exchanged atomically and then removed. The
+    caller syncs the files.
 
     Raises:
         InputError: it cannot be written.
@@ -69,7 +69,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         with _partial(path.parent) as partial:
             partial.mkdir()
             yield partial
-            _put_in_place(partial, path)
+            _move_into_place(partial, path)
             _sync_directory(path.parent)
 
 
@@ -86,13 +86,13 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def _partial(folder: Path, suffix: str = "") -> Iterator[Path]:
-    """A unique name in a folder, under a lock; what is still there at the end is removed."""
-    _sweep(folder)
+    """Yields a unique, locked path in a folder; what is left there at the end is removed."""
+    _remove_orphans_once(folder)
     lock = folder / f".cogvideox-{secrets.token_hex(8)}.lock"
     path = lock.with_suffix(f".partial{suffix}")
     descriptor = None
-    with suppress(OSError):  # a file system without locks: nothing is removed as an orphan there either
-        descriptor = acquire(lock, wait=True)  # a process that sweeps may hold it for a moment
+    with suppress(OSError):  # a file system without locks: orphans are not removed there
+        descriptor = acquire(lock, wait=True)  # `remove_orphans` in another process may hold it for a moment
     try:
         yield path
     finally:
@@ -105,13 +105,13 @@ def _partial(folder: Path, suffix: str = "") -> Iterator[Path]:
 
 
 @cache
-def _sweep(folder: Path) -> None:
+def _remove_orphans_once(folder: Path) -> None:
     """`remove_orphans`, once per process."""
     remove_orphans(folder)
 
 
 def remove_orphans(folder: Path) -> None:
-    """Remove what killed processes left unfinished in a folder."""
+    """Remove the partial files of killed processes from a folder."""
     with suppress(OSError):  # a folder that may not be listed or written
         for entry in os.scandir(folder):
             if _LOCK.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -121,12 +121,12 @@ def remove_orphans(folder: Path) -> None:
 def _remove_orphan(lock: Path) -> None:
     try:
         descriptor = acquire(lock, wait=False)
-    except OSError:  # held by its writer, gone by now, or another user's
+    except OSError:  # held by its writer, removed meanwhile, or owned by another user
         return
     try:
         for path in lock.parent.glob(f"{lock.stem}.partial*"):
             _remove(path)
-    except OSError:  # another user's: the lock file stays with it
+    except OSError:  # owned by another user: keep the lock file too
         os.close(descriptor)
     else:
         release(lock, descriptor)
@@ -148,20 +148,22 @@ def _errors(path: Path) -> Iterator[None]:
         raise InputError(f"writing {path} failed: {reason}; free some space or choose another place") from e
 
 
-def _put_in_place(partial: Path, path: Path) -> None:
+def _move_into_place(partial: Path, path: Path) -> None:
     if not os.path.lexists(path):
         partial.rename(path)
     elif _exchange(partial, path):
         shutil.rmtree(partial, ignore_errors=True)
     else:
-        old = partial.with_suffix(".replaced")  # not removed as an orphan: for a moment it is all there is
+        old = partial.with_suffix(
+            ".replaced"
+        )  # a suffix that `remove_orphans` skips: for a moment this is the only copy
         path.rename(old)
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two directories in one step, where the system can."""
+    """Exchange two directories atomically; False where the system cannot."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,7 +1,7 @@
 """MP4, MOV, MKV, WebM and AVI, read through ffmpeg; MP4 written through it.
 
-ffmpeg is told which demuxer to use and may open nothing but the file: no playlist, network or second file is reached.
-A video is read at a constant rate: where its own rate varies, frames repeat or are left out as a player would show it.
+ffmpeg is told which demuxer to use and may open only the given file: no playlists, network addresses or other files.
+A video is read at a constant rate: where its own rate varies, frames are repeated or dropped, as in a player.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 _CRF = 17  # x264's scale, 0 to 51; at 17 or 18 the loss is about invisible
 _EXACT = "accurate_rnd+full_chroma_int+full_chroma_inp"  # ffmpeg's default colour arithmetic darkens by about a level
 _LEAD_SECONDS, _LEAD_FRAMES = 1, 20
-"""How long before the first wanted frame decoding begins: more than H.264 and HEVC reorder (16 frames), so that no
-wanted frame stands before its keyframe in time and refers to the keyframe before it."""
+"""How long before the first requested frame decoding begins: more than H.264 and HEVC reorder (16 frames), so that no
+requested frame is shown before its keyframe and refers to an earlier one."""
 _MAX_RUNS = 2000  # of neighbouring frames in one command line: 40 bytes each; Linux allows 128 KiB
 _NO_TIMESTAMP = -(2**63)
 _PACKET = re.compile(rb"0, *(-?\d+), *(-?\d+), *\d+, *\d+, 0x[0-9a-f]+(?:, F=0x([0-9A-F]+))?")  # of framecrc's lines
@@ -68,7 +68,7 @@ class _Timeline:
         """Seconds to decode from for a frame; None for the beginning."""
         ticks, unit = self.packets.ticks, self.packets.unit
         if not self.packets.has_timestamps:
-            return None  # such frames are timed by counting them from the first
+            return None  # without timestamps, frames are timed by counting from the first
         shown_until = (index + Fraction(1, 2)) / (self.rate * unit)
         shown = np.searchsorted(ticks - ticks[0], math.ceil(shown_until)) - 1
         target = self.start + int(ticks[shown] - ticks[0]) * unit - _LEAD_SECONDS - _LEAD_FRAMES / self.rate
@@ -76,10 +76,10 @@ class _Timeline:
 
 
 class Container:
-    """A `VideoSource`, see there.
+    """A `VideoSource` that ffmpeg decodes.
 
     Args:
-        demuxer: of ffmpeg: "mov", "matroska" or "avi".
+        demuxer: ffmpeg's name: "mov", "matroska" or "avi".
     """
 
     def __init__(self, path: Path, demuxer: str):
@@ -113,7 +113,7 @@ class Container:
     def comment(self) -> str:
         try:
             with Ffmpeg([*self._input(), "-f", "ffmetadata", "pipe:1"]) as process:
-                text = process.read(2 * limits.MAX_METADATA_BYTES + 1)  # twice: an escape may stand before each byte
+                text = process.read(2 * limits.MAX_METADATA_BYTES + 1)  # twice: each byte may be escaped
                 if len(text) > 2 * limits.MAX_METADATA_BYTES:
                     raise InputError(f"{self.path} holds more than {limits.MAX_METADATA_BYTES:,} bytes of metadata")
                 process.finish()
@@ -123,14 +123,14 @@ class Container:
 
     def _input(self, seek_target: Fraction | None = None) -> list[str]:
         seek: list[str] = []
-        if seek_target is not None:  # all frames from a keyframe on come, with their own times
+        if seek_target is not None:  # decodes all frames from a keyframe on, with their own times
             seek = ["-seek_timestamp", "1", "-noaccurate_seek", "-ss", f"{float(seek_target):.6f}"]
         one_file = ["-protocol_whitelist", "file", "-f", self._demuxer]
         if self._demuxer == "mov":
             one_file += ["-enable_drefs", "0", "-use_absolute_path", "0"]
         bounds = ["-max_alloc", str(limits.MAX_BLOCK_BYTES), "-threads", str(limits.DECODER_THREADS)]
         bounds += ["-max_pixels", str(limits.MAX_PIXELS)]
-        # A stream may change its size on the way; the filters go on, with their count of the frames so far.
+        # A stream may change its size; the filters then continue, with their frame count.
         timing = ["-copyts", "-reinit_filter", "0"]
         return [*bounds, *timing, *seek, *one_file, "-i", f"file:{self.path.absolute()}"]
 
@@ -142,7 +142,7 @@ class Container:
         except FfmpegError as e:
             raise InputError(f"cannot read {self.path}: {e}") from e
         seconds = (int(packets.ticks[-1]) - int(packets.ticks[0])) * packets.unit
-        count = math.floor(seconds * rate + Fraction(1, 2)) + 1  # the last frame counts as one, however long it stays
+        count = math.floor(seconds * rate + Fraction(1, 2)) + 1  # the last frame counts once, whatever its duration
         limits.check_count(self.path, count)
         start = int(packets.ticks[0]) * packets.unit if packets.has_timestamps else slot / rate
         return _Timeline(packets, rate, start, VideoInfo(count, float(rate), height, width))
@@ -165,7 +165,7 @@ class Container:
                     unit = Fraction(line[6:].decode())
                 elif line.startswith(b"#dimensions 0:"):
                     width, height = map(int, line[14:].split(b"x"))
-                    if width and height:  # else the container does not say, and the first frame will
+                    if width and height:  # otherwise only the first frame gives the size
                         limits.check_size(self.path, height, width)
             message = process.finish()
         if not count and message:
@@ -207,10 +207,10 @@ class Container:
         given = [i for first, last in runs for i in range(first, last + 1)]
         filters = (
             f"setpts=round(PTS-({timeline.start.numerator})/{timeline.start.denominator}/TB)",
-            "tpad=stop=1:stop_mode=clone",  # the fps filter may take the last frame's end for its beginning
+            "tpad=stop=1:stop_mode=clone",  # the fps filter may drop the last frame
             f"fps={timeline.rate}:round=near" + (":start_time=0" if target is None else ""),
             f"select={select}",
-            "setpts=N",  # without gaps, which would be filled
+            "setpts=N",  # renumber: gaps would be filled with repeated frames
             f"scale={info.width}:{info.height}:flags={_EXACT}",
         )
         raw = ["-frames:v", str(len(given)), "-pix_fmt", "rgb24", "-f", "rawvideo", "pipe:1"]
@@ -229,7 +229,7 @@ def write_mp4(path: Path, frames: Frames, fps: float, comment: str) -> None:
     """H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
 
     Args:
-        comment: of any length; ffmpeg reads it from a file, a command line may be too short for it.
+        comment: of any length; ffmpeg reads it from a file, since a command line is limited.
 
     Raises:
         OSError: ffmpeg fails.
@@ -273,7 +273,7 @@ def _escape(text: str) -> str:
 
 
 def _parse_tags(text: str) -> dict[str, str]:
-    """The file's tags from ffmpeg's text form: `name=value` lines, before the sections of streams and chapters."""
+    """The file's tags, parsed from ffmpeg's text form: `name=value` lines before the stream and chapter sections."""
     tags: dict[str, str] = {}
     parts: list[str] = []
     for line in text.split("\n"):

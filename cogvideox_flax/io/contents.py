@@ -1,4 +1,4 @@
-"""Files known by their contents: SHA-256, remembered for as long as a file's inode, size and times stay the same."""
+"""SHA-256 of files, cached while a file's inode, size and times do not change."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from cogvideox_flax.io.text import load_json
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 2000
-"""Files that are remembered at most; those that were hashed longest ago are forgotten first."""
+MAX_RECORDS = 2000
+"""The maximum number of cached hashes; the oldest are dropped first."""
 
-_SETTLED = 100_000_000
-"""Nanoseconds. A file that changed less than this before it was read may change again within the clock's tick."""
+_CLOCK_TICK_NS = 100_000_000
+"""Nanoseconds. A file that changed less than this before it was read may change again without a new time stamp, so its
+hash is not cached."""
 
 _LOG_FROM_BYTES = 2**30
-"""A line is logged before so many bytes are hashed, since that takes seconds."""
+"""Hashing this many bytes takes seconds and is logged."""
 
 _FILE = "sha256.txt"  # a checksum of the rest, then JSON: device and inode -> size, times, digest
 _CHECKSUM = "checksum"
@@ -37,23 +38,23 @@ _LOCK = threading.Lock()
 _known: dict[str, list[Any]] | None = None
 
 
-def content_hash(path: Path, *, remembered: bool = True) -> str:
-    """SHA-256 of a file, in hexadecimal. It is read only if it may have changed since it was last.
+def content_hash(path: Path, *, cached: bool = True) -> str:
+    """SHA-256 of a file, in hexadecimal. It is read only if it may have changed since its last hash.
 
     Args:
-        remembered: False reads it in any case.
+        cached: False always reads the file.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    return content_hashes([path], remembered=remembered)[0]
+    return content_hashes([path], cached=cached)[0]
 
 
-def content_hashes(paths: Sequence[Path], *, remembered: bool = True) -> list[str]:
-    """`content_hash` of each file, side by side."""
+def content_hashes(paths: Sequence[Path], *, cached: bool = True) -> list[str]:
+    """`content_hash` of each file, computed in parallel."""
     try:
         facts = [os.stat(path) for path in paths]
-        known = [_lookup(each) if remembered else None for each in facts]
+        known = [_lookup(each) if cached else None for each in facts]
         todo = [i for i, digest in enumerate(known) if digest is None]
         if (size := sum(facts[i].st_size for i in todo)) >= _LOG_FROM_BYTES:
             log.info("checking the contents of %.1f GiB in %s, once", size / 2**30, paths[todo[0]].parent)
@@ -62,23 +63,23 @@ def content_hashes(paths: Sequence[Path], *, remembered: bool = True) -> list[st
     except OSError as e:
         raise CheckpointError(f"cannot read {e.filename}: {e.strerror}") from e
     if todo:
-        _remember({_key(stat): [*_times(stat), digest] for stat, digest, settled in found if settled})
+        _save_records({_key(stat): [*_times(stat), digest] for stat, digest, settled in found if settled})
     digests = iter(digest for _, digest, _ in found)
     return [digest or next(digests) for digest in known]
 
 
 def fingerprint(*parts: Any) -> str:
-    """A short name of JSON values, or of what JSON can hold: equal for equal parts, different for different ones."""
+    """A short hash of JSON-compatible values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def with_checksum(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object for a file, which `is_as_written` knows again."""
+    """The JSON object with a checksum that `is_as_written` compares."""
     return value | {_CHECKSUM: fingerprint(value)}
 
 
 def is_as_written(value: dict[str, Any]) -> bool:
-    """Whether a JSON object is what `with_checksum` made, or carries no checksum."""
+    """Whether a JSON object matches its checksum from `with_checksum`, or has none."""
     rest = {key: part for key, part in value.items() if key != _CHECKSUM}
     return value.get(_CHECKSUM) in (None, fingerprint(rest))
 
@@ -96,9 +97,9 @@ def read_record(path: Path) -> dict[str, Any]:
     """A JSON object that `write_record` wrote, or that has no checksum.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         OSError: it cannot be read.
-        ValueError: it is damaged, or edited.
+        ValueError: it is damaged or was edited.
     """
     value = load_json(path)
     if not isinstance(value, dict) or not is_as_written(value):
@@ -107,7 +108,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def match_record(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """What a record holds; one that is missing is written with `value`.
+    """The contents of a record; a missing one is written with `value`.
 
     Raises:
         InputError: it is damaged, or cannot be read or written.
@@ -124,13 +125,13 @@ def match_record(path: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hash(path: Path) -> tuple[os.stat_result, str, bool]:
-    """The file's facts, its digest, and whether they belong together for certain."""
+    """The file's stat result, its digest, and whether the file certainly did not change while it was read."""
     start = time.time_ns()
     with path.open("rb") as file:
         before = os.fstat(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         after = os.fstat(file.fileno())
-    settled = _times(before) == _times(after) and max(before.st_mtime_ns, before.st_ctime_ns) < start - _SETTLED
+    settled = _times(before) == _times(after) and max(before.st_mtime_ns, before.st_ctime_ns) < start - _CLOCK_TICK_NS
     return before, digest, settled
 
 
@@ -148,7 +149,7 @@ def _lookup(facts: os.stat_result) -> str | None:
 
 
 def _records() -> Mapping[str, list[Any]]:
-    """What this process knows: what it found on disk when it first asked, and what it added."""
+    """The cached hashes: those on disk at the first call, and those that this process added."""
     global _known
     with _LOCK:
         if _known is None:
@@ -159,19 +160,19 @@ def _records() -> Mapping[str, list[Any]]:
 def _read() -> dict[str, list[Any]]:
     try:
         checksum, _, text = read_private(private_cache_dir("contents") / _FILE).partition(b"\n")
-        whole = checksum.decode() == hashlib.sha256(text).hexdigest()
-        return json.loads(text) if whole else {}
+        intact = checksum.decode() == hashlib.sha256(text).hexdigest()
+        return json.loads(text) if intact else {}
     except (OSError, NotPrivateError, ValueError, InputError):
-        return {}  # hashed again
+        return {}  # the files are hashed again
 
 
-def _remember(found: dict[str, list[Any]]) -> None:
-    """Two processes that write at once lose one's additions, which are then hashed once more."""
+def _save_records(found: dict[str, list[Any]]) -> None:
+    """Adds hashes to the cache. Of two processes that write at once, one loses its additions; they are hashed again."""
     global _known
     with _LOCK:
         before = _read() | (_known or {})
         _known = {key: record for key, record in before.items() if key not in found} | found
-        text = json.dumps(dict(list(_known.items())[-MAX_REMEMBERED:]))
+        text = json.dumps(dict(list(_known.items())[-MAX_RECORDS:]))
         with suppress(OSError, NotPrivateError, InputError):  # a cache that cannot be written
             path = private_cache_dir("contents") / _FILE
             write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", mode=0o600)

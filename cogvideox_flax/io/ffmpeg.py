@@ -1,4 +1,4 @@
-"""ffmpeg as a child process: given only what it may open, timed, and read piece by piece."""
+"""ffmpeg as a child process: limited to the given file, with a time limit, and with streamed output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self, cast
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 
-_LOG_BYTES = 8192  # of its messages; the first ones say the cause
+_LOG_BYTES = 8192  # of ffmpeg's messages; the first ones give the cause
 _CONTEXT = re.compile(r"^(\[[^]]*@ 0x[0-9a-f]+\] )+")  # "[mov,mp4 @ 0x55d0] ", before a message
 _KILLED = (-9, -15)
 
@@ -32,10 +32,10 @@ def find_ffmpeg() -> str:
     """The path of the ffmpeg program.
 
     Raises:
-        InputError: there is none.
+        InputError: ffmpeg is not installed.
     """
     try:
-        import imageio_ffmpeg  # here, as models and programs work without it
+        import imageio_ffmpeg  # not at the top: models and programs work without it
 
         path = imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError) as e:
@@ -43,24 +43,24 @@ def find_ffmpeg() -> str:
             "there is no ffmpeg for .mp4 (imageio-ffmpeg is missing or brings none for this machine); "
             "install one and set IMAGEIO_FFMPEG_EXE, or save as .gif or as a directory of PNGs"
         ) from e
-    if shutil.which(path) is None:  # a path from the environment is given as it is
+    if shutil.which(path) is None:  # imageio-ffmpeg does not check a path from the environment
         raise InputError(f"IMAGEIO_FFMPEG_EXE is {path}, which is not a program; set it to the path of ffmpeg")
     return path
 
 
 class Ffmpeg:
-    """One run of ffmpeg. Leaving the `with` block ends it, whatever it is doing.
+    """One run of ffmpeg. Leaving the `with` block ends the process.
 
     Args:
         arguments: of the command line, after the general ones.
         feed: whether the caller writes its input (`pipe:0`).
 
     Raises:
-        InputError: there is no ffmpeg.
+        InputError: ffmpeg is not installed.
         FfmpegError: it cannot be started.
 
-    The time that a reader waits for ffmpeg is limited to `MAX_DECODE_SECONDS` in all, that of a writer for each write;
-    the caller's own time does not count.
+    A reader waits for ffmpeg for at most `MAX_DECODE_SECONDS` in total, a writer for at most that long per write; the
+    caller's own time does not count.
     """
 
     def __init__(self, arguments: Sequence[str], *, feed: bool = False):
@@ -93,7 +93,7 @@ class Ffmpeg:
         self._close()
 
     def read_into(self, buffer: memoryview) -> int:
-        """Fill a buffer of bytes from ffmpeg's output; returns how many came before its end."""
+        """Fill a buffer from ffmpeg's output; returns the number of bytes read, fewer at the end of the output."""
         with self._limited():
             return cast(io.BufferedReader, self._process.stdout).readinto(buffer)
 
@@ -103,12 +103,12 @@ class Ffmpeg:
             return cast(io.BufferedReader, self._process.stdout).read(max_bytes)
 
     def lines(self) -> Iterator[bytes]:
-        """The output line by line, for a consumer that takes no time: its time counts as ffmpeg's."""
+        """The output line by line. The consumer's time counts as ffmpeg's, so it should be short."""
         with self._limited():
             yield from cast(io.BufferedReader, self._process.stdout)
 
     def write(self, data: memoryview) -> None:
-        """Give ffmpeg some of its input.
+        """Write to ffmpeg's input.
 
         Raises:
             FfmpegError: it ended early.
@@ -129,7 +129,7 @@ class Ffmpeg:
             FfmpegError: it failed.
             FfmpegTimeout: it took too long.
         """
-        for pipe in (self._process.stdin, self._process.stdout):  # a run that still has something to say ends too
+        for pipe in (self._process.stdin, self._process.stdout):  # ends a run that still has output
             if pipe:
                 with suppress(BrokenPipeError):
                     pipe.close()
@@ -167,7 +167,7 @@ class Ffmpeg:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Ends ffmpeg when it is waited for any longer than it may be."""
+        """Kills ffmpeg when the time limit expires inside the context."""
         began = time.monotonic()
         self._timer = threading.Timer(max(self._seconds, 0), self._expire)
         self._timer.daemon = True

@@ -1,7 +1,7 @@
-"""Kinds of files, known by their first bytes and never by their names.
+"""The format of a file, detected from its first bytes and never from its name.
 
-A name is what its giver says. ffmpeg tries all its demuxers on a file, and some of them (playlists, concat scripts)
-open other files and addresses that the file names, so it is always told which demuxer to use.
+By default ffmpeg tries all its demuxers on a file, and some of them (playlists, concat scripts) open other files and
+addresses that the file names. So ffmpeg is always told which demuxer to use.
 """
 
 from __future__ import annotations

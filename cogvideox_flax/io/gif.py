@@ -1,6 +1,6 @@
-"""GIFs: their blocks are read here, their pixels by PIL.
+"""GIFs: their blocks are parsed here, their pixels are decoded by PIL.
 
-The blocks say the number of frames, their times and the comment without any pixel decoded.
+The blocks give the number of frames, their times and the comment without decoding any pixel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Blocks:
 
 
 class Gif:
-    """A `VideoSource`, see there."""
+    """A `VideoSource`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -57,12 +57,12 @@ class Gif:
     def info(self) -> VideoInfo:
         blocks = self._blocks
         hundredths = sum(blocks.delays)
-        # as is the mean rate: a GIF joins equal neighbours into a longer one
+        # and so does the mean rate, since a GIF merges equal consecutive frames into a longer one
         fps = 100 * len(blocks.delays) / hundredths if hundredths else 0.0
         return VideoInfo(len(blocks.delays), fps, blocks.height, blocks.width)
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
-        shape = (self.info.height, self.info.width, 3)  # and the blocks are known to be whole
+        shape = (self.info.height, self.info.width, 3)  # `info` also checks that the blocks are complete
         left = limits.MAX_DECODE_SECONDS
         with open_picture(self.path, "GIF") as image:
             for i in indices:
@@ -85,23 +85,23 @@ class Gif:
 
 
 def write_gif(path: Path, frames: Frames, fps: float, comment: str) -> None:
-    """256 colours a frame; times in hundredths of a second; equal neighbours are joined.
+    """256 colours per frame; times in hundredths of a second; equal consecutive frames are merged.
 
     Raises:
-        InputError: a size or rate that the format cannot hold.
+        InputError: a size or rate that the format does not support.
     """
     if max(frames.shape[1:3]) > _MAX_SIDE or not limits.MIN_FPS <= fps <= limits.MAX_FPS:
         raise InputError(
             f"a .gif holds frames of at most {_MAX_SIDE}x{_MAX_SIDE} at a positive rate; "
             f"got {frames.shape[2]}x{frames.shape[1]} at {fps:g} per second"
         )
-    # In whole hundredths of a second whose errors do not add up: 8 per second is 12, 13, 12, 13, ...
+    # Integer hundredths of a second whose rounding errors do not accumulate: 8 per second is 12, 13, 12, 13, ...
     times = np.round(np.arange(len(frames) + 1) * 100 / fps).astype(int)
     first, *rest = (Image.fromarray(frame) for frame in frames)
     first.save(path, "GIF", save_all=True, append_images=rest, duration=(10 * np.diff(times)).tolist(), loop=0)
     data = comment.encode()
     blocks = [data[i : i + 255] for i in range(0, len(data), 255)]
-    with path.open("r+b") as file:  # behind the frames, where a decoder of frames never reads it
+    with path.open("r+b") as file:  # after the frames, where a decoder of frames does not read it
         file.seek(-len(_END), os.SEEK_END)
         file.write(_EXTENSION + _COMMENT)
         file.writelines(bytes([len(block)]) + block for block in blocks)
@@ -110,15 +110,15 @@ def write_gif(path: Path, frames: Frames, fps: float, comment: str) -> None:
 
 def _read_blocks(file: BinaryIO, path: Path) -> _Blocks:
     """Raises:
-    EOFError, struct.error: the file ends within a block, or holds something else between blocks.
-    InputError: it is beyond one of the limits.
+    EOFError, struct.error: the file ends inside a block, or has other bytes between blocks.
+    InputError: it exceeds one of the limits.
     """
     width, height, flags = struct.unpack("<6xHHB2x", file.read(13))
     _skip_palette(file, flags)
     delays: list[int] = []
     comment = bytearray()
     delay = 0
-    while (kind := file.read(1)) not in (_END, b""):  # some writers leave out the end
+    while (kind := file.read(1)) not in (_END, b""):  # some writers omit the end marker
         if kind == _EXTENSION:
             label = file.read(1)
             for number, data in enumerate(_sub_blocks(file)):
@@ -130,7 +130,7 @@ def _read_blocks(file: BinaryIO, path: Path) -> _Blocks:
                         raise InputError(f"{path} holds more than {limits.MAX_METADATA_BYTES:,} bytes of comments")
         elif kind == _IMAGE:
             left, top, across, down, flags = struct.unpack("<HHHHB", file.read(9))
-            if not delays:  # some writers state no size but that of the first frame
+            if not delays:  # some writers give only the first frame's size
                 width, height = max(width, left + across), max(height, top + down)
                 limits.check_size(path, height, width)
             elif left + across > width or top + down > height:

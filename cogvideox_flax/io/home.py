@@ -1,4 +1,4 @@
-"""Where this library keeps what it makes for later runs."""
+"""The cache directories of this library."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def expand_user(text: str | Path) -> Path:
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # a file name's bytes, as Python smuggles them into a string
+    except UnicodeEncodeError:  # a file name with surrogate escapes
         return False
     return True
 
 
 def cache_dir() -> Path:
-    """Where converted checkpoints are kept: $COGVIDEOX_HOME, or cogvideox-flax in $XDG_CACHE_HOME or ~/.cache."""
+    """The directory of converted checkpoints: $COGVIDEOX_HOME, or cogvideox-flax in $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("COGVIDEOX_HOME")
     return expand_user(home) if home else _own_cache_dir()
 
 
 def private_cache_dir(name: str) -> Path:
-    """`name` in `cache_dir()` if only the user can write there, otherwise in ~/.cache/cogvideox-flax. Made if missing.
+    """`name` in `cache_dir()` if only the user can write there, else in ~/.cache/cogvideox-flax. Created if missing.
 
     Raises:
-        NotPrivateError: other users can change both places.
-        OSError, InputError: neither can be made.
+        NotPrivateError: other users can change both directories.
+        OSError, InputError: neither can be created.
     """
     folder = cache_dir() / name
     try:

@@ -1,4 +1,4 @@
-"""What reading one file may cost, whoever made it. Each limit is checked before the cost arises."""
+"""Limits on the cost of reading one file. Each limit is checked before the cost arises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from cogvideox_flax.errors import InputError
 
 MAX_PIXELS = 2**25
-"""Pixels of a frame or picture: 8K video (7680x4320) and a little more."""
+"""Pixels of a frame or picture: a little more than 8K video (7680x4320)."""
 MAX_FRAMES = 1_000_000
 """Frames of a video: 9 hours at 30 per second."""
 MIN_FPS, MAX_FPS = 1e-3, 1e5
@@ -19,9 +19,9 @@ MAX_DECODED_BYTES = 4 * 2**30
 MAX_METADATA_BYTES = 16 * 2**20
 """Bytes of text stored in a video beside its frames."""
 MAX_DECODE_SECONDS = 600.0
-"""Seconds that decoding may take for one request. While ffmpeg writes: seconds for one frame."""
+"""Seconds that decoding may take per request. When encoding: seconds per frame."""
 DECODER_THREADS = 4
-"""Threads of a decoder: each holds frames of its own."""
+"""Threads of a decoder; each needs memory for its own frames."""
 MAX_BLOCK_BYTES = 2**29
 """Bytes that ffmpeg may allocate at once: a frame of `MAX_PIXELS` in its widest pixel format, twice."""
 
@@ -64,7 +64,7 @@ def check_fps(path: Path, fps: float) -> None:
 
 
 def check_decoded_bytes(path: Path, num_frames: int, height: int, width: int) -> None:
-    """Refuse to decode a whole video whose uint8 frames would not fit.
+    """Refuse to decode a whole video whose uint8 frames are too large.
 
     Raises:
         InputError: more than `MAX_DECODED_BYTES`.

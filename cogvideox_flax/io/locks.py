@@ -1,4 +1,4 @@
-"""File locks. The kernel releases a lock when its holder dies; the holder removes the file when it is done."""
+"""File locks. The kernel releases a lock when its process dies; the process removes the file when it is done."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
 
     Args:
         path: in a directory that exists; a symbolic link is refused.
-        busy: what to say where another process holds it; None: wait for it.
+        busy: the error message if another process holds it; None: wait for it.
 
     Raises:
-        InputError: another process holds it, or it cannot be made.
+        InputError: another process holds it, or it cannot be created.
     """
     try:
         descriptor = acquire(path, wait=busy is None)
@@ -37,17 +37,17 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
 
 
 def acquire(path: Path, *, wait: bool) -> int:
-    """Lock the file `path`, which is made if it is missing, and return its descriptor for `release`.
+    """Lock the file `path`, created if missing, and return its descriptor for `release`.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is False.
-        OSError: it cannot be made or locked.
+        OSError: it cannot be created or locked.
     """
     while True:
         descriptor = _open(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if _is_at(path, descriptor):  # otherwise its holder has removed it meanwhile
+            if _is_at(path, descriptor):  # otherwise its holder removed it while this process waited
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -56,7 +56,7 @@ def acquire(path: Path, *, wait: bool) -> int:
 
 
 def release(path: Path, descriptor: int) -> None:
-    """Remove a lock file while it is held, so that whoever waits for it sees that it is gone, and unlock it."""
+    """Remove and unlock a lock file, in this order: a process that waits for the lock then sees that it is removed."""
     with suppress(OSError):
         if _is_at(path, descriptor):
             path.unlink()
@@ -66,11 +66,11 @@ def release(path: Path, descriptor: int) -> None:
 def _open(path: Path) -> int:
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)  # NFS locks only what is open for writing
+        return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)  # NFS locks only files that are open for writing
     except PermissionError:
         if not os.path.lexists(path):
             raise
-        return os.open(path, os.O_RDONLY | flags)  # another user's, left behind; all but NFS lock it all the same
+        return os.open(path, os.O_RDONLY | flags)  # another user's file: all file systems but NFS can lock it read-only
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # imported where needed: the command line uses this module before it knows that it needs arrays
+if TYPE_CHECKING:  # imported late: the command line uses this module before it needs arrays
     import numpy as np
 
 _ARRAY = "__array__"
@@ -17,13 +17,13 @@ _HEADER = struct.Struct("<QQ")  # bytes of JSON, bytes of the arrays
 
 
 class Connection:
-    """Sends and receives whole messages; any number of threads may send, one receives."""
+    """Sends and receives messages; any number of threads may send, one thread receives."""
 
     def __init__(self, sock: socket.socket):
         self._socket, self._sending = sock, threading.Lock()
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a host that is gone in half a minute
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detects a lost host within half a minute
         for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, name):  # not on every system
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -50,11 +50,11 @@ class Connection:
                 self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
     def receive(self, *, timeout: float | None = None, limit: int = 2**40) -> Any:
-        """The next message, its tuples as lists; None when the connection is closed or what comes is no message.
+        """The next message, its tuples as lists; None if the connection is closed or the data is not a message.
 
         Args:
-            timeout: seconds; later it is taken as closed.
-            limit: bytes; a longer message is none.
+            timeout: seconds until the connection counts as closed.
+            limit: bytes; a longer message is refused.
         """
         import numpy as np
 

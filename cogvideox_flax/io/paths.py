@@ -1,4 +1,4 @@
-"""Names of files to write: whether they can be written, and how several are numbered."""
+"""Checks of output paths, and the numbering of several outputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cogvideox_flax.errors import InputError
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a name, of a file or directory that is there or not yet, under which nothing could be written.
+    """Refuse a path that cannot be written, whether it exists or not.
 
     Raises:
-        InputError: the name is impossible, or the nearest directory above that exists cannot be written.
+        InputError: the name is not possible, or the nearest existing parent directory is not writable.
     """
     parent = existing_parent(path)
     try:
@@ -27,11 +27,11 @@ def check_writable(path: Path) -> None:
 
 
 def existing_parent(path: Path) -> Path:
-    """The nearest directory above `path` that is there already."""
+    """The nearest directory above `path` that exists."""
     return next(parent for parent in path.absolute().parents if os.path.lexists(parent))
 
 
 def item_paths(path: str | Path, count: int) -> list[Path]:
-    """Where `count` videos go: `path` itself for one, else numbered: video-0.mp4, video-1.mp4, ..."""
+    """The paths of `count` videos: `path` itself for one, else numbered: video-0.mp4, video-1.mp4, ..."""
     path = Path(path)
     return [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]

@@ -1,4 +1,4 @@
-"""PIL, given only one format at a time, and with the exceptions of its decoders turned into an `InputError`."""
+"""PIL with one allowed format at a time; exceptions of its decoders become an `InputError`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cogvideox_flax.io.limits import check_size
 
 @contextmanager
 def open_picture(path: Path, picture_format: str) -> Iterator[Image.Image]:
-    """A picture whose header was read and whose pixels are not decoded yet.
+    """A picture whose header is read and whose pixels are not decoded yet.
 
     Args:
-        picture_format: the only one that is tried: "PNG" or "GIF".
+        picture_format: the only format that is tried: "PNG" or "GIF".
 
     Raises:
-        InputError: another format, a size beyond `MAX_PIXELS`, or damage that shows in the `with` block.
+        InputError: another format, a size above `MAX_PIXELS`, or damage found inside the `with` block.
     """
     try:
         with Image.open(path, formats=(picture_format,)) as image:
@@ -29,7 +29,7 @@ def open_picture(path: Path, picture_format: str) -> Iterator[Image.Image]:
     except InputError:
         raise
     # For damaged files PIL raises OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError,
-    # OverflowError, DecompressionBombError and, as Python is started, warnings: there is no list of them.
+    # OverflowError, DecompressionBombError and, with some flags of Python, warnings; the set is not documented.
     except Exception as e:
         text = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise InputError(f"cannot read {path}: {text}") from e

@@ -25,7 +25,7 @@ NUMBER = re.compile(r"%0?\d*d")
 
 
 class PngSequence:
-    """A `VideoSource`, see there."""
+    """A `VideoSource`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -65,7 +65,7 @@ class PngSequence:
         return self._text("comment")
 
     def _text(self, name: str) -> str:
-        """One of the texts before the first file's pixels, which are not decoded for it."""
+        """A text chunk of the first file, read without decoding its pixels."""
         _read_size(self._files[0])
         with open_picture(self._files[0], "PNG") as image:
             text = image.info.get(name, "")
@@ -99,7 +99,7 @@ def write_picture(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool
 
 
 def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None:
-    """A PNG for each frame, from number 0 on. The frames of a longer sequence that went on from there are removed.
+    """A PNG for each frame, numbered from 0. Remaining frames of an earlier, longer sequence are removed.
 
     Args:
         path: with one number field.
@@ -118,13 +118,13 @@ def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None
 
 
 def write_directory(path: Path, frames: Frames, fps: float, comment: str) -> None:
-    """Write a new directory, then exchange it with the directory of frames that may be there."""
+    """Write a new directory, then exchange it with an existing directory of frames."""
     with atomic_directory(path) as partial:
         write_sequence(partial / "%04d.png", frames, fps, comment)
 
 
 def _to_rgb(image: Image.Image) -> Frame:
-    if image.mode.startswith("I"):  # 16-bit grey; PIL's conversion cuts off what is above 255, not the lower byte
+    if image.mode.startswith("I"):  # 16-bit grey: PIL's conversion clips at 255 instead of dropping the lower byte
         grey = (np.asarray(image) >> 8).astype(np.uint8)
         return np.repeat(grey[..., None], 3, -1)
     return np.asarray(image.convert("RGB"))

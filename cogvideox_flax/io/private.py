@@ -1,4 +1,4 @@
-"""Folders and files that nobody but the user can change: what is loaded as code comes from there only."""
+"""Folders and files that only the user can change: code is loaded only from these."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivateError(Exception):
-    """Somebody else could have written this; the message says who and how."""
+    """Another user could have written this; the message says who and how."""
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that nobody but the user can change, or check one that is there, and all folders above it.
+    """Create a folder that only the user can change, or check an existing one, and all folders above it.
 
     Raises:
-        NotPrivateError: another user owns it, or could change it or put another in its place.
-        OSError: it cannot be made.
+        NotPrivateError: another user owns it, or could change or replace it.
+        OSError: it cannot be created.
     """
     folder = folder.absolute()
-    _check_parents(folder)  # before anything is made in another user's home
+    _check_parents(folder)  # before anything is created in another user's home
     if not os.path.lexists(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -33,7 +33,7 @@ def make_private(folder: Path) -> None:
 
 
 def _check_parents(folder: Path) -> None:
-    """Check the folders above, those that are there: on the way that is given, and on the way behind symbolic links."""
+    """Check all existing folders above: those of the given path, and those of the path with symbolic links resolved."""
     for above in dict.fromkeys((*folder.parents, *folder.resolve().parents)):
         try:
             facts = os.stat(above)
@@ -46,11 +46,11 @@ def _check_parents(folder: Path) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """A file's contents, if nobody but the user can change it.
+    """The contents of a file that only the user can change.
 
     Raises:
         NotPrivateError: it is a symbolic link, another user's, or writable by others.
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         OSError: it cannot be read.
     """
     try:
@@ -77,14 +77,14 @@ def _check_own(facts: os.stat_result, path: Path) -> None:
 
 
 def _others_write(facts: os.stat_result) -> bool:
-    """Whether somebody else may write. A group that holds the user alone is the user."""
+    """Whether other users may write. A group whose only member is the user counts as the user."""
     if facts.st_mode & stat.S_IWOTH:
         return True
     return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_gid)
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether a group is the user's own by the convention of Debian, Fedora and others: his name, no other members."""
+    """Whether a group is the user's private group, as in Debian and Fedora: the user's name, no other members."""
     import grp
     import pwd
 

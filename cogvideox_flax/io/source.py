@@ -1,4 +1,4 @@
-"""What every kind of video file offers its readers."""
+"""The interface of every kind of video file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Frames = UInt8[np.ndarray, "F H W 3"]
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """A video without its pixels.
+    """A video's properties.
 
     num_frames: at the constant rate `fps`.
-    fps: frames per second; 0 for a PNG sequence that does not say.
-    height, width: pixels of every frame, as shown (after the rotation that the file asks for).
+    fps: frames per second; 0 for a PNG sequence without a rate.
+    height, width: pixels of every frame as shown, after the rotation that the file states.
     """
 
     num_frames: int
@@ -29,12 +29,12 @@ class VideoInfo:
 
 
 class VideoSource(Protocol):
-    """A video file or PNG sequence that is there; opening it has decoded nothing yet."""
+    """An existing video file or PNG sequence; opening it decodes nothing."""
 
     @property
     def info(self) -> VideoInfo:
         """Raises:
-        InputError: damaged, or beyond one of the `limits`.
+        InputError: damaged, or above one of the `limits`.
         """
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
@@ -44,8 +44,8 @@ class VideoSource(Protocol):
             indices: increasing, each in [0, info.num_frames).
 
         Yields:
-            Each index with its frame, in order. Where decoding from the middle fails, all come again from the first:
-            the last frame that comes for an index is the one that counts.
+            Each index with its frame, in order. If decoding from the middle fails, all frames are yielded again from
+            the first index: the last frame for an index is the valid one.
 
         Raises:
             InputError: one of them cannot be decoded.

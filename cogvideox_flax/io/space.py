@@ -1,4 +1,4 @@
-"""Room on the disk, looked at before work is begun."""
+"""Free space on a disk, checked before work begins."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MARGIN = 64 * 2**20
 
 
 def check_free_space(path: Path, nbytes: int) -> None:
-    """Refuse to begin what the disk has no room for.
+    """Refuse work for which the disk has too little space.
 
     Args:
-        path: a file or directory to be written, there or not yet.
-        nbytes: how much will be written there.
+        path: a file or directory to be written; it need not exist.
+        nbytes: how many bytes will be written there.
 
     Raises:
-        InputError: less than that and a margin is free.
+        InputError: fewer bytes plus a margin are free.
     """
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
     free = shutil.disk_usage(folder).free

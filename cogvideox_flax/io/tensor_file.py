@@ -1,9 +1,9 @@
-"""Safetensors files, read and written piece by piece.
+"""Safetensors files, read and written tensor by tensor.
 
-The safetensors library writes whole dictionaries. Conversion must fill one layer of a stacked parameter at a time and
-keep peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw little-endian data) is
-handled here with plain reads and writes at offsets. Small files (`write_tensors`) go through the library, and carry a
-checksum, which the format has not.
+The safetensors library writes complete dictionaries. Conversion fills one layer of a stacked parameter at a time and
+keeps peak memory near one tensor, so the format (8 bytes of header length, a JSON header, raw little-endian data) is
+read and written here at offsets. Small files (`write_tensors`) are written by the library, with a checksum in their
+metadata.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the format's own limit
-_ALIGN = 64  # XLA takes host memory without a copy at this alignment
+_ALIGN = 64  # XLA uses host memory without a copy at this alignment
 _CHECKSUM = "checksum"  # in the metadata: SHA-256 over all else
 
 
@@ -60,7 +60,7 @@ class TensorInfo(NamedTuple):
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised host memory that XLA:CPU can adopt without a copy."""
+    """Uninitialised host memory that XLA:CPU can use without a copy."""
     nbytes = _nbytes(shape, dtype)
     raw = np.empty(nbytes + _ALIGN, np.uint8)
     start = -raw.ctypes.data % _ALIGN
@@ -71,7 +71,7 @@ class TensorFile:
     """A safetensors file open for reading. The header is checked against the file's size before anything is read.
 
     Raises:
-        CheckpointError: the file is not safetensors, its header is corrupt, or it was cut short.
+        CheckpointError: the file is not safetensors, its header is corrupt, or it is truncated.
     """
 
     def __init__(self, path: Path):
@@ -131,17 +131,17 @@ class TensorFile:
         return tensors, metadata
 
     def is_unchanged(self) -> bool:
-        """Whether the file of this name is still the one that was opened, as it was then."""
+        """Whether the file at this path is still the one that was opened, and has not changed since."""
         try:
             return _facts(os.stat(self.path)) == self._facts
         except OSError:
             return False
 
     def check(self, *, required: bool = False) -> None:
-        """Compare what the file holds with its checksum.
+        """Compare the file's contents with its checksum.
 
         Args:
-            required: a file without a checksum is damaged too: `write_tensors` wrote one.
+            required: refuse a file without a checksum, since `write_tensors` writes one.
 
         Raises:
             CheckpointError: they differ.
@@ -163,8 +163,8 @@ class TensorFile:
         return out
 
     def mapped(self, name: str) -> np.ndarray | None:
-        """One tensor as the file's own pages in memory, read from disk when they are first touched; None where XLA:CPU
-        could not adopt it without a copy.
+        """One tensor as memory-mapped pages of the file, read from disk on first access; None where XLA:CPU would have
+        to copy it.
 
         It stays valid after `close` and after the file is removed or replaced. Changing it does not change the file.
         """
@@ -197,7 +197,7 @@ class TensorFile:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Write a whole file, with a checksum for `TensorFile.check`.
+    """Write a file with a checksum for `TensorFile.check`.
 
     Raises:
         InputError: it cannot be written.
@@ -237,8 +237,8 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class TensorWriter:
     """Writes a safetensors file whose tensors arrive in any order and in slices of their leading axis.
 
-    tensors: name -> (shape, dtype). The whole file is allocated at once, so a full disk shows before work is done.
-    Odd sizes come last in the file, so that all others are aligned for `TensorFile.mapped`.
+    tensors: name -> (shape, dtype). The file is allocated at once, so a full disk is an error before work is done.
+    Tensors of odd sizes come last, so that all others are aligned for `TensorFile.mapped`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class TensorWriter:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             self._write(struct.pack("<Q", len(text)) + text, 0)
-            if hasattr(os, "posix_fallocate"):  # macOS has none
+            if hasattr(os, "posix_fallocate"):  # not on macOS
                 os.posix_fallocate(self._fd, 0, start + end)
             else:
                 os.ftruncate(self._fd, start + end)

@@ -1,4 +1,4 @@
-"""JSON files, of a size that config and record files have."""
+"""Small JSON files, such as configs and records."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Frames in and out: MP4, GIF, PNG sequences, contact sheets; what made a video is stored inside its file.
+"""Reading and writing videos: MP4, GIF, PNG sequences, contact sheets, with the run's metadata inside the file.
 
-A path to write says the format: `.mp4`; `.gif`; `.png` with a number field (`frames/%04d.png`); no suffix, a directory
-of PNGs. A file to read is known by its contents. Files appear under their name only when they are complete.
+The output path gives the format: `.mp4`; `.gif`; `.png` with a number field (`frames/%04d.png`); no suffix, a directory
+of PNGs. The format of an input file is detected from its contents. Files are written atomically.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def to_uint8(video: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
 
 
 def from_uint8(video: UInt8[np.ndarray, "*shape"]) -> Float32[np.ndarray, "*shape"]:
-    """0..255 to [-1, 1], on the host: what the VAE encodes."""
+    """0..255 to [-1, 1], the VAE's input range, on the host."""
     return video.astype(np.float32) / 127.5 - 1
 
 
 def check_output_path(path: str | Path) -> None:
-    """Refuse a path that `save_video` could not write, before any work is done for it.
+    """Refuse a path that `save_video` cannot write, before any work is done.
 
     Raises:
-        InputError: unknown format, something else is there, the directory cannot be written, or ffmpeg is missing.
+        InputError: unknown format, other files at the path, the directory is not writable, or ffmpeg is missing.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -75,21 +75,21 @@ def check_output_path(path: str | Path) -> None:
 
 
 def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str, Any] | None = None) -> None:
-    """Write one video, atomically. Missing directories are made.
+    """Write one video, atomically. Missing directories are created.
 
-    An mp4 is H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
-    A gif has 256 colours a frame, times in hundredths of a second, and joins equal neighbours.
+    An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
+    A gif has 256 colours per frame, times in hundredths of a second, and merges equal consecutive frames.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
         frames: uint8.
         fps: frames per second.
-        metadata: JSON values, stored in the file (each file of a PNG sequence); `read_metadata` gives them back.
-            More than `MAX_METADATA_BYTES` as JSON are left out, with a warning: the frames are worth more.
+        metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
+            `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
 
     Raises:
         InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
-            format cannot hold, or the disk is full.
+            format does not support, or the disk is full.
     """
     path, frames = Path(path), _check_frames(frames)
     check_output_path(path)
@@ -122,13 +122,13 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
 
 
 def open_video(path: str | Path) -> VideoSource:
-    """A video to read some frames of. Nothing is decoded yet.
+    """Open a video for reading frames. Nothing is decoded yet.
 
     Args:
-        path: an MP4, MOV, MKV, WebM, AVI or GIF, known by its contents; or a PNG sequence as `save_video` names one.
+        path: an MP4, MOV, MKV, WebM, AVI or GIF, detected from its contents; or a PNG sequence as in `save_video`.
 
     Raises:
-        InputError: there is no such video, or its contents are none of these.
+        InputError: there is no such video, or its contents have another format.
     """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".png":
@@ -148,9 +148,9 @@ def open_video(path: str | Path) -> VideoSource:
 
 
 def read_video(path: str | Path) -> tuple[Frames, float]:
-    """A whole video's frames and frames per second (0 for a PNG sequence that does not say).
+    """All frames of a video, and frames per second (0 for a PNG sequence without a rate).
 
-    A video with a variable rate is read at a constant one: frames repeat or are left out as a player would show them.
+    A video with a variable rate is read at a constant rate: frames are repeated or dropped, as in a player.
 
     Args:
         path: see `open_video`.
@@ -168,7 +168,7 @@ def read_video(path: str | Path) -> tuple[Frames, float]:
 
 
 def count_frames(path: str | Path) -> tuple[int, float]:
-    """A video's number of frames and frames per second as `read_video` would give them, without decoding it.
+    """The number of frames and frames per second that `read_video` would return, without decoding the video.
 
     Args:
         path: see `open_video`.
@@ -181,7 +181,7 @@ def count_frames(path: str | Path) -> tuple[int, float]:
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """What `save_video` stored in a file or PNG sequence; {} for a file that is not from there.
+    """The metadata that `save_video` stored in a file or PNG sequence; {} for other files.
 
     Raises:
         InputError: there is no such file, or it is not a video or picture.

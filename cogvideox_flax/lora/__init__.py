@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of the transformer: to train, to keep in diffusers' file layout, to merge into the weights.
+"""Low-rank adapters (LoRA) of the transformer: training, files in diffusers' layout, merging into the weights.
 
 Source: LoRA (arXiv 2106.09685); files as diffusers' `CogVideoXLoraLoaderMixin.save_lora_weights` writes them.
 """

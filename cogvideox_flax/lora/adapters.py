@@ -1,7 +1,7 @@
-"""Adapters in the model: an adapted linear map holds two thin matrices beside its own weights.
+"""Adapters in the model: an adapted linear map has two low-rank matrices beside its own weights.
 
-Nothing else of the model changes, and its code knows nothing of adapters. Functions return new transformers, which
-share the arrays of the one they are given.
+The rest of the model and its code do not change. Functions return new transformers that share the arrays of their
+argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cogvideox_flax.nn.stack import same_arrays
 class LoRALinear(nnx.Module):
     """y = base(x) + alpha / rank * (x @ a) @ b, summed in float32 whatever the dtype.
 
-    a: [in, rank]; b: [rank, out]; like the base's kernel with a leading layer axis where the blocks are stacked.
+    a: [in, rank]; b: [rank, out]; like the base's kernel, with a leading layer axis in stacked blocks.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LoRALinear(nnx.Module):
     def merged(self) -> Linear:
         """The plain linear map of stacked blocks that computes the same: kernel + alpha / rank * a @ b.
 
-        Summed in float32, then cast to the kernel's dtype; laid out as the kernel was.
+        Summed in float32, then cast to the kernel's dtype, with the kernel's sharding.
         """
         kernel = self.base.kernel[...]
         scales = jnp.full(len(kernel), self.scale)
-        # layer by layer: a float32 copy of all layers at once would be gigabytes
+        # layer by layer: a float32 copy of all layers would take gigabytes
         _, merged = jax.lax.scan(_merge_layer, None, (kernel, self.a[...], self.b[...], scales))
         linear = same_arrays(self.base)
         linear.kernel = nnx.Param(jax.device_put(merged, kernel.sharding))
@@ -75,9 +75,9 @@ def add_lora(
     rngs: nnx.Rngs,
     mesh: Mesh | None = None,
 ) -> Any:
-    """The transformer with new float32 adapters that change nothing yet: `b` is zero.
+    """The transformer with new float32 adapters that do not change its output yet: `b` is zero.
 
-    `a` is uniform in ±in^-1/2, which is PEFT's own start (Kaiming uniform with a = sqrt(5)).
+    `a` is uniform in ±in^-1/2, PEFT's initialisation (Kaiming uniform with a = sqrt(5)).
 
     Args:
         family: of the transformer.
@@ -85,10 +85,10 @@ def add_lora(
         rank: 1 or more.
         alpha: the adapters' results are multiplied by alpha / rank; default: the rank.
         targets: names of the family's `lora.targets`; default: its `lora.default_targets`.
-        mesh: the one that the transformer lies on.
+        mesh: the transformer's mesh.
 
     Raises:
-        InputError: a rank below 1, no target, an unknown one or one that is adapted already.
+        InputError: a rank below 1, no target, an unknown target or one that has an adapter already.
     """
     if rank < 1:
         raise InputError(f"the rank of a LoRA must be 1 or more; got {rank}")
@@ -108,13 +108,13 @@ def add_lora(
 
 
 def adapters(transformer: Any) -> dict[str, LoRALinear]:
-    """Path -> adapter, of the linear maps that are adapted."""
+    """Path -> adapter, for all adapted linear maps."""
     modules = nnx.iter_modules(transformer)
     return {".".join(map(str, path)): module for path, module in modules if isinstance(module, LoRALinear)}
 
 
 def lora_parameters(transformer: Any) -> dict[str, Array]:
-    """Name -> array of the adapters alone; what training differentiates and keeps."""
+    """Name -> array, for the adapters only: the parameters that LoRA training optimizes and saves."""
     names = {f"{path}.{half}" for path in adapters(transformer) for half in "ab"}
     return {name: value for name, value in checkpoint.parameters(transformer).items() if name in names}
 
@@ -123,7 +123,7 @@ def with_parameters(transformer: Any, parameters: Mapping[str, Array]) -> Any:
     """The transformer with some parameters replaced, by name.
 
     `jax.grad(lambda adapters: loss(with_parameters(model, adapters)))(lora_parameters(model))` is the gradient of the
-    adapters alone: the rest of the model is a constant to it.
+    adapters alone: the rest of the model is constant.
 
     Raises:
         KeyError: a name that the transformer does not have.
@@ -137,7 +137,7 @@ def with_parameters(transformer: Any, parameters: Mapping[str, Array]) -> Any:
 
 
 def merge_lora(transformer: Any) -> Any:
-    """A plain transformer that computes the same: the adapters are added to the weights, in the weights' dtype."""
+    """A transformer without adapters that computes the same: they are added to the weights, in the weights' dtype."""
     model = same_arrays(transformer)
     for path, linear in adapters(model).items():
         _set(model, path, linear.merged())
@@ -145,10 +145,10 @@ def merge_lora(transformer: Any) -> Any:
 
 
 def plain_linear(transformer: Any, path: str) -> Linear:
-    """The linear map that is to be adapted. path: of it, such as "blocks.attn.q".
+    """The linear map at a path such as "blocks.attn.q", to be adapted.
 
     Raises:
-        InputError: it is adapted already, or quantized.
+        InputError: it has an adapter already, or is quantized.
     """
     linear: Linear = attrgetter(path)(transformer)
     if isinstance(linear, QuantizedLinear):
@@ -169,7 +169,7 @@ def with_adapter(
     alpha: float,
     mesh: Mesh | None,
 ) -> Any:
-    """The transformer with one linear map adapted, the adapter laid out by the family's rows."""
+    """The transformer with one linear map adapted, the adapter sharded by the family's rows."""
     rows = family.components[family.lora.component].sharding
 
     def place(half: str, value: Any) -> Array:

@@ -31,14 +31,14 @@ from cogvideox_flax.models.family import LoRALayout, ModelFamily
 FILE_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
 
-_HALVES = (  # of an adapter: the name of today, then those of older files
+_MATRIX_NAMES = (  # the current name, then those of older files
     r"((?P<a>(lora_A|lora\.down|lora_down)\.weight)|(?P<b>(lora_B|lora\.up|lora_up)\.weight)|alpha)"
 )
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
 
 class LoRARecord(TypedDict):
-    """Which adapter a run used: absolute path, strength, and the begin of the file's SHA-256."""
+    """Which adapter a run used: absolute path, strength, and the start of the file's SHA-256."""
 
     file: str
     scale: float
@@ -49,7 +49,7 @@ def save_lora(family: ModelFamily, path: str | Path, transformer: Any) -> Path:
     """Write the adapters as diffusers does, with their config in the metadata.
 
     Args:
-        path: a `.safetensors` file, or a directory, in which the file gets diffusers' name.
+        path: a `.safetensors` file, or a directory, in which the file has diffusers' name.
 
     Returns:
         The file.
@@ -85,16 +85,16 @@ def save_lora(family: ModelFamily, path: str | Path, transformer: Any) -> Path:
 
 
 def describe_lora(family: ModelFamily, path: str | Path, scale: float, config: Config) -> LoRARecord:
-    """Check from its header that an adapter fits a transformer of this config, and say what identifies it.
+    """Check from its header that an adapter fits a transformer of this config; returns the adapter's record.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or does not fit; with every fault found.
+        CheckpointError: the file is missing, damaged, or does not fit; with all faults.
         InputError: the scale is not a finite number.
     """
     _check_scale(scale)
     layout = family.lora
     module = checkpoint.parameters(family.components[layout.component].abstract(config))
-    with TensorFile(_file(path)) as file:
+    with TensorFile(_adapter_file(path)) as file:
         file.check()
         shapes = {target: module[f"{place}.kernel"].shape for target, place in layout.targets.items()}
         _read_header(file, layout, shapes)
@@ -104,23 +104,23 @@ def describe_lora(family: ModelFamily, path: str | Path, scale: float, config: C
 def load_lora(
     family: ModelFamily, path: str | Path, transformer: Any, scale: float = 1.0, *, mesh: Mesh | None = None
 ) -> Any:
-    """The transformer with the adapters of a file, as float32.
+    """The transformer with the adapters of a file, in float32.
 
-    Layers that the file leaves out get adapters that do nothing. Where layers differ in rank or alpha, they are brought
-    to one rank with zeros and to one alpha by scaling `b`.
+    Layers that the file does not have get zero adapters. Where layers differ in rank or alpha, ranks are padded with
+    zeros and `b` is scaled to a common alpha.
 
     Args:
         path: the file, or the directory that diffusers saved it to.
         transformer: without adapters; the result shares its arrays.
-        scale: the strength, on top of the file's alpha / rank.
-        mesh: the one that the transformer lies on.
+        scale: the strength, multiplied by the file's alpha / rank.
+        mesh: the transformer's mesh.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or does not fit; with every fault found.
+        CheckpointError: the file is missing, damaged, or does not fit; with all faults.
         InputError: the scale is not a finite number, or the transformer has adapters.
     """
     _check_scale(scale)
-    with TensorFile(_file(path)) as file:
+    with TensorFile(_adapter_file(path)) as file:
         layout = family.lora
         shapes = {target: plain_linear(transformer, place).kernel.shape for target, place in layout.targets.items()}
         for target, pairs in _read_header(file, layout, shapes).items():
@@ -156,7 +156,7 @@ def _check_scale(scale: float) -> None:
         raise InputError(f"the scale of a LoRA must be a finite number (1 is as trained); got {shown(scale)}")
 
 
-def _file(path: str | Path) -> Path:
+def _adapter_file(path: str | Path) -> Path:
     path = expand_user(path)
     return path / FILE_NAME if path.is_dir() else path
 
@@ -167,7 +167,7 @@ def _read_header(
     """Target -> layer -> adapter, without reading weights. shapes: target -> (layers, in, out) of the model."""
     groups, faults = _group(file, layout)
     for (target, layer), parts in groups.items():
-        faults += _misfits(file, layout, parts, layer, shapes[target])
+        faults += _shape_faults(file, layout, parts, layer, shapes[target])
     if not file.tensors:
         faults.append("  missing  any tensor")
     if faults:
@@ -194,12 +194,12 @@ def _read_header(
 
 
 def _group(file: TensorFile, layout: LoRALayout) -> tuple[dict[tuple[str, int], dict[str, str]], list[str]]:
-    """(target, layer) -> names of its a, b and alpha; and what is wrong with the names and dtypes."""
+    """(target, layer) -> names of its a, b and alpha; and the faults of names and dtypes."""
     groups: dict[tuple[str, int], dict[str, str]] = {}
     faults = []
     targets = {source: target for target, source in layout.sources.items()}
     blocks = re.escape(f"{layout.component}.{layout.blocks}.")
-    key = re.compile(blocks + r"(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\." + _HALVES)
+    key = re.compile(blocks + r"(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\." + _MATRIX_NAMES)
     for name, info in file.tensors.items():
         match = key.fullmatch(name)
         if match is None or match["source"] not in targets:
@@ -217,7 +217,7 @@ def _group(file: TensorFile, layout: LoRALayout) -> tuple[dict[tuple[str, int], 
     return groups, faults
 
 
-def _misfits(
+def _shape_faults(
     file: TensorFile, layout: LoRALayout, parts: dict[str, str], layer: int, shape: tuple[int, ...]
 ) -> list[str]:
     layers, width, out = shape
@@ -237,12 +237,12 @@ def _misfits(
 
 
 def _any_layer(name: str, layout: LoRALayout) -> str:
-    """Tensors that differ only in their layer share a line of a report."""
+    """The name without its layer number, so that tensors that differ only in the layer share a line of a report."""
     return re.sub(rf"{layout.blocks}\.\d+", f"{layout.blocks}.*", name)
 
 
 def _config(file: TensorFile, layout: LoRALayout) -> dict[str, Any]:
-    """What the file's metadata says of the transformer's adapter (PEFT's `LoraConfig`), as far as it sets the scale.
+    """The entries of PEFT's `LoraConfig` in the file's metadata that set the adapter's scale.
 
     Raises:
         CheckpointError: damaged, or patterns that are regular expressions rather than names.
@@ -265,7 +265,7 @@ def _config(file: TensorFile, layout: LoRALayout) -> dict[str, Any]:
 
 
 def _alpha(config: dict[str, Any], module: str, rank: int) -> float:
-    """The alpha that PEFT would use; patterns are names, from any dot on, or from the start after a `^`."""
+    """The alpha that PEFT uses. A pattern matches the end of a name from any dot on; after a `^`, the full name."""
     if not config:
         return rank
     patterns = config.get("alpha_pattern") or {}

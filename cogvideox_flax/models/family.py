@@ -1,7 +1,7 @@
-"""What differs between model families, and nothing else.
+"""`ModelFamily`: everything that differs between model families.
 
 A family is a folder under models/ with a `ModelFamily`, mapping tables under conversion/, and a row in
-models/registry.py. Everything else reads what it needs from here.
+models/registry.py. All other code reads the properties of a family from here.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Configs = Mapping[str, Any]
 """Component, "tokenizer" or "scheduler" -> its config."""
 
 Features = dict[str, Float[Any, "B ..."]]
-"""Name -> what a text encoder made of each prompt. The names are those of stage 1's file."""
+"""Name -> features of each prompt. The names are those in the file of stage 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
     """The size of a run: of the video, and of the latents that are denoised.
 
-    extra_latents: latent frames that are denoised in front and dropped before decoding, for models that patch time.
-    latent_frames: all that are denoised, extra ones included.
+    extra_latents: latent frames that are denoised at the start and dropped before decoding, in models that patch time.
+    latent_frames: all denoised latent frames, extra ones included.
     """
 
     num_frames: int
@@ -59,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a run does unless told otherwise, beside its size. scheduler: the name of a sampler."""
+    """The defaults of a run, besides its size. scheduler: the name of a sampler."""
 
     fps: int
     num_inference_steps: int
@@ -70,9 +70,9 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The denoiser's work, from which the planner chooses how to divide it.
+    """The size of the denoiser's computation, from which the planner chooses how to split it.
 
-    tokens: in one sample, text included. modulation: input width of the per-layer modulation.
+    tokens: per sample, text included. modulation: input width of the per-layer modulation.
     """
 
     layers: int
@@ -93,12 +93,12 @@ class Component:
     Attributes:
         config: the type of its config.
         module: its NNX module, made by `module(config, rngs=...)`.
-        stage: of a run, in which it is needed.
-        sharding: which logical axes its parameters have.
+        stage: the stage of a run that needs it.
+        sharding: the logical axes of its parameters.
         linear_maps: paths of the stacked linear maps that can be quantized, such as "blocks.attn.q".
-        heads: the field of its config that says how many attention heads it has; None: it divides by none.
-        class_names: what config.json calls it (`_class_name` or `architectures`); the family of a directory is
-            recognised by them.
+        heads: the field of its config with the number of attention heads; None: it has none.
+        class_names: its names in config.json (`_class_name` or `architectures`), by which the family of a directory is
+            detected.
     """
 
     config: type[Config]
@@ -110,7 +110,7 @@ class Component:
     class_names: tuple[str, ...] = ()
 
     def abstract(self, config: Config, kind: str | None = None) -> Any:
-        """The module with shapes in place of arrays; costs no memory. kind: of quantized weights."""
+        """The module with shapes in place of arrays, which needs no memory. kind: of quantized weights."""
 
         def make() -> nnx.Module:
             module = self.module(config, rngs=nnx.Rngs(0))
@@ -120,19 +120,19 @@ class Component:
 
     @lru_cache(maxsize=64)  # noqa: B019  (components live as long as the process)
     def num_parameters(self, config: Config) -> int:
-        """How many numbers its weights are."""
+        """The number of its parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract(config)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoRALayout:
-    """Where adapters go, and what files call them.
+    """The linear maps that can have adapters, and their names in files.
 
     Attributes:
         component: the component that is adapted.
         targets: name of a target -> path of its stacked linear map, such as "blocks.attn.q".
-        default_targets: those that are trained unless told otherwise.
-        sources: name of a target -> diffusers' name of it in a block.
+        default_targets: the targets that are trained by default.
+        sources: name of a target -> its name in a block of diffusers' model.
         blocks: diffusers' name of the list of blocks.
     """
 
@@ -149,7 +149,7 @@ class Release:
 
     `configs` are of the components, of the "scheduler" and the "tokenizer".
     `dtype` is the dtype it was trained in; a bfloat16 release overflows in float16.
-    Sizes are (height, width) in pixels; `frame_step` is the rule of the trained frame counts, n * frame_step + 1.
+    Sizes are (height, width) in pixels; trained frame counts are n * frame_step + 1.
     """
 
     name: str
@@ -189,10 +189,10 @@ class TextStage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFamily:
-    """One architecture: its components, the facts about them, and what a run computes with them.
+    """One architecture: its components, their properties, and the functions that a run computes.
 
     Attributes:
-        components: name, which is also the directory's, -> component; in the order in which a run needs them.
+        components: name, also of the directory -> component; in the order in which a run needs them.
         scheduler: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own sampler.
         tokenizer: the type of the tokenizer's config.
         tokenizer_files: the files that the tokenizer needs, relative to the checkpoint.
@@ -200,15 +200,15 @@ class ModelFamily:
         make_tokenizer: (directory, configs) -> tokenizer; raises InputError where a file is missing or damaged.
         releases: name -> release.
         find_release: the release whose architecture some configs have, or None.
-        check: raises InputError for configs of components that do not belong together, or that no run can use.
-        check_tiling: raises InputError where decoding in tiles is not possible.
-        lora: how adapters are laid out.
+        check: raises InputError for configs of components that do not fit together, or that no run can use.
+        check_tiling: raises InputError if decoding in tiles is not possible.
+        lora: targets and file names of adapters.
         samplers: name -> class.
-        defaults: configs -> what a run does unless told otherwise.
-        resolve_size: (configs, num_frames, height, width) -> Size: None is filled in, rules are checked.
-        size_warnings: (configs, size) -> what the size was not trained for, in sentences.
+        defaults: configs -> the defaults of a run.
+        resolve_size: (configs, num_frames, height, width) -> Size: fills in None and checks the rules.
+        size_warnings: (configs, size) -> sentences about sizes outside of those trained.
         latent_channels: configs -> channels of the latents that are denoised.
-        workload: (configs, size) -> the denoiser's work.
+        workload: (configs, size) -> the size of the denoiser's computation.
         text: the text encoders.
         feature_shapes: (configs, batch) -> shapes of the text features.
         predict: (denoiser, latents, text features, timestep) -> the prediction, float32.
@@ -240,7 +240,7 @@ class ModelFamily:
 
     @property
     def config_types(self) -> dict[str, type[Config]]:
-        """Of every config of a checkpoint: tokenizer, components, scheduler."""
+        """The types of all configs of a checkpoint: tokenizer, components, scheduler."""
         components = {name: component.config for name, component in self.components.items()}
         return {"tokenizer": self.tokenizer, **components, "scheduler": self.scheduler}
 
@@ -251,7 +251,7 @@ class ModelFamily:
 
     @property
     def decoder(self) -> str:
-        """The name of the component that makes frames of latents."""
+        """The name of the component that decodes latents to frames."""
         return next(name for name, component in self.components.items() if component.stage == "decode")
 
     @property
@@ -260,7 +260,7 @@ class ModelFamily:
         return tuple(name for name, component in self.components.items() if component.linear_maps)
 
     def heads(self, configs: Configs) -> dict[str, int]:
-        """Component -> its attention heads, none of which is ever divided between devices."""
+        """Component -> its number of attention heads, each of which stays on one device."""
         fields = {name: component.heads for name, component in self.components.items()}
         return {name: getattr(configs[name], field) for name, field in fields.items() if field is not None}
 
@@ -278,5 +278,5 @@ class ModelFamily:
 
 @lru_cache(maxsize=64)
 def _make_sampler(kind: Any, config: Any) -> Scheduler:
-    """One object for equal configs, since programs are known by it."""
+    """Cached, so that equal configs give the same object, by which compiled programs are identified."""
     return kind(config)

@@ -34,7 +34,7 @@ SHARDING: sharding.ParameterRows = (
     (r"embedding", (None, "hidden")),
     (r"blocks\.norm_(attn|mlp)\.scale|norm_out\.scale", sharding.REPLICATED),
 )
-"""Which logical axes the parameters have."""
+"""The logical axes of the parameters."""
 
 LINEAR_MAPS = (
     *("blocks.attn.q", "blocks.attn.k", "blocks.attn.v", "blocks.attn.out"),
@@ -60,7 +60,7 @@ class TextEncoderConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("text_encoder", raw, feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", model_type="t5")
-        # transformers' T5Config defaults describe t5-small; a saved file always holds these six.
+        # transformers' T5Config defaults are those of t5-small; a saved file always has these six values.
         needed = ("vocab_size", "d_model", "num_layers", "num_heads", "d_kv", "d_ff")
         missing = [key for key in needed if key not in raw]
         if missing:
@@ -145,7 +145,7 @@ class SelfAttention(nnx.Module):
         def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B N L K"]:
             return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
 
-        # Unscaled logits are large, so rounding q and k shows; at 226 tokens float32 costs little.
+        # Unscaled logits are large, so rounding q and k matters; at 226 tokens float32 costs little.
         q, k, v = (heads(linear(x, out_dtype=jnp.float32)) for linear in (self.q, self.k, self.v))
         exact = precision(q.dtype)
         # the barriers keep a CPU's matrix library from fusing the softmax, whose exponential is slow there
@@ -166,7 +166,7 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Float[Array, "B L E"]) -> Float32[Array, "B L E"]:
         gate, up = self.gate(x, out_dtype=jnp.float32), self.up(x, out_dtype=jnp.float32)
         hidden = jax.nn.gelu(gate, approximate=True) * up
-        # The product of two activations overflows float16, so there `down` multiplies in float32 as well.
+        # The product of two activations overflows float16, so with float16 weights `down` multiplies in float32.
         return self.down(hidden if x.dtype == jnp.float16 else hidden.astype(x.dtype), out_dtype=jnp.float32)
 
 
@@ -200,7 +200,7 @@ def position_buckets(length: int, num_buckets: int, max_distance: int) -> np.nda
     half = num_buckets // 2
     exact = half // 2
     distance = abs(offset)
-    # float64 and then rounded: float32 logarithms differ by platform, and one lost bit moves a boundary.
+    # float64, then rounded: float32 logarithms differ by platform, and one bit moves a boundary.
     log = np.log(np.maximum(distance, 1) / exact).astype(np.float32)
     wide = exact + (log / np.float32(np.log(max_distance / exact)) * np.float32(half - exact)).astype(np.int32)
     bucket = np.where(distance < exact, distance, np.minimum(wide, half - 1))

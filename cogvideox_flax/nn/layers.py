@@ -18,12 +18,12 @@ Permutation = Callable[[Float[Array, "*batch n"]], Float[Array, "*batch n"]]
 
 
 def precision(dtype: Any) -> jax.lax.Precision:
-    """float32 means float32: without HIGHEST, a TPU multiplies in bfloat16 and a GPU in TF32."""
+    """HIGHEST for float32: by default a TPU multiplies float32 in bfloat16, and a GPU in TF32."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is n or more."""
+    """The smallest multiple that is n or more."""
     return -(-n // multiple) * multiple
 
 
@@ -33,7 +33,7 @@ def permuted(w: Float[Array, "*batch n"], permutation: Permutation | None) -> Fl
 
 
 class Linear(nnx.Module):
-    """y = x @ kernel + bias, summed in float32 whatever the dtype. kernel: [in, out]."""
+    """y = x @ kernel + bias, summed in float32 for every dtype. kernel: [in, out]."""
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool = True, zero: bool = False, rngs: nnx.Rngs):
         scale = 0.0 if zero else in_width**-0.5
@@ -46,8 +46,8 @@ class Linear(nnx.Module):
         """The map of x.
 
         Args:
-            permutation: reorders the outputs; it is applied to the weights, which are smaller.
-            out_dtype: dtype of the result; None is x's. float32 is the sum before any rounding.
+            permutation: of the outputs; it is applied to the weights, which are smaller.
+            out_dtype: dtype of the result; None is x's. float32 returns the sum without rounding.
         """
         kernel = permuted(self.kernel[...], permutation).astype(x.dtype)
         y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32, precision=precision(x.dtype))
@@ -57,10 +57,10 @@ class Linear(nnx.Module):
 
 
 class TransposedLinear(nnx.Module):
-    """y = x @ weight.T, summed in float32 whatever the dtype. weight: [out, in].
+    """y = x @ weight.T, summed in float32 for every dtype. weight: [out, in].
 
-    This layout is for x with few rows, as a prompt has: a CPU sums along contiguous weights, and need not transpose
-    them for every call. Accelerators are as fast with either layout.
+    This layout is for x with few rows, such as a prompt: a CPU sums along contiguous weights and does not transpose
+    them in every call. Accelerators are equally fast with either layout.
     """
 
     def __init__(self, in_width: int, out_width: int, *, rngs: nnx.Rngs):
@@ -92,11 +92,11 @@ class LayerNorm(nnx.Module):
         """The norm of x.
 
         Args:
-            permutation: how x's channels are reordered already; it is applied to scale and bias.
+            permutation: the current order of x's channels; it is applied to scale and bias.
             out_dtype: dtype of the result; None is x's.
         """
         mean = x.astype(jnp.float32).mean(-1, keepdims=True)
-        # behind the barriers each pass reads x again; the compiler would write x - mean, in float32, for all of them
+        # barriers: each pass reads x again; otherwise the compiler writes x - mean to memory in float32
         x, mean = jax.lax.optimization_barrier((x, mean))
         variance = jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True)
         x, mean, factor = jax.lax.optimization_barrier((x, mean, jax.lax.rsqrt(variance + self.eps)))
@@ -113,19 +113,19 @@ class MLP(nnx.Module):
         self.down = Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
-        """The result is float32, before any rounding."""
+        """The result is float32, without rounding."""
         return cpu.map_tokens(self._all_tokens, x)
 
     def _all_tokens(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
         hidden = jax.nn.gelu(self.up(x, out_dtype=jnp.float32), approximate=True).astype(x.dtype)
-        # The barrier writes `hidden` in x's dtype; the compiler would keep it in float32 and round it where it is read.
-        # It also copies the weights out of their stack: slicing them during the product takes a TPU 1.6 times as long.
+        # The barrier writes `hidden` to memory in x's dtype; otherwise the compiler writes float32 and rounds later.
+        # It also copies the weights out of their stack: a product that slices them takes a TPU 1.6 times as long.
         hidden, down = jax.lax.optimization_barrier((hidden, self.down))
         return down(hidden, out_dtype=jnp.float32)
 
 
 class AdaLNZero(nnx.Module):
-    """Layer norm whose shift, scale and gate come from the timestep; one set for video, one for text.
+    """Layer norm with shift, scale and gate from the timestep: one set for video, one for text.
 
     Source: DiT (arXiv 2212.09748); diffusers `CogVideoXLayerNormZero`, which shares one norm between both streams.
     """
@@ -145,15 +145,15 @@ class AdaLNZero(nnx.Module):
 
 
 def per_stream(table: Float[Array, "B 2 1 D"], is_text: Bool[Array, "S 1"]) -> Float[Array, "B S D"]:
-    """Spread one row for video and one for text over the joint sequence.
+    """Broadcast one row for video and one for text over the joint sequence.
 
-    A select on the token index fuses into its consumer, so the sequence is never cut and concatenated.
+    A select on the token index fuses into its consumer, so the sequence is never split and concatenated.
     """
     return jnp.where(is_text, table[:, 1], table[:, 0])
 
 
 class TimestepMLP(nnx.Module):
-    """Linear, SiLU, linear: from sinusoids to the conditioning vector."""
+    """Linear, SiLU, linear: sinusoids to the conditioning vector."""
 
     def __init__(self, in_width: int, width: int, *, rngs: nnx.Rngs):
         self.linear_1 = Linear(in_width, width, rngs=rngs)

@@ -1,7 +1,7 @@
-"""Norms of the video autoencoder, each with the SiLU that always follows it.
+"""Norms of the video autoencoder, each with the SiLU that follows it.
 
-They are memory-bound, so what counts is how often a clip is read and written. The barriers below keep the compiler from
-writing intermediate results to memory: a float32 copy of a bfloat16 clip, a latent resized to full size.
+They are memory-bound. The barriers below keep the compiler from writing intermediate results to memory: a float32 copy
+of a bfloat16 clip, or a latent resized to full size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GroupNorm(nnx.Module):
         """(x, a, b) such that the norm is x * a + b; a and b are float32.
 
         Statistics are float32 and take two passes: the mean, then the mean of the squared deviation. Barriers separate
-        the passes over x, the caller's included, so that each converts x to float32 by itself.
+        these passes and the caller's, so that each converts x to float32 on the fly.
         """
         mean = self._group_mean(x.astype(jnp.float32))
         x, mean = jax.lax.optimization_barrier((x, mean))
@@ -44,8 +44,7 @@ class GroupNorm(nnx.Module):
         return jax.lax.optimization_barrier((x, a, b))
 
     def _group_mean(self, x: Array) -> Array:
-        """Mean of each channel's group, [B, 1, 1, 1, C]. The large sum is over T, H, W only and keeps channels
-        minor."""
+        """Mean of each channel's group, [B, 1, 1, 1, C]. Sums over T, H, W first, so that channels stay minor."""
         per_channel = x.mean((1, 2, 3), keepdims=True)
         per_group = per_channel.reshape(*per_channel.shape[:-1], self.groups, -1).mean(-1, keepdims=True)
         return jnp.repeat(per_group, x.shape[-1] // self.groups, -1).reshape(per_channel.shape)
@@ -72,7 +71,7 @@ class SpatialNormSiLU(nnx.Module):
         self.b = Linear(latent_channels, channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T H W C"], z: Float[Array, "B t h w L"]) -> Float[Array, "B T H W C"]:
-        """z: float32; H and W are whole multiples of h and w."""
+        """z: float32; H and W are multiples of h and w."""
         x, a, b = self.norm.affine(x)
         y = self.y(z)
         scale, shift = a * y, b * y + self.b(z)
@@ -81,7 +80,7 @@ class SpatialNormSiLU(nnx.Module):
             x,
             scale,
             shift,
-            # splitting columns into fewer than a register's rows costs a TPU four copies of x; repeating them is cheap
+            # splitting columns into groups smaller than a register costs a TPU four copies of x; repeating z is cheap
             tpu=partial(_modulate, split_columns=x.shape[3] // z.shape[3] % _SUBLANES == 0),
             default=partial(_modulate, split_columns=True),
         )
@@ -96,8 +95,8 @@ def _modulate(
 ) -> Float[Array, "B T H W C"]:
     """silu(x * scale + shift), the maps resized to x, nearest.
 
-    In space, x is reshaped so that the resize is a broadcast over the pixels of each latent pixel; without
-    `split_columns` that is done for rows only.
+    x is reshaped so that the spatial resize is a broadcast over the pixels of each latent pixel; without
+    `split_columns`, over rows only.
     """
     frames, height, width = x.shape[1:4]
     if not split_columns:

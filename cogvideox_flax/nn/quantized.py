@@ -1,11 +1,11 @@
 """Linear maps with 8-bit weights: half of bfloat16's memory, and twice its matrix rate where the hardware multiplies
-8-bit numbers and the activations have 8 bits too.
+8-bit numbers and activations are quantized too.
 
 A weight is kernel * scale with one scale per output, which maps the largest absolute value of its column to the end of
-the kind's range. In the transformer, rows of x are quantized in the same way at run time and the result is scaled back:
-nothing is calibrated. int8 sums are exact integers, float8 sums are float32. T5, which runs once, has 8-bit weights to
-save memory, and its activations are not quantized. Only the maps inside blocks are quantized: embeddings, norms, time
-and output are not, since there a rounding is not averaged over thousands of terms.
+the kind's range. In the transformer, rows of x are quantized in the same way at run time, without calibration, and the
+result is scaled back. int8 sums are exact integers, float8 sums are float32. T5 runs once; its weights have 8 bits to
+save memory, and its activations are not quantized. Only linear maps inside blocks are quantized: in embeddings, norms,
+time and output, rounding errors do not average out over thousands of terms.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cogvideox_flax.nn.stack import same_arrays
 
 @dataclass(frozen=True)
 class Kind:
-    """dtype of the quantized numbers; `largest` is what the largest number of a row or column becomes."""
+    """dtype of the quantized numbers; largest: the quantized value of the largest number in a row or column."""
 
     dtype: Any
     largest: float
 
 
 KINDS: dict[str, Kind] = {"int8": Kind(jnp.int8, 127), "float8": Kind(jnp.float8_e4m3fn, 448)}
-"""Name in checkpoints -> kind. int8 is more accurate for evenly filled rows, float8 (e4m3) for rows with outliers."""
+"""Name in checkpoints -> kind. int8 is more accurate for rows without outliers, float8 (e4m3) with outliers."""
 
 
 class QuantizedLinear(nnx.Module):
@@ -82,7 +82,7 @@ def kind_of(dtype: Any) -> str | None:
 
 
 def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array, "*shape"], Float32[Array, "*scales"]]:
-    """(n, scale) such that x is about n * scale, with one scale along `axis`, which keeps size 1."""
+    """(n, scale) such that x is about n * scale, with one scale along `axis`, which has size 1 in `scale`."""
     into = KINDS[kind]
     wide = x.astype(jnp.float32)
     scale = jnp.abs(wide).max(axis, keepdims=True) / into.largest
@@ -92,7 +92,7 @@ def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array
 
 
 def _product(x: Num[Array, "*batch in"], kernel: Num[Array, "in out"]) -> Float32[Array, "*batch out"]:
-    if x.dtype == jnp.int8:  # CPUs have it too
+    if x.dtype == jnp.int8:  # also supported on CPUs
         return _narrow_product(x, kernel)
     return jax.lax.platform_dependent(x, kernel, cpu=_wide_product, default=_narrow_product)
 
@@ -103,12 +103,12 @@ def _narrow_product(x: Array, kernel: Array) -> Array:
 
 
 def _wide_product(x: Array, kernel: Array) -> Array:
-    """For a CPU, which has no product of 8-bit floats."""
+    """For a CPU, which does not multiply 8-bit floats."""
     return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
 
 def quantize(module: Any, maps: Iterable[str], kind: str = "int8") -> Any:
-    """The module with some stacked linear maps in 8 bits; everything else is shared with the given one.
+    """The module with some stacked linear maps in 8 bits; all other arrays are shared.
 
     Args:
         maps: their paths, such as "blocks.attn.q".
@@ -126,7 +126,7 @@ def quantize(module: Any, maps: Iterable[str], kind: str = "int8") -> Any:
 
 
 def _quantized(linear: Linear | TransposedLinear, kind: str) -> QuantizedLinear | QuantizedTransposedLinear:
-    """The map, which has a leading layer axis, in 8 bits."""
+    """A map with a leading layer axis, in 8 bits."""
     if isinstance(linear, TransposedLinear):
         return QuantizedTransposedLinear(*_round_layers(linear.weight[...], kind, axis=1))
     if isinstance(linear, Linear):
@@ -139,7 +139,7 @@ def _quantized(linear: Linear | TransposedLinear, kind: str) -> QuantizedLinear 
 def _round_layers(
     weights: Float[Array, "layers m n"], kind: str, axis: int
 ) -> tuple[Num[Array, "layers m n"], Float32[Array, "layers out"]]:
-    """Quantize layer by layer: a float32 copy of all layers would be gigabytes. axis: that of a layer's inputs."""
+    """Quantize layer by layer: a float32 copy of all layers would take gigabytes. axis: of a layer's inputs."""
 
     def one(_: None, layer: Array) -> tuple[None, tuple[Array, Array]]:
         rounded, scale = round_to(kind, layer, axis)

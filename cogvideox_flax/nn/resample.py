@@ -1,6 +1,6 @@
-"""Changing the number of frames and pixels of `B T H W C` by whole factors.
+"""Resampling of frames and pixels of `B T H W C` by integer factors.
 
-Repeats are broadcasts, never gathers, so that a sharded height or width stays sharded.
+Repeats are broadcasts, not gathers, so that a sharded height or width stays sharded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 
 def repeat_space(x: Float[Array, "B T h w C"], height: int, width: int) -> Float[Array, "B T H W C"]:
-    """Nearest resize to `height` x `width`, whole multiples of the present size."""
+    """Nearest resize to `height` x `width`, multiples of the current size."""
     return _repeat(_repeat(x, 2, height // x.shape[2]), 3, width // x.shape[3])
 
 
@@ -30,7 +30,7 @@ def double_frames(x: Float[Array, "B t H W C"]) -> Float[Array, "B T H W C"]:
 
 
 def halve_frames(x: Float[Array, "B T H W C"]) -> Float[Array, "B t H W C"]:
-    """Mean of neighbouring frames; if T is odd, the first frame stands alone. T -> ceil(T / 2)."""
+    """Mean of pairs of frames; if T is odd, the first frame stays single. T -> ceil(T / 2)."""
     first, rest = x[:, : x.shape[1] % 2], x[:, x.shape[1] % 2 :]
     pairs = rest.reshape(x.shape[0], -1, 2, *x.shape[2:])
     return jnp.concatenate([first, pairs.mean(2, dtype=jnp.float32).astype(x.dtype)], 1)

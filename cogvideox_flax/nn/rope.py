@@ -1,7 +1,7 @@
 """Positions of tokens: rotary tables (5b, 1.5) and additive sine-cosine tables (2b).
 
-Both factor over the three axes: per-axis tables are made on the host, in the reference's precision, and broadcast to
-full tables inside the compiled program, which then holds no large constants.
+Both factor over the three axes: per-axis tables are computed on the host, in the reference's precision, and broadcast
+to full tables inside the compiled program, which then has no large constants.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def axis_positions(
     if base is None:
         return time, np.arange(h, dtype=np.float32), np.arange(w, dtype=np.float32)
     start, stop = _crop((h, w), base)
-    # the reference's end point is stop * (n - 1) / n with the absolute stop, so a crop that starts past 0 has a step
-    # slightly off 1
+    # the reference ends at stop * (n - 1) / n, with `stop` not relative to `start`: a crop that does not start at 0 has
+    # a step slightly different from 1
     rows, columns = (
         np.linspace(a, b * (n - 1) / n, n, dtype=np.float32) for a, b, n in zip(start, stop, (h, w), strict=True)
     )
@@ -79,8 +79,8 @@ def pad_rotary(table: Rotary, before: int, after: int) -> Rotary:
 def half_split(x: Float[Array, "*batch channels"], head_dim: int) -> Float[Array, "*batch channels"]:
     """Permute the channels of each head from interleaved pairs (2i, 2i + 1) to pairs (i, i + K / 2), as for `rotate`.
 
-    Checkpoints interleave pairs, as diffusers does. Rotating interleaved pairs swaps neighbouring channels, which on a
-    TPU takes several copies of all queries and keys; permuting the weights that make them costs next to nothing.
+    Checkpoints interleave pairs, as diffusers does. Rotating interleaved pairs swaps adjacent channels, which takes a
+    TPU several copies of all queries and keys; permuting the weights instead costs almost nothing.
     """
     return x.reshape(*x.shape[:-1], -1, head_dim // 2, 2).swapaxes(-1, -2).reshape(x.shape)
 
@@ -92,7 +92,7 @@ def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]
     """
     cos, sin = (part[:, None, None, :] for part in table)
     y = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    # a flip swaps the halves, which a TPU fuses; split and concatenate would write them to memory
+    # a TPU fuses a flip of the halves; split and concatenate would write them to memory
     return (y * cos + jnp.flip(y, -2) * jnp.concatenate([-sin, sin], -2)).reshape(x.shape).astype(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Equal layers as one pytree: made, scanned and copied."""
+"""Stacks of identical layers as one pytree: construction, scan and shallow copy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ T = TypeVar("T")
 
 
 def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
-    """n modules as one pytree; every parameter gains a leading layer axis, ready for `jax.lax.scan`."""
+    """n modules as one pytree; every parameter has a leading layer axis for `jax.lax.scan`."""
     keys = jax.random.split(rngs.params(), n)
     return jax.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
 def scan_layers(body: Callable[[Array, Any], tuple[Array, None]], x: Array, layers: Any) -> Array:
-    """Run x through all layers, `body` being the body of a scan.
+    """Run x through all layers.
 
     Args:
-        layers: a stack, which is scanned; or an `nnx.List` of layers, as `nn.cpu.unstack_layers` makes it.
+        body: the body of the scan.
+        layers: a stack, which is scanned; or an `nnx.List` of layers from `nn.cpu.unstack_layers`.
     """
     if isinstance(layers, nnx.List):
         for layer in layers:

@@ -1,4 +1,4 @@
-"""What a run will need before it runs: forecasts from programs compiled for chips that need not be there."""
+"""Forecasts of a run's memory, work and time, from programs compiled for chips without having the chips."""
 
 from cogvideox_flax.plan.chips import topology_devices
 from cogvideox_flax.plan.forecasting import Forecast, StageForecast, best_mesh, describe, forecast

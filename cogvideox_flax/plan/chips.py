@@ -1,4 +1,4 @@
-"""What one chip of each kind holds and does, as published, and how to compile for chips that are not there."""
+"""Published memory and rates of each kind of chip, and compiling for chips without having them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """hbm: bytes that programs may use. A second: flops of bfloat16 products; bandwidth, link, bytes; clock, cycles."""
+    """hbm: bytes that programs may use. Per second: flops of bfloat16 products; bytes of bandwidth and link; clock."""
 
     hbm: int
     flops: float
@@ -31,8 +31,8 @@ CHIPS = {
     "v5p": Chip(int(95.0 * GIB), 459e12, 2765e9, 90e9, 1.75e9),
     "v4": Chip(int(31.25 * GIB), 275e12, 1228e9, 45e9, 1.05e9),
 }
-"""Kind, as topologies call it -> chip. Clocks are derived from the matrix rate; a link's rate is of one direction of
-one link to a neighbour, as the field quotes it, and was not measured."""
+"""Kind, as in the name of a topology -> chip. Clocks are derived from the matrix rate; a link's rate is the published
+one, for one direction of one link to a neighbour, and was not measured."""
 
 
 def chip_of(topology: str) -> Chip:
@@ -48,10 +48,10 @@ def chip_of(topology: str) -> Chip:
 
 
 def topology_devices(topology: str) -> Sequence[jax.Device]:
-    """The chips of a topology such as "v6e:2x4", which need not be there.
+    """The chips of a topology such as "v6e:2x4", as compile targets.
 
     Raises:
-        InputError: libtpu is missing, or it does not know the topology.
+        InputError: libtpu is missing or does not know the topology.
     """
     chip_of(topology)
     if not libtpu.is_installed():
@@ -59,7 +59,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     libtpu.prepare_to_compile()
     from jax.experimental import topologies
 
-    # a host has a square of chips, unless there are not so many
+    # a host has a square of chips, or all of a smaller topology
     sides = [int(n) for n in topology.split(":")[1].split("x")] if re.fullmatch(r"\w+:\d+(x\d+)*", topology) else []
     host = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
     try:

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its optimised HLO; loops count as often as they run."""
+"""The traffic of a compiled program between devices, read from its optimised HLO; loops count once per iteration."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one kind of collective, per device and run: how many, bytes of their tensors, and bytes on the wire.
+    """One kind of collective, per device and run: count, bytes of the tensors, and bytes on the wire.
 
-    On the wire of a ring: twice (n-1)/n of an all-reduced tensor, (n-1)/n of a gathered, scattered or exchanged one,
-    all of a permuted one.
+    Bytes on the wire are those of a ring: 2 (n-1)/n of an all-reduced tensor, (n-1)/n of a gathered, scattered or
+    exchanged one, all of a permuted one.
     """
 
     count: int = 0
@@ -45,16 +45,16 @@ def collectives(program: Program) -> dict[str, Traffic]:
 
 
 def kind_of(op: Op) -> str | None:
-    """The collective that an operation starts; the second half of an asynchronous one is not counted again."""
+    """The collective that an operation starts; None for other operations and for the end of an asynchronous one."""
     kind = op.kind.removesuffix("-start")
     return kind if kind in KINDS else None
 
 
 def tensor_bytes(op: Op, kind: str) -> int:
-    """Bytes, per device, of the whole tensor that a collective is about."""
+    """Bytes per device of a collective's full tensor."""
     found = sizes(op.type)
     if op.kind.endswith("-start") and kind != "all-reduce" and len(found) > 1:
-        half = len([nbytes for nbytes in found if nbytes > 16]) // 2  # (operands, results, and a few words of state)
+        half = len([nbytes for nbytes in found if nbytes > 16]) // 2  # (operands, results, small state)
         found = found[half : 2 * half]
     return sum(found) * (len(groups_of(op.text)[0]) if kind == "reduce-scatter" else 1)
 
@@ -66,7 +66,7 @@ def _traffic(op: Op, kind: str) -> Traffic:
 
 
 def groups_of(text: str) -> list[list[int]]:
-    """Which devices take part together, in any of the three ways in which HLO says so."""
+    """The groups of devices of a collective, in any of HLO's three notations."""
     if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape = [int(n) for n in match[3].split(",")]
         order = [int(n) for n in match[4].split(",")] if match[4] else range(len(shape))

@@ -1,4 +1,4 @@
-"""Floating-point operations of a function, counted in its jaxpr: exact, and loops count as often as they run.
+"""Floating-point operations of a function, counted exactly in its jaxpr; loops count once per iteration.
 
 The compiler's own cost analysis counts the body of a loop once, and a Pallas kernel or cuDNN's attention not at all.
 """
@@ -16,12 +16,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from cogvideox_flax.nn.conv import winograd
 
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
-"""Primitive of cuDNN's attention -> its products of queries x keys x head size; backwards computes the scores again."""
+"""Primitive of cuDNN's attention -> products of queries x keys x head size; backward recomputes the scores."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """A multiply-add is two. `kernels` is the part inside Pallas kernels and cuDNN's attention; `rest` all others."""
+    """A multiply-add counts as two. kernels: inside Pallas kernels and cuDNN's attention; rest: all others."""
 
     rest: int = 0
     kernels: int = 0
@@ -40,11 +40,11 @@ class Flops:
 def count_flops(f: Callable[..., Any], *args: Any) -> Flops:
     """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
 
-    Where a function has forms for several platforms, the one with the least work counts: the others pad more. A
-    convolution that gets along with fewer products counts as one that does not.
+    Of a function with several platform-specific forms, the one with the least work counts: the others pad more. A
+    Winograd convolution counts as a plain one.
 
     Raises:
-        ValueError: a loop whose length is not known before it runs, or a kernel that does not say what it costs.
+        ValueError: a loop whose length is not known before it runs, or a kernel without a cost estimate.
     """
     return _count(jax.make_jaxpr(f)(*args).jaxpr)
 
@@ -88,7 +88,7 @@ def _count(jaxpr: Jaxpr) -> Flops:
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Jaxpr]:
-    """The function that a call runs; of one with its own derivative, not the derivative."""
+    """The function that a call runs; of a function with a custom derivative, only the function."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         found = params.get(key)
         if isinstance(found, ClosedJaxpr):

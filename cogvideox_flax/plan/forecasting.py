@@ -1,7 +1,7 @@
-"""What a run will need before it runs: memory per chip, work, traffic and time, without weights and without devices.
+"""Forecasts of a run: memory per chip, work, traffic and time, without weights and without devices.
 
-Each stage is compiled ahead of time for the chips, exactly as the pipeline would run it, and the compiler says what it
-takes. Times are modelled; `METHOD` says how.
+Each stage is compiled ahead of time for the chips, exactly as the pipeline runs it. Memory and work are the compiler's;
+times are modelled, as `METHOD` says.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ METHOD = (
 
 @dataclass(frozen=True)
 class StageForecast:
-    """One stage of a run, on each chip unless said otherwise.
+    """One stage of a run, on each chip unless stated otherwise.
 
-    runs: how often the program runs (the denoising step: once a step); what follows is of one run.
+    runs: how often the program runs (the denoising step: once per step). The fields below are of one run.
     hbm_gib_per_chip: arguments, results and temporaries at the peak.
     flops: over all chips.
     kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
@@ -86,10 +86,10 @@ class Forecast:
 def forecast(
     run: RunPrograms, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
 ) -> Iterator[StageForecast]:
-    """The stages one after the other, as each is compiled.
+    """Yields the forecast of each stage when it is compiled.
 
     Raises:
-        InputError: the model or the mesh cannot be served; nothing is compiled then.
+        InputError: the model or the mesh is not supported; nothing is compiled.
     """
     devices = topology_devices(topology)
     on = sharding.make_mesh(*mesh, devices=devices)
@@ -105,17 +105,17 @@ def forecast(
 def best_mesh(
     run: RunPrograms, topology: str, report: Callable[[sharding.MeshShape, StageForecast | InputError], None]
 ) -> sharding.MeshShape:
-    """The mesh over all chips of a topology with the least time for denoising among those that fit.
+    """The mesh over all chips of a topology with the shortest denoising time among those that fit.
 
     Weights are split over dp and sp (FSDP) only if nothing fits otherwise.
 
     Args:
-        report: called with each mesh that was tried, and its denoising stage or why it cannot be.
+        report: called with each mesh that was tried, and its denoising stage or the reason why it is not possible.
 
     Raises:
-        InputError: none fits, or the dtype is not served.
+        InputError: none fits, or the dtype is not supported.
     """
-    check_dtype(run.manifest, run.dtype, "tpu")  # once, and not for every mesh
+    check_dtype(run.manifest, run.dtype, "tpu")  # once for all meshes
     whole = meshes(len(topology_devices(topology)))
     for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
         found: list[tuple[float, sharding.MeshShape]] = []
@@ -144,7 +144,7 @@ def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) 
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     peak = bytes_needed(memory)
-    flops = count_flops(f, *jax.tree.map(_without_place, args))
+    flops = count_flops(f, *jax.tree.map(_without_sharding, args))
     program = Program(text)
     traffic = collectives(program)
     wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
@@ -167,7 +167,7 @@ def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) 
     )
 
 
-def _without_place(x: Any) -> jax.ShapeDtypeStruct:
+def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

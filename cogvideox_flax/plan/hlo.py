@@ -1,4 +1,4 @@
-"""Optimised HLO text of a compiled program: its operations, each with how often it runs."""
+"""Optimised HLO text of a compiled program: its operations, each with the number of times it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Op:
     text: str
 
     def called(self) -> list[str]:
-        """Names of the computations that it runs or applies."""
+        """Names of the computations that it calls or applies."""
         found = re.findall(r"(?:calls|to_apply|body|called_computations)=\{?%?([\w.-]+)", self.text)
         for group in re.findall(r"branch_computations=\{([^}]*)\}", self.text):
             found += [name.strip().lstrip("%") for name in group.split(",")]
@@ -40,7 +40,7 @@ class Program:
     """The computations of an HLO module.
 
     Raises:
-        ValueError: the text is no HLO module.
+        ValueError: the text is not an HLO module.
     """
 
     def __init__(self, text: str):
@@ -62,12 +62,12 @@ class Program:
             raise ValueError("this is no HLO module: it has no entry computation")
 
     def run(self) -> Iterator[tuple[dict[str, Op], Op, int]]:
-        """Every operation that runs, with its computation and how often; fusions and reductions are one operation.
+        """Every operation that runs, with its computation and its count; fusions and reductions are one operation.
 
-        Of the branches of a conditional, all are counted.
+        All branches of a conditional are counted.
 
         Raises:
-            ValueError: a loop does not say how often it runs.
+            ValueError: a loop whose number of iterations is not known.
         """
         yield from self._run(self.entry, 1)
 
@@ -83,7 +83,7 @@ class Program:
                 yield ops, op, times
 
     def _rounds(self, loop: Op) -> int:
-        """How often a loop runs: as noted, or the bound that its condition holds a counter from 0 against."""
+        """The number of iterations of a loop: its annotation, or the bound of a counter from 0 in its condition."""
         if noted := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', loop.text):
             return int(noted[1])
         condition = re.search(r"condition=%?([\w.-]+)", loop.text)
@@ -95,7 +95,7 @@ class Program:
         return int(bounds[0][1])
 
     def written_bytes(self, ops: dict[str, Op], op: Op) -> int:
-        """Bytes of slow memory that an operation writes; of a tensor that it only updates in place, the update."""
+        """Bytes of HBM that an operation writes; for an in-place update, the bytes of the update."""
         where, roots = ops, [op]
         inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
         if op.kind == "fusion" and inner is not None:
@@ -111,7 +111,7 @@ class Program:
         return sum(results)
 
     def read_bytes(self, ops: dict[str, Op], op: Op) -> int:
-        """Bytes of slow memory that an operation reads; of an operand that it only slices, the slice."""
+        """Bytes of HBM that an operation reads; for an operand that it only slices, the bytes of the slice."""
         inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
         total = 0
         for i, name in enumerate(op.operands):
@@ -128,7 +128,7 @@ class Program:
         return total
 
     def _read_of_parameter(self, ops: dict[str, Op], index: int, whole: int) -> int:
-        """Bytes that a fusion reads of its parameter of this number."""
+        """Bytes that a fusion reads of its parameter with this index."""
         parameter = next((o for o in ops.values() if o.kind == "parameter" and f"parameter({index})" in o.text), None)
         if parameter is None:
             return whole
@@ -149,7 +149,7 @@ class Program:
         return total
 
     def inside(self, op: Op) -> Iterator[Op]:
-        """What a fusion is made of."""
+        """The operations of a fusion."""
         for name in op.called():
             for inner in self.computations.get(name, {}).values():
                 yield inner
@@ -157,7 +157,7 @@ class Program:
 
 
 def sizes(type_text: str, *, hbm_only: bool = False, zero_fast: bool = False) -> list[int]:
-    """Bytes of each tensor of a type; those that live in a chip's fast memory left out (hbm_only) or 0 (zero_fast)."""
+    """Bytes of each tensor of a type. Tensors in a chip's VMEM are left out (hbm_only) or count 0 (zero_fast)."""
     found = []
     for kind, dims, layout in _TENSOR.findall(type_text):
         fast = "S(1)" in layout

@@ -1,9 +1,8 @@
-"""Which mesh to take for a run, without compiling: the modelled time of a denoising step on each, and what it holds.
+"""The choice of a mesh for a run without compiling, from the modelled time and memory of a denoising step on each.
 
-The parts are those of the compiled forecasts and were read off them (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer
-moves 78 bytes per token and channel outside of matrix products; a tensor-parallel one sums two float32 tensors over its
-devices, a sequence-parallel one exchanges four of the weights' dtype. What a ring and gathered weights send is counted,
-not read off.
+The coefficients come from compiled forecasts (CogVideoX1.5-5B at 768x1360x81 on v6e-8): a layer moves 78 bytes per
+token and channel outside of matrix products; tensor parallelism all-reduces two float32 tensors per layer, sequence
+parallelism exchanges four of the weights' dtype. The traffic of ring attention and of gathered weights is computed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import KERNEL_RATES
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
-_DENSE_RATE = 0.85  # of the matrix rate that products reach
-_MOVED = 78  # bytes per token and channel of a layer
-_SPARE = 0.85  # of a chip's memory for weights and activations
-_HELD = 60  # bytes per token and channel, over all layers
+_MATMUL_EFFICIENCY = 0.85  # share of the matrix rate that products reach
+_LAYER_TRAFFIC = 78  # bytes per token and channel that a layer moves
+_USABLE_MEMORY = 0.85  # share of a chip's memory for weights and activations
+_ACTIVATION_BYTES = 60  # per token and channel, over all layers
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Layout:
 
 
 def meshes(devices: int) -> list[tuple[int, int, int]]:
-    """Every (dp, sp, tp) over so many devices."""
+    """Every (dp, sp, tp) over this number of devices."""
     parts = [n for n in range(1, devices + 1) if devices % n == 0]
     return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
 
@@ -54,21 +53,29 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
     for dp, sp, tp in meshes(devices):
         if batch % dp or any(heads % tp for heads in all_heads):
             continue
-        here = batch // dp * work.tokens / sp * work.width  # channels of tokens on a device
+        local_channels = batch // dp * work.tokens / sp * work.width  # tokens times channels on a device
         heads = work.heads // tp
-        group = ulysses_group(heads, sp)  # of devices that exchange heads; keys go round the groups
+        group = ulysses_group(heads, sp)  # devices that exchange heads; keys circulate between groups
         flops = 4 * work.tokens**2 * work.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
         seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
-        seconds += 24 * work.width * here / tp / (_DENSE_RATE * chip.flops)
-        seconds += _MOVED * here / chip.bandwidth
-        wire = 2 * here / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * here * 2 * (1 - 1 / tp)
-        maps = bytes_each * 12 * work.width * (work.width / tp + work.modulation)  # of a layer; modulation whole
-        held = work.layers * maps
+        seconds += 24 * work.width * local_channels / tp / (_MATMUL_EFFICIENCY * chip.flops)
+        seconds += _LAYER_TRAFFIC * local_channels / chip.bandwidth
+        wire = 2 * local_channels / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * local_channels * 2 * (
+            1 - 1 / tp
+        )
+        layer_bytes = bytes_each * 12 * work.width * (work.width / tp + work.modulation)  # modulation is not split
+        weight_bytes = work.layers * layer_bytes
         if fsdp:
-            wire += maps * (1 - 1 / (dp * sp))
-            held = held / (dp * sp) + 2 * maps  # the layer that computes, and the next
+            wire += layer_bytes * (1 - 1 / (dp * sp))
+            weight_bytes = (
+                weight_bytes / (dp * sp) + 2 * layer_bytes
+            )  # two gathered layers: the current one and the next
         mesh = (dp, sp, tp, True) if fsdp else (dp, sp, tp)
-        found.append(Layout(mesh, work.layers * (seconds + wire / chip.link), int(held + _HELD * here)))
+        found.append(
+            Layout(
+                mesh, work.layers * (seconds + wire / chip.link), int(weight_bytes + _ACTIVATION_BYTES * local_channels)
+            )
+        )
     return sorted(found, key=lambda layout: layout.seconds)
 
 
@@ -80,7 +87,7 @@ def choose_mesh(run: RunPrograms, devices: int, chip: Chip) -> Layout:
     """
     for fsdp in (False, True):
         found = layouts(run, devices, chip, fsdp)
-        fits = [layout for layout in found if layout.nbytes <= _SPARE * chip.hbm]
+        fits = [layout for layout in found if layout.nbytes <= _USABLE_MEMORY * chip.hbm]
         if fits:
             return fits[0]
     least = min(layout.nbytes for layout in found)
@@ -91,9 +98,9 @@ def choose_mesh(run: RunPrograms, devices: int, chip: Chip) -> Layout:
 
 
 def chip_of_device(device: jax.Device) -> Chip:
-    """What a device that is there can do; of an unknown kind, a v6e's rates with the memory that it says it has."""
+    """The chip of an attached device; for an unknown kind, a v6e's rates with the memory that the device reports."""
     kind = device.device_kind.lower().replace(" lite", "e").replace("tpu ", "")
-    kind = {"v5": "v5p"}.get(kind, kind)  # as v5p calls itself
+    kind = {"v5": "v5p"}.get(kind, kind)  # the device kind of a v5p
     if kind in CHIPS:
         return CHIPS[kind]
     limit = (device.memory_stats() or {}).get("bytes_limit", CHIPS["v6e"].hbm)

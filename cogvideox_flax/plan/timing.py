@@ -1,8 +1,8 @@
-"""How long a compiled TPU program takes by a model of each operation; no waits, nothing overlaps.
+"""The modelled time of a compiled TPU program, operation by operation, without stalls and without overlap.
 
-A matrix product or convolution takes the compiler's own estimate of its cycles, or its bytes if they take longer; any
-other operation the bytes that it reads and writes. Of a Pallas kernel the compiler says nothing: it takes the work that
-it says it does, at the share of the matrix rate that its static schedule reaches.
+A matrix product or convolution takes the compiler's estimate of its cycles, or the time to move its bytes if that is
+longer; any other operation takes the time to move its bytes. The compiler has no estimate for a Pallas kernel: it takes
+its own cost estimate at the share of the matrix rate that its static schedule reaches.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from cogvideox_flax.plan.collectives import kind_of
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
 KERNEL_RATES = {"cogvideox_splash": 0.35, "cogvideox_conv": 0.75}
-"""Kernel -> share of the matrix rate by its static schedule. Attention at head size 64, of which the shape of the
-matrix unit allows 0.40 (`python -m benchmarks.attention`); convolutions 0.68 at 128 channels, 0.95 at more
+"""Kernel -> share of the matrix rate by its static schedule. Attention: at head size 64, where the matrix unit allows
+at most 0.40 (`python -m benchmarks.attention`). Convolutions: 0.68 at 128 channels, 0.95 at more
 (`python -m benchmarks.convolution`)."""
 
-_OTHER_KERNEL = 0.2  # stock attention and its like
+_OTHER_KERNEL = 0.2  # such as stock attention
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
 _PRODUCTS = {"convolution", "dot"}
 
 
 def seconds_outside_kernels(program: Program, chip: Chip) -> float:
-    """Of one run on one chip, without its collectives and Pallas kernels."""
+    """Seconds of one run on one chip, without collectives and Pallas kernels."""
     total = 0.0
     for ops, op, times in program.run():
         if op.kind in _FREE or kind_of(op) or _is_kernel(op) or op.kind.endswith("-start"):
             continue
-        if op.kind == "async-done":  # what ran in the background is counted where it stands
+        if op.kind == "async-done":  # the asynchronous computation itself is counted separately
             continue
-        if op.kind.endswith("-done"):  # of a copy in the background: what was moved, and not what it was cut from
+        if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
             moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
         else:
             moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
@@ -45,7 +45,7 @@ def seconds_outside_kernels(program: Program, chip: Chip) -> float:
 
 
 def seconds_in_kernels(program: Program, chip: Chip) -> float:
-    """Of one run on one chip, in Pallas kernels."""
+    """Seconds of one run on one chip in Pallas kernels."""
     total = 0.0
     for _, op, times in program.run():
         work = re.search(r'"flops":"(\d+)"', op.text) if _is_kernel(op) else None

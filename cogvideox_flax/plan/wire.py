@@ -1,7 +1,7 @@
-"""What a compiled program's collectives put on the links between chips that stand in a grid.
+"""The bytes that a compiled program's collectives send over the links of a grid of chips.
 
-A link joins two neighbours and carries both directions at once; messages go along the first axis first; edges do not
-wrap around, as in no slice of up to 64 chips of a v5e or v6e.
+A link joins two neighbours and carries both directions at once; messages are routed along the first axis first; edges
+do not wrap around, as in all slices of up to 64 chips of a v5e or v6e.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = tuple[Place, Place, float]
 
 
 def bytes_over_busiest_link(program: Program, places: Sequence[Place]) -> float:
-    """Summed over the collectives, one after the other: what sets their time. places: of the devices in the mesh."""
+    """Summed over the collectives, which run one after the other. places: grid coordinates of the mesh's devices."""
 
     @cache
     def load(text: str, kind: str, nbytes: int) -> float:
@@ -61,21 +61,21 @@ def busiest(messages: Iterable[Message]) -> float:
 
 
 def exchange(group: Sequence[Place], nbytes: float) -> Iterator[Message]:
-    """An all-to-all of tensors of this size: each sends an equal part to each other."""
+    """An all-to-all of tensors of this size: each chip sends an equal part to every other chip."""
     for source, target in product(group, group):
         if source != target:
             yield source, target, nbytes / len(group)
 
 
 def ring(group: Sequence[Place], nbytes: float) -> Iterator[Message]:
-    """Each sends that much to the next, in one direction: a gather, a scatter, half a sum."""
+    """Each chip sends `nbytes` to the next, in one direction: a gather, a scatter, or half of an all-reduce."""
     for source, target in zip(group, [*group[1:], *group[:1]], strict=True):
         if source != target:
             yield source, target, nbytes * (len(group) - 1) / len(group)
 
 
 def _route(source: Place, target: Place) -> Iterator[Place]:
-    """The chips on the way, both ends included."""
+    """The chips on the route, both ends included."""
     at = list(source)
     yield tuple(at)
     for axis, end in enumerate(target):

@@ -1,4 +1,4 @@
-"""Programs: compiled ahead of running, once for given shapes, kept for later processes."""
+"""Programs: compiled ahead of time, once for given shapes, and cached for later processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from cogvideox_flax.runtime.terminal import say
 class ProgramSpec:
     """How a program is made. Equal specs make the same program.
 
-    name: for people.
+    name: for messages.
     make, given: `make(*given)` is the function to be jitted.
-    donate: names of arguments whose memory the result may take.
-    fast_compile: it runs once in a run, and would take longer to compile than to run.
-    tokens: how many tokens go through each layer of the first argument, a model; None where that is no model of
-        stacked layers.
+    donate: names of arguments whose memory the result may reuse.
+    fast_compile: for a program that runs once and takes longer to compile than to run.
+    tokens: how many tokens go through each layer of the first argument, a model; None if that has no stacked layers.
     """
 
     name: str
@@ -40,15 +39,15 @@ class ProgramSpec:
     tokens: int | None = None
 
     def function(self) -> Callable[..., Any]:
-        """To be jitted."""
+        """The function to be jitted."""
         return self.make(*self.given)
 
 
 class Programs:
     """The compiled programs of a pipeline.
 
-    model: everything that they are made from beside their specs and arguments, as text.
-    cache: where compiled programs are looked for and kept; None: nowhere.
+    model: everything besides specs and arguments that determines the programs, as text.
+    cache: of compiled programs; None: no cache.
     """
 
     def __init__(self, dtype: str, mesh: Mesh | None, model: str):
@@ -57,11 +56,11 @@ class Programs:
         self._programs: dict[ProgramSpec, Program] = {}
 
     def get(self, spec: ProgramSpec) -> Program:
-        """One program per spec, made when it is first wanted."""
+        """One program per spec, made on first use."""
         if spec not in self._programs:
             options = compiler_options(self.dtype, fast_compile=spec.fast_compile)
             names = [_name(part) for part in spec.given]
-            # user-defined code may change between runs, so its programs are not kept
+            # user-defined code may change between runs, so its programs are not cached
             cache = None if None in names else self.cache
             key = repr((spec.make.__qualname__, names, spec.donate, self.model, options))
             self._programs[spec] = Program(spec, options, self.mesh, key, cache)
@@ -69,7 +68,7 @@ class Programs:
 
 
 def _name(part: Any) -> str | None:
-    """What makes a part of a spec the same in another process; None for one whose code is not this package's."""
+    """A name of a part of a spec that is the same in every process; None if its code is not this package's."""
     if isinstance(part, tuple):
         names = [_name(each) for each in part]
         return None if None in names else repr(names)
@@ -86,10 +85,10 @@ def _is_inner(function: FunctionType) -> bool:
 
 
 class Program:
-    """A jitted function that compiles apart from running, and says so, so that no step time includes compiling.
+    """A jitted function that is compiled before it runs, with a message, so that no step time includes compiling.
 
-    key: everything that it is made from beside its arguments, as text.
-    cache: as for `Programs`; what an earlier process compiled is taken from there.
+    key: everything besides its arguments that determines the program, as text.
+    cache: as for `Programs`.
     """
 
     def __init__(
@@ -106,15 +105,15 @@ class Program:
         self._compiled: dict[Any, Any] = {}
 
     def model_argument(self, model: Any) -> Any:
-        """The first argument as the program takes it. Whoever calls often asks for it once.
+        """The first argument as the program takes it. Call this once before a loop over steps.
 
-        On one CPU its layers may be arguments of their own; see `nn.cpu.unstack_layers`.
+        On one CPU its layers may be separate arguments; see `nn.cpu.unstack_layers`.
         """
         one_cpu = self.mesh is None and jax.default_backend() == "cpu"
         return unstack_layers(model, self._tokens) if one_cpu and self._tokens is not None else model
 
     def prepare(self, model: Any, *args: Any, announce: bool) -> Any:
-        """The executable for arguments of these shapes, which may be shapes only."""
+        """The executable for these arguments, which may be abstract shapes."""
         return self._executable((self.model_argument(model), *args), announce)
 
     def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
@@ -149,15 +148,15 @@ class Program:
         return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
 
     def check_memory(self, *args: Any, limit: int, held: int, advice: str, announce: bool) -> None:
-        """Compile for these shapes and refuse what a device cannot hold.
+        """Compile for these shapes and refuse a program that does not fit into a device's memory.
 
         Args:
-            limit: bytes that a device has.
-            held: bytes that it holds beside this program.
-            advice: what to do about it, for the error.
+            limit: bytes of memory of a device.
+            held: bytes in use besides this program's.
+            advice: the last sentence of the error.
 
         Raises:
-            InputError: with the numbers.
+            InputError: it does not fit.
         """
         memory = self.prepare(*args, announce=announce).memory_analysis()
         if memory is None:
@@ -172,17 +171,17 @@ class Program:
 
 
 def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: bool = False) -> dict[str, Any]:
-    """What to tell XLA for weights of this dtype.
+    """XLA's options for weights of this dtype.
 
-    On a TPU a program can be compiled fast_compile: the decoder in a third of the time, to run a seventh longer.
+    TPU: with fast_compile, the decoder compiles in a third of the time and runs a seventh longer.
 
-    On a CPU it orders operations for concurrency unless told otherwise, and so copies all weights of a layer out of
-    their stack at once, before the first is needed, and it computes on 256 bits at a time where the CPU has 512. There
-    it also widens bfloat16 operands to float32 and moves that out of the loop over layers: a float32 copy of all
-    weights, 21 GiB beside the 10 GiB of a 5B transformer.
+    CPU: by default XLA orders operations for concurrency, which copies all weights of a layer out of their stack before
+    the first is needed, and it uses vectors of 256 bits where the CPU has 512. It also widens bfloat16 operands to
+    float32 and hoists that out of the loop over layers, which makes a float32 copy of all weights: 21 GiB beside the
+    10 GiB of a 5B transformer.
 
     Args:
-        platform: "cpu", "gpu" or "tpu"; None is JAX's default one.
+        platform: "cpu", "gpu" or "tpu"; None is JAX's default.
     """
     platform = platform or jax.default_backend()
     if platform != "cpu":

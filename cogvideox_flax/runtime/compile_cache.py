@@ -1,11 +1,10 @@
-"""Compiled programs as files: what is found there is neither traced nor compiled again.
+"""A cache of compiled programs on disk: a cached program is neither traced nor compiled again.
 
-A program is known by what it is made from: this package's code, the shapes of its arguments, and all that the compiler
-goes by. JAX's own compilation cache knows it by its text instead, for which it must be traced and lowered first.
+The cache key covers this package's code, the shapes of the arguments, and everything that the compiler depends on.
+JAX's own compilation cache uses the program's text as the key, which needs tracing and lowering first.
 
-To load a program is to run what its file holds, so files and folder must be the user's own, and writable by nobody
-else. A file begins with a checksum of its name and the rest, since the compiler's loader takes damaged programs as they
-are.
+Loading a program executes the contents of its file, so files and folder must belong to the user and be writable by
+nobody else. A file begins with a checksum of its name and contents, since the compiler's loader does not detect damage.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".program"
 LIMIT = 4 * 2**30
-"""Bytes of all programs; what was not used for longest goes first."""
+"""Bytes of all programs; the least recently used are removed first."""
 
 _MAGIC = b"cogvideox program 1\n"
-_OLD_SUFFIX = ".executable"  # of versions without checksums, which are not read
+_OLD_SUFFIX = ".executable"  # files of versions without checksums, which are not read
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _IRRELEVANT_SETTINGS = (
     "jax_compilation_cache",
@@ -53,7 +52,7 @@ _IRRELEVANT_SETTINGS = (
     "jax_log",
     "jax_traceback",
 )
-"""Settings of JAX, by how their names begin, that change no program."""
+"""Prefixes of JAX settings that do not change programs."""
 _CONFIG_LOCK = threading.RLock()
 
 T = TypeVar("T")
@@ -63,11 +62,11 @@ class CompileCache:
     """A folder of compiled programs.
 
     Args:
-        folder: made if it is missing. Hosts of several kinds may share it.
+        folder: created if missing. Hosts of several kinds may share it.
 
     Raises:
-        NotPrivateError: somebody else could put programs there.
-        OSError: it cannot be made.
+        NotPrivateError: other users could put programs there.
+        OSError: it cannot be created.
     """
 
     def __init__(self, folder: Path):
@@ -75,10 +74,10 @@ class CompileCache:
         self.folder = folder
 
     def get(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
-        """A program's executable: as it is kept here, or made now and kept from now on.
+        """A program's executable from the cache; a missing one is compiled and cached.
 
         Args:
-            what: all that the program is made from beside its arguments, as text.
+            what: everything besides the arguments that determines the program, as text.
             args: arrays or shapes.
             mesh: where it runs; None for JAX's first device.
             make: compiles it.
@@ -90,18 +89,18 @@ class CompileCache:
         found = _load(path, args, mesh)
         if found is not None:
             return found
-        with _without_cache_of_jax():
+        with _jax_cache_disabled():
             made = make()
-        if program_name(what, args, mesh) == name:  # the code is still that which made it
-            self._keep(path, made)
+        if program_name(what, args, mesh) == name:  # the source did not change while it compiled
+            self._save(path, made)
         return made
 
-    def _keep(self, path: Path, executable: Any) -> None:
-        """Write it down, if it can be."""
+    def _save(self, path: Path, executable: Any) -> None:
+        """Write the executable, if it can be serialized."""
         try:
             payload, _, results = serialize_executable.serialize(executable)
             structure = json.dumps(_describe(results)).encode()
-        except Exception as e:  # not every compiler's can, and not every structure
+        except Exception as e:  # some compilers and some result structures do not serialize
             log.info("%s cannot be kept (%s: %s)", path.name, type(e).__name__, e)
             return
         body = struct.pack("<Q", len(structure)) + structure + payload
@@ -109,12 +108,12 @@ class CompileCache:
             with atomic_write(path, mode=0o600) as partial, partial.open("wb") as file:
                 file.write(_file_header(path, body))
                 file.write(body)
-            self._trim()
+            self._evict()
         except (InputError, OSError) as e:
             log.info("%s is not kept: %s", path.name, e)
 
-    def _trim(self) -> None:
-        """Remove what was not used for longest where all of them pass the limit, and what older versions left."""
+    def _evict(self) -> None:
+        """Remove the least recently used programs above the limit, and those of older versions."""
         for path in self.folder.glob("*" + _OLD_SUFFIX):
             path.unlink(missing_ok=True)
         found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self.folder.glob("*" + SUFFIX))
@@ -127,7 +126,7 @@ class CompileCache:
 
 
 def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
-    """The executable, on the devices that it was compiled for; None if none is there that works."""
+    """The executable, on the devices that it was compiled for; None if it is missing or cannot be used."""
     try:
         raw = read_private(path)
     except FileNotFoundError:
@@ -148,7 +147,7 @@ def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
         structure = jax.tree.structure((args, {}))
         payload = bytes(body[8 + length :])
         found = serialize_executable.deserialize_and_load(payload, structure, results, execution_devices=_devices(mesh))
-    except Exception as e:  # of a kind that its name does not tell: whatever it is, compiling helps
+    except Exception as e:  # the loader's exceptions are not documented; compiling again is always possible
         log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
         return None
     with suppress(OSError):  # a folder that may only be read
@@ -157,7 +156,7 @@ def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
 
 
 def _file_header(path: Path, body: bytes | memoryview) -> bytes:
-    """What a program's file begins with."""
+    """The first bytes of a program's file."""
     digest = hashlib.sha256(path.name.encode())
     digest.update(body)
     return _MAGIC + digest.digest()
@@ -168,7 +167,7 @@ def _describe(structure: Any) -> Any:
     "array".
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it has other nodes.
     """
 
     def describe(tree: Any) -> Any:
@@ -200,13 +199,13 @@ _RESULT_TYPES: dict[str, type] = {}
 
 
 def result_type(cls: type[T]) -> type[T]:
-    """Class decorator: programs whose results hold this dataclass, a registered pytree, can be kept."""
+    """Class decorator: programs whose results contain this dataclass, a registered pytree, can be cached."""
     _RESULT_TYPES[cls.__name__] = cls
     return cls
 
 
 @contextmanager
-def _without_cache_of_jax() -> Iterator[None]:
+def _jax_cache_disabled() -> Iterator[None]:
     """Disable JAX's own cache on a CPU: an executable loaded from it serializes incompletely."""
     if jax.default_backend() != "cpu":
         yield
@@ -215,7 +214,7 @@ def _without_cache_of_jax() -> Iterator[None]:
     with _CONFIG_LOCK:
         before = config.jax_enable_compilation_cache
         config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # whether there is one is asked only once
+        compilation_cache.reset_cache()  # JAX reads the setting only once
         try:
             yield
         finally:
@@ -224,11 +223,11 @@ def _without_cache_of_jax() -> Iterator[None]:
 
 
 def program_name(what: str, args: tuple[Any, ...], mesh: Mesh | None) -> str | None:
-    """A name that no other program has; arguments as for `CompileCache.get`.
+    """A unique name for a program; arguments as for `CompileCache.get`.
 
     Returns:
-        None if the program cannot be kept: its description holds an object's address, it runs on several hosts or not
-        on JAX's default device, or this package's files have changed since they were imported.
+        None if the program cannot be cached: its description contains an object's address, it runs on several hosts or
+        not on JAX's default device, or this package's files have changed since they were imported.
     """
     code = code_fingerprint()
     leaves, tree = jax.tree.flatten(args)
@@ -251,7 +250,7 @@ def _device_assignment(mesh: Mesh | None) -> str:
 
 
 def _compiler_environment() -> str:
-    """All else that a compiler goes by. Versions are those of the modules that run, not those now installed."""
+    """Everything else that a compiler depends on. Versions are those of the imported modules."""
     settings: dict[str, Any] = jax.config.values
     return repr(
         (
@@ -266,7 +265,7 @@ def _compiler_environment() -> str:
 
 
 def _flags(value: str | None) -> str | None:
-    """What a variable with compiler flags says; its value may be the name of a file that holds them."""
+    """The compiler flags in an environment variable; its value may be the name of a file with the flags."""
     if value and not value.lstrip().startswith("-"):
         with suppress(OSError, ValueError):
             return Path(value.strip()).read_text()
@@ -275,7 +274,7 @@ def _flags(value: str | None) -> str | None:
 
 @cache
 def _instruction_set() -> str:
-    """This host's instruction set with all extensions, as a short name: a CPU's programs use what is there."""
+    """A short name of this host's instruction set with all extensions, which a CPU's programs use."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))

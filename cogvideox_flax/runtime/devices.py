@@ -1,4 +1,4 @@
-"""The memory of devices: what programs need, what is free, what is held."""
+"""The memory of devices: needed by programs, free, and in use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GIB = 2**30
 
 
 def bytes_needed(memory: Any) -> int:
-    """On each device, of a program's `memory_analysis()`: arguments, results and temporaries, where a result that takes
-    an argument's place counts once."""
+    """Bytes on each device by a program's `memory_analysis()`: arguments, results and temporaries; a result in a
+    donated argument's memory counts once."""
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     return whole - memory.alias_size_in_bytes
 
@@ -32,16 +32,16 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def memory_limit(mesh: Mesh | None) -> int | None:
-    """Bytes that programs may use on each of this host's devices; None where the devices do not say."""
+    """Bytes that programs may use on each of this host's devices; None if the devices do not report it."""
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()] if mesh is not None else []
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices or jax.local_devices()[:1]]
     return None if None in limits else min(limit for limit in limits if limit is not None)
 
 
 def describe_memory() -> str:
-    """What each of this host's devices holds now, and held at most where it tells."""
+    """The memory in use on each of this host's devices, and the peak where the device reports it."""
     held: dict[Any, int] = defaultdict(int)
-    seen = set()  # an array over several devices and its parts are live arrays both
+    seen = set()  # a sharded array and its shards are both live arrays
     for array in jax.live_arrays():
         for shard in array.addressable_shards:
             buffer = shard.device, shard.data.unsafe_buffer_pointer()

@@ -1,10 +1,10 @@
 """Several processes, usually one per host, that run one command together.
 
-JAX brings their devices together; what else they tell each other goes through process 0, over one TCP connection each:
-that all have come, what process 0 reads from its disk, how a process failed, and that all are done. A process that is
-killed closes its connection, so the others learn of it at once, also while they wait in a collective.
+JAX connects their devices. All other messages go through process 0, over one TCP connection per process: the start, the
+files that process 0 reads, the failure of a process, and the end. A killed process closes its connection, so the others
+are notified at once, also while they wait in a collective.
 
-Process 0 alone writes and prints. Without `initialize` there is one process, and every function here is a plain call.
+Only process 0 writes and prints. Without `initialize` there is one process, and every function here is a plain call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.runtime.rendezvous import Place, join
 
-if TYPE_CHECKING:  # imported where needed: the command line uses this module before it knows that it needs JAX
+if TYPE_CHECKING:  # imported late: the command line uses this module before it needs JAX
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -34,15 +34,15 @@ if TYPE_CHECKING:  # imported where needed: the command line uses this module be
 T = TypeVar("T")
 
 GRACE_S = 3.0
-"""How long a process has to end by itself once another has failed, or after Ctrl-C, before it is ended."""
+"""Seconds that a process has to end by itself after another has failed, or after Ctrl-C, before it is killed."""
 
-_BLAME_S = 2.0
-"""How long a process that fails in a collective waits to hear that another one failed first."""
+_CAUSE_WAIT_S = 2.0
+"""Seconds that a process waits after an error in a collective for the message that another process failed first."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a process ended before the others: its exit code, and what it said."""
+    """The first process that failed: its exit code and its message."""
 
     process: int
     code: int
@@ -54,7 +54,7 @@ class OtherProcessError(Exception):
 
 
 class _Group:
-    """The processes of a run, as one of them sees them: process 0 is connected to all, the others to process 0."""
+    """One process' connections to the run: process 0 is connected to all others, each of them to process 0."""
 
     def __init__(self, place: Place, links: dict[int, Connection]):
         self.place, self.links = place, links
@@ -71,13 +71,13 @@ class _Group:
             listener.start()
 
     def send(self, kind: str, content: Any = None) -> None:
-        """To all that this process is connected to; one that is gone is noticed by its listener."""
+        """Send to all connected processes; a lost connection is handled by its listener."""
         for link in self.links.values():
             with suppress(OSError):
                 link.send([kind, content])
 
     def _listen(self, peer: int, link: Connection) -> None:
-        """Until the connection is closed."""
+        """Handle messages until the connection is closed."""
         while (message := link.receive()) is not None:
             kind, content = message
             if kind == "value":
@@ -93,7 +93,7 @@ class _Group:
             self._on_failure(lost, grace=0 if peer == 0 else GRACE_S)  # without process 0, JAX aborts this one
 
     def _on_failure(self, failure: Failure, *, grace: float = GRACE_S) -> None:
-        """Of another process: tell the rest, wake the main thread where it waits, and end it where it does not."""
+        """Handle another process' failure: forward it, wake the main thread if it waits here, else kill the process."""
         if not self._set_failure(failure):
             return
         self._values.put(None)
@@ -106,7 +106,7 @@ class _Group:
         threading.Thread(target=end, daemon=True).start()
 
     def _set_failure(self, failure: Failure) -> bool:
-        """Keep the first failure, and pass it on; False if there is one already."""
+        """Store and forward the first failure; False if there is one already."""
         with self._failing:
             if self.failure is not None:
                 return False
@@ -117,13 +117,13 @@ class _Group:
         return True
 
     def receive(self) -> Any:
-        """The next value of process 0."""
+        """The next value from process 0."""
         if (value := self._values.get()) is None:
             raise OtherProcessError
         return value
 
     def finish(self) -> None:
-        """Wait until all processes are done, so that none leaves while another may still fail."""
+        """Wait until all processes are done, so that none exits while another may still fail."""
         missing = set(self.links)
         if not self.is_first:
             self.send("done")
@@ -136,16 +136,16 @@ class _Group:
             self.send("done")
 
     def fail(self, code: int, message: str) -> None:
-        """End all processes with this one's failure, or with that of another which it follows from."""
+        """End all processes with this one's failure, or with the failure of another process that caused it."""
         own = Failure(self.place.process_id, code, message)
-        if code == 1 and self._failed.wait(_BLAME_S):
+        if code == 1 and self._failed.wait(_CAUSE_WAIT_S):
             self.exit()
         self._set_failure(own)
         self.exit(own)
 
     def exit(self, failure: Failure | None = None) -> None:
-        """End this process as the first failure says, unless told otherwise. Process 0 is the last to end, since JAX
-        aborts the others when they lose it."""
+        """End this process with a failure; default: the first one. Process 0 ends last, since JAX aborts the others
+        when they lose it."""
         with self._exiting:
             failure = failure or self.failure
             assert failure is not None
@@ -158,11 +158,11 @@ class _Group:
                 deadline = time.monotonic() + GRACE_S + 1
                 for listener in self._listeners if self.is_first else ():
                     listener.join(max(0.0, deadline - time.monotonic()))
-            finally:  # also after another Ctrl-C, or where nobody reads what is printed
+            finally:  # also after another Ctrl-C or a closed stderr
                 os._exit(failure.code)  # collectives, and JAX at the interpreter's end, would wait for the others
 
     def watch_interrupts(self) -> None:
-        """End the processes after Ctrl-C also where the main thread is in a collective, and so hears nothing of it."""
+        """End the processes after Ctrl-C even if the main thread is in a collective, which blocks the signal."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
@@ -180,23 +180,23 @@ _group: _Group | None = None
 
 
 def count() -> int:
-    """How many processes run together."""
+    """The number of processes in this run."""
     return 1 if _group is None else _group.place.num_processes
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes and prints."""
+    """Whether this is process 0, the only one that writes and prints."""
     return _group is None or _group.is_first
 
 
 def initialize(place: Place | None) -> None:
-    """Join the other processes, before any device is used. Their standard output is discarded on all but process 0.
+    """Join the other processes, before any device is used. All but process 0 discard their standard output.
 
     Args:
-        place: None: nothing is done.
+        place: None: do nothing.
 
     Raises:
-        InputError: a process does not come in time, or does not belong to this run.
+        InputError: a process does not join in time, or does not belong to this run.
     """
     global _group
     if place is None or place.num_processes == 1:
@@ -219,7 +219,7 @@ def initialize(place: Place | None) -> None:
 
 
 def _redirect_stdout(place: Place) -> None:
-    """Only process 0 prints results, and what libraries print in C++, as Gloo does, is not one."""
+    """Keep `sys.stdout` for process 0 only, and send what C++ libraries such as Gloo print to stderr."""
     sys.stdout.flush()
     results = os.dup(1) if place.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
     os.dup2(2, 1)
@@ -227,10 +227,10 @@ def _redirect_stdout(place: Place) -> None:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What `make()` returns on process 0, on every process. All must call this in the same order.
+    """Broadcasts the result of `make()` on process 0 to all processes. All must call this in the same order.
 
     Args:
-        make: called on process 0 alone; gives JSON values and numpy arrays, in lists and dictionaries.
+        make: called on process 0 only; returns JSON values and numpy arrays, in lists and dictionaries.
 
     Raises:
         InputError: as `make` raised it on process 0.
@@ -253,15 +253,15 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def first_host_first(make: Callable[[], T]) -> T:
-    """`make()` on process 0, then on the others: where they share its disk they find what it made, and otherwise each
-    makes its own. Errors as for `from_first`."""
+    """`make()` on process 0, then on the others, which find its files on a shared disk and otherwise write their own.
+    Errors as for `from_first`."""
     made: list[T] = []
     from_first(lambda: made.append(make()))
     return made[0] if made else make()
 
 
 def check_same(what: str, values: dict[str, Any]) -> None:
-    """Refuse a run whose processes were given different values; they are JSON values.
+    """Refuse a run whose processes have different values, which are JSON values.
 
     Raises:
         InputError: they differ from those of process 0.
@@ -280,7 +280,7 @@ def check_mesh(mesh: Mesh | None) -> None:
     """Refuse a mesh that leaves out a process.
 
     Raises:
-        InputError: with what to give.
+        InputError: it does.
     """
     if _group is None:
         return
@@ -295,13 +295,13 @@ def check_mesh(mesh: Mesh | None) -> None:
 
 
 def finish() -> None:
-    """At the end of a run that went well: wait until it did on all processes."""
+    """At the end of a successful run: wait until all processes have succeeded."""
     if _group is not None:
         _group.finish()
 
 
 def leave(code: int, message: str | None) -> None:
-    """At the end of a run that failed: on several processes, end them all with this exit code. Otherwise do nothing.
+    """At the end of a failed run: end all processes with this exit code. With one process, do nothing.
 
     Args:
         message: None: the traceback of the exception being handled.
@@ -312,7 +312,7 @@ def leave(code: int, message: str | None) -> None:
 
 
 def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole array, on every host."""
+    """The full array, on every host."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -323,7 +323,7 @@ def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """A pytree of arrays, whole on every device of the mesh: everything but weights, which is small."""
+    """A pytree of arrays, replicated on every device of the mesh: for small arrays, not for weights."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -336,12 +336,12 @@ def replicate(tree: Any, mesh: Mesh | None) -> Any:
 
 
 def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> jax.Array:
-    """x, which every host has alike, as one array over all of them."""
+    """One global array from x, which is equal on every host."""
     import jax
     import numpy as np
 
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, everywhere)  # a result of a program, which may have left it split
+        return jax.device_put(x, everywhere)  # a program's result, which may be sharded
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put_on_all_hosts(jax.random.key_data(x), everywhere))
     host = np.asarray(x)

@@ -1,4 +1,4 @@
-"""libtpu, the TPU's runtime and compiler, on a machine without a TPU: there it only compiles, and is quiet."""
+"""libtpu, the TPU's runtime and compiler, on a machine without a TPU: for compiling only, and without its warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "TPU_ACCELERATOR_TYPE": "v6e-8",
 }
-"""What libtpu looks for on a TPU host. Without it, it complains on stderr when JAX looks for TPUs."""
+"""Variables that a TPU host sets. Without them, libtpu prints warnings to stderr when JAX looks for TPUs."""
 
 
 def is_installed() -> bool:
@@ -21,21 +21,18 @@ def is_installed() -> bool:
 
 
 def quiet_without_tpu() -> None:
-    """Give libtpu its environment where it is installed and there is no TPU. To be called before JAX looks for devices.
-
-    Whether there is a TPU is JAX's own finding.
-    """
+    """Set libtpu's environment if it is installed and JAX finds no TPU. Call this before JAX looks for devices."""
     if not is_installed():
         return
     try:
         from jax._src.hardware_utils import num_available_tpu_chips_and_device_id
-    except ImportError:  # another version of JAX: its noise is all that is lost
+    except ImportError:  # another version of JAX: libtpu prints its warnings
         return
     if num_available_tpu_chips_and_device_id()[0] == 0:
         prepare_to_compile()
 
 
 def prepare_to_compile() -> None:
-    """Give libtpu its environment, except for what is set already."""
+    """Set libtpu's environment, except for variables that are set already."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

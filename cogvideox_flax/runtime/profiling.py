@@ -1,4 +1,4 @@
-"""Looking into a run: operations one by one, memory after each stage, a trace of some steps."""
+"""Profiling and debugging of a run: eager operations, memory after each stage, a trace of some steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ProfilingOptions:
     """What to record while a pipeline runs; nothing by default.
 
     jit: False runs operation by operation (`jax.disable_jit`): slow, but prints and debuggers see values.
-    memory: print after each stage what the devices hold and, where they report it, their peak.
+    memory: after each stage, print the devices' memory in use and, where they report it, their peak.
     profile: a directory for a profiler trace of some denoising steps, for TensorBoard or Perfetto.
-    profile_steps: the first and the last of them, counted from 0. A jitted program compiles before the first step.
+    profile_steps: the first and the last traced step, from 0. A jitted program compiles before the first step.
     """
 
     jit: bool = True
@@ -41,7 +41,7 @@ class ProfilingOptions:
         """Refuse a profile of steps that a run does not have.
 
         Raises:
-            InputError: fewer steps than that, or all of them in one program.
+            InputError: the run has fewer steps, or runs all of them in one program.
         """
         if self.profile is not None and one_program:
             raise InputError("steps can be profiled one by one only; leave compiled_loop and one_program off")
@@ -51,7 +51,7 @@ class ProfilingOptions:
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-        """A context for the whole loop, which yields a context for each step. A started trace is always written."""
+        """A context for the loop, which yields a context for each step. A started trace is always written."""
         first, last = self.profile_steps
         with ExitStack() as trace:
 
@@ -72,6 +72,6 @@ class ProfilingOptions:
             yield step
 
     def after_stage(self, name: str) -> None:
-        """Report the memory, if that was asked for."""
+        """Report the memory, if `memory` is set."""
         if self.memory:
             say(f"after the {name}: {describe_memory()}", True)

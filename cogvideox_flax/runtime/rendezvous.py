@@ -1,4 +1,4 @@
-"""How the processes of a run on several hosts find each other, and who is missing where one does not come."""
+"""How the processes of a run on several hosts connect, and which are missing after a timeout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.version import __version__
 
 JOIN_TIMEOUT_S = 60.0
-"""How long the processes wait for each other at the start, unless told otherwise."""
+"""Default seconds that the processes wait for each other at the start."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which of several processes this is.
+    """This process among several.
 
     coordinator: ADDRESS:PORT of process 0.
-    local_devices: ids of the devices that are this process's alone; None: all of the host.
+    local_devices: ids of this process' devices; None: all of the host.
     """
 
     coordinator: str
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def address(self) -> tuple[str, int]:
-        """The coordinator's, as sockets take it."""
+        """The coordinator's (host, port)."""
         address, _, port = self.coordinator.rpartition(":")
         return address.strip("[]"), int(port)
 
@@ -60,10 +60,10 @@ def find_place(
     distributed: bool,
     join_timeout: float = JOIN_TIMEOUT_S,
 ) -> Place | None:
-    """The place that the options say; None: one process alone.
+    """The place given by the command line's options; None: a single process.
 
     Raises:
-        InputError: options that do not belong together or are out of range, or no cluster that JAX knows.
+        InputError: options that conflict or are out of range, or no cluster that JAX detects.
     """
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     missing = [name for name, value in given.items() if value is None]
@@ -79,7 +79,7 @@ def find_place(
 
 
 def _detect_place(join_timeout: float) -> Place:
-    from jax._src import clusters  # JAX has no public way to ask for what `jax.distributed.initialize()` would find
+    from jax._src import clusters  # no public API returns what `jax.distributed.initialize()` detects
 
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
     found = detect(None, None, None, None, None, int(join_timeout))
@@ -93,13 +93,13 @@ def _detect_place(join_timeout: float) -> Place:
 
 
 def join(place: Place) -> tuple[dict[int, Connection], int]:
-    """Meet the other processes: process 0 is then connected to all of them, each of them to process 0.
+    """Connect the processes: process 0 to all others, each of them to process 0.
 
     Returns:
         Process -> connection, and a free port on process 0's host for JAX's own coordinator.
 
     Raises:
-        InputError: a process does not come in time, or does not belong to this run.
+        InputError: a process does not join in time, or does not belong to this run.
     """
     return _gather(place) if place.process_id == 0 else _connect(place)
 
@@ -145,10 +145,10 @@ def _missing(place: Place, links: dict[int, Connection]) -> str:
 
 
 def _admit(place: Place, link: Connection, links: dict[int, Connection]) -> None:
-    """Take a process that connects as one of the run, or tell it why not."""
+    """Accept a connecting process into the run, or send it the reason for refusing."""
     hello = link.receive(timeout=5, limit=1000)
     if not isinstance(hello, dict):
-        return link.close()  # somebody else's
+        return link.close()  # not a process of this library
     process: Any = hello.get("process")
     refused = ""
     if hello.get("version") != __version__:

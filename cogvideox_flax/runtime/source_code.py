@@ -1,7 +1,7 @@
-"""This package's own source, as it was when it was imported.
+"""A fingerprint of this package's source at the time of import.
 
-A compiled program is kept under a fingerprint of the code that made it. The code that runs is what was imported, and
-the files may be others by the time something is compiled: after an upgrade, or an edit during a download.
+A compiled program is cached under a fingerprint of its code. The imported code may differ from the files when something
+is compiled: after an upgrade, or an edit during a download.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMPORTED = _state()
 
 
 def code_fingerprint() -> str | None:
-    """SHA-256 over the source files as they were imported; None if they have changed since, or there are none."""
+    """SHA-256 of the source files; None if they have changed since the import, or there are none."""
     if not _IMPORTED:
         return None
     try:
@@ -42,7 +42,7 @@ def code_fingerprint() -> str | None:
             return digest
     except OSError:  # an upgrade in progress
         pass
-    _say_changed()
+    _log_changed()
     return None
 
 
@@ -56,7 +56,7 @@ def _digest() -> str:
 
 
 @cache
-def _say_changed() -> None:
+def _log_changed() -> None:
     log.warning(
         "the files of cogvideox_flax have changed since this process started, so what it compiles is not kept; "
         "start it again"

@@ -1,4 +1,4 @@
-"""What a run says to people, and how Ctrl-C reaches it."""
+"""Messages to the user, and a reliable Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def say(message: str, announce: bool) -> None:
-    """To people where they watch, else to the log."""
+    """Print a message to stderr if `announce`, else log it."""
     if announce:
         tqdm.write(message, file=sys.stderr)
     else:
@@ -27,8 +27,8 @@ def say(message: str, announce: bool) -> None:
 def stoppable() -> Iterator[Callable[[], None]]:
     """Makes Ctrl-C reliable in a loop: yields a function that raises a pending KeyboardInterrupt.
 
-    Python drops an exception that is raised while a destructor or the garbage collector's callbacks run, of which JAX
-    has some in every step.
+    Python drops an exception that is raised inside a destructor or a callback of the garbage collector; JAX runs some
+    of these in every step.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -36,9 +36,9 @@ def stoppable() -> Iterator[Callable[[], None]]:
         return
     pressed = threading.Event()
 
-    def press(number: int, frame: Any) -> None:
+    def on_interrupt(number: int, frame: Any) -> None:
         try:
-            before(number, frame)  # one of another kind may do without an exception
+            before(number, frame)  # another handler may not raise
         except KeyboardInterrupt:
             pressed.set()
             raise
@@ -47,7 +47,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
         if pressed.is_set():
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield check
     finally:

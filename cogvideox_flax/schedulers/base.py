@@ -1,4 +1,4 @@
-"""The noise schedule, the table of a run's steps, and what every sampler has in common."""
+"""The noise schedule, the table of a run's steps, and the base class of the samplers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Table = Float32[np.ndarray, " N"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepTable:
-    """The N steps of one run: timesteps, and in row i of each table the float32 coefficients of step i.
+    """The N steps of one run: timesteps, and the float32 coefficients of step i in row i of each table.
 
     x0       = signal x - sigma v
     x        <- from_sample x + from_x0 x0 + from_previous_x0 (x0 of the step before) + from_noise noise
@@ -44,10 +44,10 @@ class StepTable:
 
 
 class Scheduler:
-    """What samplers share: the noise schedule, the timesteps and the prediction of x0.
+    """The base of the samplers: the noise schedule, the timesteps and the prediction of x0.
 
     Attributes:
-        config: the schedule; its `kind` is always that of the class.
+        config: the schedule; its `kind` is that of the class.
         alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
         needs_noise: whether `step` consumes fresh noise.
     """
@@ -62,8 +62,8 @@ class Scheduler:
     def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
         """The tables of a run of `num_inference_steps` steps, on the host.
 
-        Timesteps are spaced as in the reference ("trailing"). A step leads to timestep t - 1000 // N, also as in the
-        reference; when N does not divide 1000, that is not the next entry.
+        Timesteps are spaced as in the reference ("trailing"). As in the reference, a step leads to timestep
+        t - 1000 // N, which is not the next entry when N does not divide 1000.
 
         Args:
             num_inference_steps: 1 to num_train_timesteps.
@@ -80,7 +80,7 @@ class Scheduler:
                 f"start is {start}, which leaves none of {num_inference_steps} steps; expected 0 to"
                 f" {num_inference_steps - 1} (for video-to-video: raise the strength or the number of steps)"
             )
-        # Rounding makes arange one entry too long for some N (61, 103, ...).
+        # Because of rounding, arange has one entry too many for some N (61, 103, ...).
         timesteps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
         timesteps = timesteps[start:num_inference_steps]
         leads_to = timesteps - total // num_inference_steps
@@ -91,7 +91,7 @@ class Scheduler:
         return StepTable(timesteps=timesteps.astype(np.int32), **{k: v.astype(np.float32) for k, v in tables.items()})
 
     def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
-        """The four `from_*` tables in float64. here, there: abar before and after each step; last: x0 is reached."""
+        """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -131,9 +131,9 @@ class Scheduler:
         noise: Float[Array, "B ..."],
         timestep: int | Int[Array, ""] | Int[Array, " B"],
     ) -> Float[Array, "B ..."]:
-        """Add noise to clean latents up to `timestep` (one for all, or one per item), in float32; keeps the dtype.
+        """Noise clean latents to `timestep` (one for all, or one per item), in float32; the dtype does not change.
 
-        The reference rounds abar to the sample's dtype first, which in bfloat16 loses all but three digits of it.
+        The reference rounds abar to the sample's dtype first, which in bfloat16 leaves three digits.
         """
         signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
         return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)

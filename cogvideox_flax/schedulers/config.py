@@ -1,4 +1,4 @@
-"""What scheduler_config.json says."""
+"""The config of a noise schedule (scheduler_config.json)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SchedulerConfig(Config):
             beta_schedule="scaled_linear",
             prediction_type="v_prediction",
             timestep_spacing="trailing",
-            trained_betas=None,  # clip_sample and steps_offset do nothing here, in the reference too
+            trained_betas=None,  # the reference ignores clip_sample and steps_offset
         )
         return cls(
             kind=kinds[name],

@@ -20,7 +20,7 @@ class DPMScheduler(Scheduler):
     needs_noise = True
 
     def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
-        # Half log-SNR; -inf at pure noise and +inf at x0, whose rows are of first order and masked.
+        # Half log-SNR: -inf at pure noise and +inf at x0, where the step is first order and the rest is masked.
         with np.errstate(divide="ignore", invalid="ignore"):
             before = (np.log(here) - np.log1p(-here)) / 2
             after = (np.log(there) - np.log1p(-there)) / 2

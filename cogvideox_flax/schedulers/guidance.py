@@ -33,5 +33,5 @@ def guidance_scales(
         return np.full(len(timesteps), guidance_scale, np.float32)
     n = num_inference_steps
     done = range(len(timesteps)) if dynamic == "index" else [n - int(t) for t in timesteps]
-    # The math module, as in the reference: for few steps the argument is so large that its last bit decides the cosine.
+    # The math module, as in the reference: with few steps the argument is large, and its last bit changes the cosine.
     return np.array([1 + guidance_scale * ((1 - math.cos(math.pi * (d / n) ** 5.0)) / 2) for d in done], np.float32)

@@ -1,7 +1,7 @@
-"""Where arrays lie on a mesh of devices, and what the devices exchange.
+"""The sharding of arrays over a mesh of devices, and the communication between the devices.
 
 Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (heads and hidden units). The autoencoder
-has only the batch of these and splits height and width over all axes. Everything else names logical axes only.
+splits the batch, and height and width over the other axes. Code outside this package names logical axes only.
 """
 
 from cogvideox_flax.sharding.sequence_parallel import pad_tokens, sequence_parallel_attention

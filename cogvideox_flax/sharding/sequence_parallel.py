@@ -1,7 +1,7 @@
-"""Sequence parallelism: tokens are split over sp everywhere but in attention, where heads are (Ulysses).
+"""Sequence parallelism: sp splits tokens, except in attention, where it splits heads (Ulysses).
 
-Where heads do not divide over sp, groups of devices exchange heads, and keys and values pass around the groups (ring
-attention).
+Where heads do not divide over sp, devices exchange heads within groups, and keys and values circulate between the
+groups (ring attention).
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from cogvideox_flax.sharding.tables import RULES, devices_of, spec_of
 log = logging.getLogger(__name__)
 
 TOKEN_TILE = 128
-"""Tokens of a device are a multiple of a TPU's lanes, along which an exchange lays them out; of 8 if they are few."""
+"""The number of tokens on a device is a multiple of a TPU's lanes, along which an all-to-all stores them; a multiple
+of 8 for short sequences."""
 
 MAX_ZERO_HEADS = 1 / 8
-"""Zero heads, relative to the real ones, up to which all devices of sp exchange heads."""
+"""The largest share of zero heads, relative to the real ones, with which all devices of sp exchange heads."""
 
-_Ring = tuple[Array, Array, Array, Array, Array]
+_RingState = tuple[Array, Array, Array, Array, Array]
 """Keys and values; the sum of out * 2^(log_sum_exp - running_max) over the parts so far; running_max; and row_sum, the
 sum of 2^(log_sum_exp - running_max)."""
 
-_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # log_sum_exp of no keys: below any other, differences finite
+_LSE_OF_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # below any other; differences are finite
 
 
 def pad_tokens(x: Float[Array, "B S ..."]) -> Float[Array, "B padded ..."]:
-    """Zero tokens at the end, so that every device of sp has the same number of whole tiles; x itself without sp.
+    """x padded with zero tokens at the end, so that it divides over sp in tiles; x itself without sp.
 
-    The caller tells attention the number of real tokens (`kv_len`) and removes the padding.
+    The caller passes the number of real tokens to attention (`kv_len`) and removes the padding.
     """
     parts = devices_of("tokens")
     tile = TOKEN_TILE if x.shape[1] >= 8 * parts * TOKEN_TILE else 8
@@ -54,19 +55,19 @@ def sequence_parallel_attention(
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
     Everywhere else sp splits tokens, so q, k, v and the result are exchanged between the devices of sp: four
-    all-to-alls, each of one tensor (DeepSpeed-Ulysses, arXiv 2309.14509). Tokens are padded by rows that are never
-    attended, and heads that do not divide over sp by zero heads, which cost time and change nothing. Where there would
-    be too many of those, groups of as many devices as divide the heads exchange them, and keys and values pass around
-    the groups (ring attention, arXiv 2310.01889; both together, arXiv 2405.07719).
+    all-to-alls, each of one tensor (DeepSpeed-Ulysses, arXiv 2309.14509). Tokens are padded by tokens that are never
+    attended; heads that do not divide over sp are padded by zero heads, which cost time and do not change the result.
+    Where too many zero heads would be needed, devices exchange heads in groups whose size divides the heads, and keys
+    and values circulate between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
 
     Args:
         attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
-        kv_len: how many keys are attended. An int cuts k and v; an array becomes `lengths`.
+        kv_len: how many keys are attended. An int truncates k and v; an array becomes `lengths`.
         attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
-            log_sum_exp, as `attention.xla.attend_with_lse`; None if there is no such form, and zero heads are used.
+            log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
 
     Raises:
-        InputError: batch or heads do not divide over their mesh axes, with the numbers.
+        InputError: batch or heads do not divide over their mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     keys, lengths = (kv_len, None) if isinstance(kv_len, int) else (k.shape[1], kv_len)
@@ -78,12 +79,12 @@ def sequence_parallel_attention(
     queries = q.shape[1]
     q, k, v = map(pad_tokens, (q, k, v))
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
-    # whole tiles are cut off without another copy; `lengths` masks the rest
+    # truncating to full tiles needs no copy; `lengths` masks the rest
     tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])
     if lengths is None and (tiles > keys or group < parts):
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
 
-    def share(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
+    def local_attention(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
         if parts == 1:
             return attend(q, k[:, :tiles], v[:, :tiles], lengths)
         q, k, v = (_tokens_to_heads(_pad(x, 2, group), group, parts) for x in (q, k, v))
@@ -95,11 +96,13 @@ def sequence_parallel_attention(
         return _heads_to_tokens(out, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
-    return jax.shard_map(share, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[:, :queries]
+    return jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[
+        :, :queries
+    ]
 
 
 def ulysses_group(heads: int, parts: int) -> int:
-    """How many devices of sp exchange heads with each other: all, if few zero heads make that possible."""
+    """How many devices of sp exchange heads with each other: all of them, if few zero heads are needed for that."""
     if -heads % parts <= heads * MAX_ZERO_HEADS:
         return parts
     return math.gcd(heads, parts)
@@ -114,17 +117,17 @@ def _ring_attention(
     group: int,
     parts: int,
 ) -> Float[Array, "B S n K"]:
-    """Attention of a group's queries to its own keys, then to those of every other group as they pass by."""
+    """Attention of a group's queries to its own keys, then to the keys of every other group as they arrive."""
     groups, size = parts // group, k.shape[1]
     here = jax.lax.axis_index(RULES["tokens"]) // group
 
     def attend_part(step: Int[Array, ""] | int, k: Array, v: Array) -> tuple[Array, Array]:
         real = jnp.clip(lengths - (here - step) % groups * size, 0, size)
         out, log_sum_exp = attend_with_lse(q, k, v, jnp.maximum(real, 1))
-        has_keys = real[:, None, None] > 0  # else the result is of padding, which may not be finite
-        return jnp.where(has_keys[..., None], out, 0), jnp.where(has_keys, log_sum_exp, _NO_KEYS)
+        has_keys = real[:, None, None] > 0  # otherwise the result is of padding and may not be finite
+        return jnp.where(has_keys[..., None], out, 0), jnp.where(has_keys, log_sum_exp, _LSE_OF_NO_KEYS)
 
-    def add(step: Int[Array, ""] | int, carry: _Ring) -> tuple[Array, Array, Array]:
+    def add(step: Int[Array, ""] | int, carry: _RingState) -> tuple[Array, Array, Array]:
         k, v, out, running_max, row_sum = carry
         part_out, log_sum_exp = attend_part(step, k, v)
         new_max = jnp.maximum(running_max, log_sum_exp)
@@ -132,25 +135,25 @@ def _ring_attention(
         out = out * rescale[..., None] + part_out * part_sum[..., None]
         return out, new_max, row_sum * rescale + part_sum
 
-    def pass_on(x: Array) -> Array:
+    def send_to_next(x: Array) -> Array:
         return jax.lax.ppermute(x, RULES["tokens"], [(i, (i + group) % parts) for i in range(parts)])
 
-    def turn(carry: _Ring, step: Int[Array, ""]) -> tuple[_Ring, None]:
-        received = pass_on(carry[0]), pass_on(carry[1])  # while this device computes
+    def ring_step(carry: _RingState, step: Int[Array, ""]) -> tuple[_RingState, None]:
+        received = send_to_next(carry[0]), send_to_next(carry[1])  # overlaps with the computation
         return (*received, *add(step, carry)), None
 
     rows = q.shape[:3]
-    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _NO_KEYS), jnp.zeros(rows, jnp.float32)
-    carry, _ = jax.lax.scan(turn, (k, v, *start), jnp.arange(groups - 1))
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _LSE_OF_NO_KEYS), jnp.zeros(rows, jnp.float32)
+    carry, _ = jax.lax.scan(ring_step, (k, v, *start), jnp.arange(groups - 1))
     out, _, row_sum = add(groups - 1, carry)
     return (out / row_sum[..., None]).astype(q.dtype)
 
 
 def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "B S n K"]:
-    """From a device's tokens with all heads to its group's tokens with some of the heads.
+    """From a device's own tokens with all heads to its group's tokens with some of the heads.
 
-    Data for one device is made contiguous before the exchange: on a TPU that takes a fifth less traffic than leaving
-    the transposes to `all_to_all`, by the compiler's count.
+    Data for one device is made contiguous before the all-to-all: by the compiler's count, a TPU then moves a fifth less
+    than when `all_to_all` transposes.
     """
     batch, tokens, heads, dim = x.shape
     x = x.reshape(batch, tokens, group, heads // group, dim).transpose(2, 0, 3, 1, 4)
@@ -173,13 +176,13 @@ def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Arr
 
 
 def _pad(x: Array, axis: int, multiple: int) -> Array:
-    """Zeros at the end of an axis, to a multiple."""
+    """x with zeros at the end of an axis, so that its size is a multiple."""
     return jnp.pad(x, [(0, -size % multiple if i == axis else 0) for i, size in enumerate(x.shape)])
 
 
 @cache
 def _log_heads(heads: int, parts: int, group: int) -> None:
-    """Once per process: a model is traced many times."""
+    """Logs once per process: a model is traced many times."""
     if group < parts:
         log.info("%d heads do not divide over sp=%d: groups of %d devices, ring attention", heads, parts, group)
     elif heads % parts:

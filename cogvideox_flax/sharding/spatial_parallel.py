@@ -24,7 +24,7 @@ HEIGHT, WIDTH = 2, 3
 """Axes of `B T H W C`."""
 
 Padding = tuple[tuple[int, int], tuple[int, int]]
-"""Zeros before and after the rows, and the columns."""
+"""Zeros before and after the rows, and before and after the columns."""
 
 _Names = tuple[str, ...]
 _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", default=None)
@@ -32,13 +32,13 @@ _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", de
 
 @contextmanager
 def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Float[Array, "B T H W C"]]:
-    """Yields x split over the mesh; within, `spatial_parallel_conv` takes clips to be split alike.
+    """Yields x split over the mesh; inside the context, `spatial_parallel_conv` assumes that its clips are split alike.
 
-    A batch that divides over dp is split there. The other mesh axes, or all of them, split rows if those divide, else
-    columns or both. Where neither divides, as many devices as possible are used, and the others repeat their work.
+    A batch that divides over dp is split over dp. The remaining mesh axes split rows if those divide, else columns or
+    both. Where neither divides, as many devices as possible are used; the others repeat their work.
 
     Args:
-        factor: the sizes of all clips within are multiples of x's size / factor.
+        factor: height and width of all clips inside the context are multiples of x's, divided by this.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -63,7 +63,7 @@ def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Flo
 
 @cache
 def _split(height: int, width: int, axes: tuple[tuple[str, int], ...]) -> tuple[_Names, _Names]:
-    """Mesh axes that split rows, and those that split columns: as many devices as divide, preferably rows alone."""
+    """(mesh axes that split rows, mesh axes that split columns): as many devices as divide, preferably rows only."""
     sizes = dict(axes)
     best: tuple[tuple[int, bool, int], tuple[_Names, _Names]] = ((0, False, 0), ((), ()))
     for choice in itertools.product((HEIGHT, WIDTH, None), repeat=len(axes)):
@@ -76,7 +76,7 @@ def _split(height: int, width: int, axes: tuple[tuple[str, int], ...]) -> tuple[
 
 @cache
 def _log_idle(height: int, width: int, devices: int, parts: int) -> None:
-    """Once per size and process: a model is traced many times."""
+    """Logs once per size and process: a model is traced many times."""
     log.info("latents of %dx%d divide over %d of %d devices", height, width, parts, devices)
 
 
@@ -90,28 +90,28 @@ def spatial_parallel_conv(
     """A convolution on each device's part of height and width, after a halo exchange.
 
     Args:
-        conv: conv(x, residual, *params, padding=), where `padding` is the zero padding that x still needs.
-        residual: of the result's size, and split alike.
+        conv: conv(x, residual, *params, padding=), where `padding` is the zero padding that x needs at its edges.
+        residual: has the result's shape and sharding.
         params: replicated.
-        halo: pixels that conv reads before and after each of its own.
+        halo: pixels that conv reads before and after each pixel.
     """
     layout = _layout.get()
     if layout is None or (layout[HEIGHT] is None and layout[WIDTH] is None):
         return conv(x, residual, *params, padding=(halo, halo))
     mesh = jax.sharding.get_abstract_mesh()
 
-    def part(x: Array, residual: Array | None, *params: Array) -> Array:
+    def local_conv(x: Array, residual: Array | None, *params: Array) -> Array:
         for axis in (HEIGHT, WIDTH):
             x = _halo_exchange(x, axis, layout[axis], dict(mesh.shape), halo)
         padding = tuple(halo if layout[axis] is None else (0, 0) for axis in (HEIGHT, WIDTH))
         return conv(x, residual, *params, padding=padding)
 
     specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
-    return jax.shard_map(part, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
+    return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
 
 
 def _halo_exchange(x: Array, axis: int, names: Any, sizes: dict[str, int], halo: tuple[int, int]) -> Array:
-    """x with its neighbours' edges along an axis; zeros at the edges of the picture."""
+    """x with the neighbours' edges along an axis; zeros at the edges of the picture."""
     if names is None:
         return x
     names = (names,) if isinstance(names, str) else tuple(names)

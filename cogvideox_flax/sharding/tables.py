@@ -1,7 +1,8 @@
-"""The mesh, and what lies where: logical axis -> mesh axis here, parameter -> logical axes in each family's rows.
+"""The mesh and the sharding tables: logical axis -> mesh axis here, parameter -> logical axes in each family's rows.
 
-Weights are split over tp. On a mesh made with `fsdp`, the large ones also are over dp and sp, along what the rows call
-"stored"; a layer's are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv 1910.02054).
+Weights are split over tp. On a mesh made with `fsdp`, large weights are also split over dp and sp, along the axis that
+the rows call "stored"; a layer's weights are gathered when it computes (`layer_weights`), as in ZeRO-3 (arXiv
+1910.02054).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from cogvideox_flax.errors import InputError
 AXES = ("dp", "sp", "tp")
 
 FSDP = "fsdp"
-"""A mesh axis of size 1: it marks a mesh whose weights are split over dp and sp too."""
+"""A mesh axis of size 1, which marks a mesh whose weights are split over dp and sp too."""
 
 RULES: dict[str, str] = {"batch": "dp", "tokens": "sp", "heads": "tp", "hidden": "tp"}
-"""Logical axis -> mesh axis, of what is computed with."""
+"""Logical axis -> mesh axis, for activations and for weights during computation."""
 
 STORED = ("dp", "sp")
 """The mesh axes of the logical axis "stored" on an FSDP mesh, until a layer's weights are gathered."""
@@ -36,7 +37,7 @@ MeshShape = tuple[int, int, int] | tuple[int, int, int, bool]
 T = TypeVar("T")
 
 Axes = tuple[str | None, ...]
-"""Logical axis of each of an array's axes; those left out at the end are not split."""
+"""The logical axis of each axis of an array; trailing axes that are left out are not split."""
 
 REPLICATED: Axes = ()
 
@@ -56,10 +57,10 @@ def make_mesh(
 
     Args:
         fsdp: split large weights over dp and sp as well (fully sharded data parallelism). Each device then holds
-            1 / (dp * sp * tp) of them, and each layer's are gathered whenever it computes.
+            1 / (dp * sp * tp) of them, and a layer's weights are gathered whenever it computes.
 
     Raises:
-        InputError: a size below 1, or more devices asked for than there are.
+        InputError: a size below 1, or more devices than there are.
     """
     devices = jax.devices() if devices is None else devices
     need = dp * sp * tp
@@ -67,17 +68,17 @@ def make_mesh(
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
     names, shape = (AXES, (dp, sp, tp)) if not fsdp else ((*AXES, FSDP), (dp, sp, tp, 1))
     kinds = (AxisType.Auto,) * len(shape)
-    if need < len(devices):  # a part of a slice has no topology that the order could follow
+    if need < len(devices):  # part of a slice: no topology to order the devices by
         return Mesh(np.array(devices[:need]).reshape(shape), names, axis_types=kinds)
     try:
         return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
-    except NotImplementedError:  # an axis longer than the slice is along any of its own
+    except NotImplementedError:  # a mesh axis longer than any axis of the slice
         ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(ordered, names, axis_types=kinds)
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,fsdp' -> (2, 4, 1, True). As `make_mesh` takes them."""
+    """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,fsdp' -> (2, 4, 1, True): arguments of `make_mesh`."""
     sizes, comma, word = text.rpartition(",") if text.strip().endswith(FSDP) else (text, "", "")
     parts = sizes.split(",")
     if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or word.strip() not in ("", FSDP):
@@ -87,7 +88,7 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def describe_mesh(mesh: MeshShape) -> str:
-    """As `parse_mesh` reads it."""
+    """The inverse of `parse_mesh`."""
     return ",".join(map(str, mesh[:3])) + (f",{FSDP}" if mesh[3:] == (True,) else "")
 
 
@@ -95,7 +96,7 @@ def parameter_axes(rows: ParameterRows, name: str) -> Axes:
     """Logical axes of one parameter.
 
     Raises:
-        KeyError: no row matches; a new parameter needs a row, it is never replicated by accident.
+        KeyError: no row matches. A new parameter needs a row; it is never replicated silently.
     """
     for pattern, axes in rows:
         if re.fullmatch(pattern, name):
@@ -104,18 +105,18 @@ def parameter_axes(rows: ParameterRows, name: str) -> Axes:
 
 
 def parameter_sharding(mesh: Mesh, rows: ParameterRows, name: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a parameter lies.
+    """The sharding of a parameter.
 
     Raises:
-        InputError: an axis does not divide over the mesh, with the numbers.
+        InputError: an axis does not divide over the mesh.
     """
     return NamedSharding(mesh, spec_of(mesh, parameter_axes(rows, name), shape, f"parameter {name}"))
 
 
 def layer_weights(rows: ParameterRows, layer: T) -> T:
-    """One layer of a component's `blocks` as it computes: on an FSDP mesh, gathered over dp and sp.
+    """One layer of a component's `blocks`, on an FSDP mesh gathered over dp and sp.
 
-    For the body of the scan over layers, so that no more than a layer or two is whole at any time.
+    Used in the body of the scan over layers, so that only one or two layers are gathered at any time.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP not in mesh.axis_names:
@@ -135,10 +136,10 @@ def parameter_name(path: jax.tree_util.KeyPath) -> str:
 
 
 def spec_of(mesh: Mesh | jax.sharding.AbstractMesh, axes: Axes, shape: tuple[int, ...], what: str) -> PartitionSpec:
-    """Mesh axes of an array of this shape whose axes have these logical names; `what` it is, for the error.
+    """The mesh axes of an array with this shape and these logical axes. what: the array's name in the error.
 
     Raises:
-        InputError: an axis does not divide over the mesh, with the numbers.
+        InputError: an axis does not divide over the mesh.
     """
     names = [_mesh_axes(mesh, axis) for axis in axes]
     for size, name in zip(shape, names, strict=False):
@@ -160,35 +161,35 @@ def check_batch(mesh: Mesh | None, batch: int) -> None:
     """Refuse a batch (prompts, twice with guidance) that does not divide over the mesh.
 
     Raises:
-        InputError: with the numbers.
+        InputError: it does not divide.
     """
     if mesh is not None:
         spec_of(mesh, ("batch",), (batch,), "batch (prompts, twice with guidance)")
 
 
 def check_heads(mesh: Mesh, heads: int, what: str) -> None:
-    """Refuse attention heads that do not divide over the mesh: a head is never cut.
+    """Refuse attention heads that do not divide over the mesh: a head is never split.
 
     Raises:
-        InputError: with the numbers.
+        InputError: it does not divide.
     """
     spec_of(mesh, ("heads",), (heads,), f"attention heads of the {what}")
 
 
 def named(mesh: Mesh, axes: Axes, shape: tuple[int, ...], what: str) -> NamedSharding:
-    """Where an array of this shape lies whose axes have these logical names; `what` it is, for the error.
+    """The sharding of an array with this shape and these logical axes. what: the array's name in the error.
 
     Raises:
-        InputError: an axis does not divide over the mesh, with the numbers.
+        InputError: an axis does not divide over the mesh.
     """
     return NamedSharding(mesh, spec_of(mesh, axes, shape, what))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Say which logical axes an activation's axes are, when a mesh is in use (`jax.set_mesh`).
+    """Constrain an activation's sharding by its logical axes; x itself without a mesh (`jax.set_mesh`).
 
     Raises:
-        InputError: an axis does not divide over the mesh, with the numbers.
+        InputError: an axis does not divide over the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -198,6 +199,6 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def devices_of(axis: str) -> int:
-    """Over how many devices the mesh in use splits a logical axis."""
+    """The number of devices over which the current mesh splits a logical axis; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else mesh.shape[RULES[axis]]

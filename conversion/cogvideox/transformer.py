@@ -13,8 +13,8 @@ LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
 def transformer_table(config: TransformerConfig) -> Table:
     """The mapping table for one architecture.
 
-    Sources hold a patch as (C, pt, ph, pw), channels slowest, as a convolution or a linear map; ours as
-    (pt, ph, pw, C), the order in which channels-last latents lie in memory.
+    Sources flatten a patch as (C, pt, ph, pw), channels slowest, in a convolution or a linear map; this library as
+    (pt, ph, pw, C), the memory order of channels-last latents.
     """
     patch = (config.patch_size_t or 1, config.patch_size, config.patch_size)
 

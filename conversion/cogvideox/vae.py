@@ -11,7 +11,7 @@ from conversion.rules import Rule, Table, norm
 
 
 def vae_table(config: VAEConfig) -> Table:
-    """The mapping table for one architecture: where the width changes, a block's first ResNet is not stacked."""
+    """The mapping table for one architecture. A block's first ResNet is not stacked if it changes the width."""
     return (
         *_convolution(r"(en|de)coder\.conv_(in|out)\.conv", r"\1coder.conv_\2"),
         *_down_blocks(config),
@@ -71,7 +71,7 @@ def _modulated_norm(source: str, target: str) -> tuple[Rule, ...]:
 
 
 def _convolution(source: str, target: str) -> tuple[Rule, ...]:
-    """torch's convolution: weight [out, in, *window] -> kernel [*window, in, out], bias as it is."""
+    """torch's convolution: weight [out, in, *window] -> kernel [*window, in, out], bias unchanged."""
     return (
         Rule(source + r"\.weight", target + ".kernel", lambda w: np.moveaxis(w, (0, 1), (-1, -2))),
         Rule(source + r"\.bias", target + ".bias"),
@@ -79,7 +79,7 @@ def _convolution(source: str, target: str) -> tuple[Rule, ...]:
 
 
 def _pointwise(source: str, target: str) -> tuple[Rule, ...]:
-    """A convolution with a window of one: weight [out, in, 1, 1, 1] -> kernel [in, out], bias as it is."""
+    """A pointwise convolution: weight [out, in, 1, 1, 1] -> kernel [in, out], bias unchanged."""
     return (
         Rule(source + r"\.weight", target + ".kernel", lambda w: w.reshape(w.shape[:2]).T),
         Rule(source + r"\.bias", target + ".bias"),

@@ -31,7 +31,7 @@ STAGES: dict[str, Callable[[Run], Any]] = {
     "transformer": train_transformer,
     "export": export,
 }
-"""Each first runs the stages before it that are not done."""
+"""Each stage first runs the unfinished stages before it."""
 
 
 def main() -> int:

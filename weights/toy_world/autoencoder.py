@@ -1,4 +1,4 @@
-"""The autoencoder of the embedded model: trained on single frames first, then on runs of frames."""
+"""The autoencoder of the embedded model: trained on single frames first, then on short clips."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def vae_loss(params: dict[str, Autoencoder], _: None, video: Array, key: Key[Arr
 
 
 def train_vae_images(run: Run) -> Autoencoder:
-    """Train on single frames: a third of the work per frame, and enough to learn shapes and colours."""
+    """Train on single frames, which need a third of the work per frame and teach shapes and colours."""
     batches = partial(vae_batch, batch=IMAGE_BATCH, frames=1, seed=SEED)
     trainer = Trainer(
         loss=vae_loss, batches=batches, config=IMAGE_LOOP, folder=run.folder / "vae-images", mesh=run.mesh
@@ -77,10 +77,10 @@ def train_vae_images(run: Run) -> Autoencoder:
 
 @cache  # two stages need it
 def train_vae(run: Run) -> Autoencoder:
-    """Train on runs of frames, from latents whose channels are standardised first; or load the base's autoencoder."""
+    """Train on short clips, with latent channels standardised first; or load the base's autoencoder."""
     if run.base is not None:
         return load_vae(run.base, dtype="float32")
-    done = run.folder / "vae-done"  # saved and loaded, because all later stages need exactly these weights
+    done = run.folder / "vae-done"  # saved and loaded, since all later stages need exactly these weights
     if not done.exists():
         manifest = Manifest(family="cogvideox", configs={"vae": VAE})
         save(done, manifest, {"vae": _train_vae_video(run)}, "float32", {"seed": SEED})
@@ -105,7 +105,7 @@ def _train_vae_video(run: Run) -> Autoencoder:
     vae = train(vae, "vae-cool", VIDEO_COOLDOWN)
     vae = train(vae, "vae-fine", VIDEO_FINE, crowded=FINE_CROWDED_SHARE)
     mean, _ = encode(vae, world_clips(range(64), SEED + 5))
-    return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact, since the means stay
+    return standardise(vae, jnp.zeros(VAE.latent_channels), mean.std((0, 1, 2, 3)))  # exact: the means do not change
 
 
 def world_clips(indices: range, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
@@ -116,9 +116,9 @@ def world_clips(indices: range, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
 def standardise(vae: Autoencoder, mean: Float[Array, " L"], std: Float[Array, " L"]) -> Autoencoder:
     """The same autoencoder with latents (z - mean) / std, folded into the weights before and after the latent.
 
-    Exact for a mean of 0. Otherwise the border of the frame differs, which the decoder's first convolution pads with 0.
+    Exact for a mean of 0. Otherwise the borders differ, since the decoder's first convolution pads with 0.
     """
-    vae = jax.tree.map(lambda x: x, vae)  # new modules around the old arrays
+    vae = jax.tree.map(lambda x: x, vae)  # new modules with the same arrays
     conv_out, conv_in = vae.encoder.conv_out, vae.decoder.conv_in
     shift = jnp.concatenate([mean, 2 * jnp.log(std)])
     scale = jnp.concatenate([std, jnp.ones_like(std)])

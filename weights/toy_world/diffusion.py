@@ -61,7 +61,7 @@ def words() -> list[str]:
 
 
 def make_tokenizer(run: Run) -> Tokenizer:
-    """Write the tokenizer and open it. With a base, it is the base's."""
+    """Write and open the tokenizer; with a base, the base's tokenizer."""
     path = run.folder / TOKENIZER_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes((run.base / SPIECE_FILE).read_bytes() if run.base is not None else word_model(words()))
@@ -121,7 +121,7 @@ def train_transformer(run: Run) -> TrainState:
     def batch(step: int, shown: Int[np.ndarray, " N"], first_step: int) -> dict[str, np.ndarray]:
         step += first_step
         indices = shown[shuffled_indices(step, batch=DIFFUSION_BATCH, count=len(shown), seed=SEED + 2)]
-        # A clip has a new prompt at every visit: with one fixed wording, it would be memorised.
+        # A clip has a new prompt in every epoch: a fixed wording would be memorised.
         prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
         return cache.gather(indices) | {"ids": tokenizer(prompts), "corners": corners[indices]}
 
@@ -185,7 +185,7 @@ def sha256_of(module: nnx.Module) -> str:
 
 
 def new_transformer() -> Transformer:
-    """The transformer before training. Its learned positions are sums of a random vector per frame, row and column."""
+    """The untrained transformer. Each learned position is a sum of random vectors of its frame, row and column."""
     transformer = Transformer(TRANSFORMER, rngs=nnx.Rngs(SEED + 5))
     grid = ((FRAMES - 1) // 4 + 1, SIZE // 16, SIZE // 16)
     rng = np.random.default_rng(SEED + 5)

@@ -1,4 +1,4 @@
-"""Objectives that only the embedded model's training uses: the autoencoder's loss, and a density of timesteps.
+"""Objectives of the embedded model's training: the autoencoder's loss, and a density of timesteps.
 
 Source: CogVideoX (arXiv 2408.06072), section 2.1; VAE (arXiv 1312.6114).
 """
@@ -19,7 +19,7 @@ from cogvideox_flax.training.objectives import Metrics
 class TimestepDensity:
     """A piecewise constant density of timesteps: `share` of them are in [low, high), the rest evenly outside.
 
-    low, high: as shares of the whole range; 0 is the clean end.
+    low, high: as shares of the full range; 0 is the clean end.
     """
 
     low: float

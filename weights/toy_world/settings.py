@@ -70,13 +70,13 @@ TRANSFORMER = TransformerConfig(
     text_length=TOKENIZER.max_length,
     time_width=128,
     rotary=True,
-    learned_positions=True,  # as in 5b-I2V: rotary positions alone say little on a grid of 4 patches
+    learned_positions=True,  # as in 5b-I2V: on a grid of 4 patches, rotary positions alone are too weak
     sample_height=SIZE // 8,
     sample_width=SIZE // 8,
     sample_frames=FRAMES,
 )
 GUIDANCE = 2.0
-"""What the checkpoint recommends. With the releases' 6, early weights drew triangles with three prongs."""
+"""The checkpoint's default. With the releases' 6, early weights drew triangles with three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
@@ -84,8 +84,9 @@ SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 CLIPS, CLIP_SEED, SHARD = 16_000, SEED + 3, 40
 DIFFUSION_BATCH = 32
 DENSITY = TimestepDensity(0.5, 0.85, 0.85)
-"""Shape and direction are decided at these noise levels: above them little but the text is visible, below them nothing
-is left to decide. A wrong direction in the prompt costs the most at 0.7 to 0.75, a wrong colour at 0.65 to 0.8."""
+"""The noise levels that determine shape and direction: above them the input has little information besides the text,
+below them the noisy video already shows both. A wrong direction in the prompt increases the loss most at 0.7 to 0.75, a
+wrong colour at 0.65 to 0.8."""
 DIFFUSION_OPTIMIZER = OptimizerConfig(
     kind="muon", learning_rate=2e-3, final_learning_rate=2e-3, warmup_steps=50, b2=0.98, weight_decay=1e-3
 )
@@ -97,7 +98,7 @@ DIFFUSION_COOLDOWN = LoopConfig(
     ema_decay=0.995,
     optimizer=replace(DIFFUSION_OPTIMIZER, final_learning_rate=1e-5, warmup_steps=50),
 )
-"""A constant learning rate, whose length is free, then a decay to almost 0."""
+"""A constant learning rate for any number of steps, then a decay to almost 0."""
 
 RESTART_LOOP = LoopConfig(
     steps=6500,
@@ -105,28 +106,28 @@ RESTART_LOOP = LoopConfig(
     ema_decay=0.995,
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
 )
-"""Further rounds, warm restarts (arXiv 1608.03983) from the averaged weights at half the learning rate: small features,
+"""Further rounds: warm restarts (arXiv 1608.03983) from the averaged weights at half the learning rate. Small features,
 such as the difference between two shapes, are learned while little else changes."""
 BASE_RESTART_LOOP = replace(RESTART_LOOP, optimizer=replace(RESTART_LOOP.optimizer, learning_rate=5e-4))
-"""Further rounds from a base, which was cooled down several times: at a quarter of the first learning rate."""
+"""Further rounds from a base, which has had several cooldowns: at a quarter of the first learning rate."""
 RESTART_DENSITY = TimestepDensity(0.3, 0.7, 0.75)
-"""Of further rounds. Corners are small, so they are decided later: with all else known, noise of 0.62 still hides them,
-noise of 0.33 does not. Up to 0.8, for the places of two things, did not help in 1500 steps."""
+"""Timesteps of further rounds. Corners are small, so lower noise levels determine them: noise of 0.62 still hides them,
+noise of 0.33 does not. Levels up to 0.8, for the positions of two things, did not help in 1500 steps."""
 RESTART_CORNERS = 40.0
-"""Of further rounds: the additional weight of a latent pixel that is all corners. A sixth of the latent pixels touch a
-corner, which covers an eighth of their area. At timestep 500, "circle" instead of "square" moved the prediction for 64
-clips of squares by 34 % of what it should; 3600 steps with equal weights made that 40 %, 150 steps with 80 here 53 %.
-(Measured by `benchmarks.word_shift`; those weights are not kept.)"""
+"""In further rounds: the additional weight of a latent pixel that consists of corners. A sixth of the latent pixels
+touch a corner, which covers an eighth of their area. At timestep 500, "circle" instead of "square" changed the
+prediction for 64 clips of squares by 34 % of the true difference; 3600 steps with equal weights made that 40 %, 150
+steps with 80 here 53 %. (Measured by `benchmarks.word_shift`, with weights that are not published.)"""
 RESTART_SMALL_SQUARES = 6
-"""Of further rounds: how often an epoch shows a clip with a small square. They came out as circles, or too large, and
-improved. Two things, of which one video in ten was right, did not improve in 1500 steps that showed them four times."""
+"""In further rounds: how often an epoch shows a clip with a small square. These were generated as circles or too large,
+and improved. Clips of two things, of which one in ten was right, did not improve in 1500 steps with four times."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """A part of the transformer's training.
 
-    name: of its folder.
+    name: of the folder.
     config: settings and schedule of the loop.
     steps: how many steps of the schedule are done.
     density: of the timesteps.
@@ -148,11 +149,11 @@ class Phase:
 class Run:
     """One training of the embedded model.
 
-    folder: for everything that the stages write, and resume from.
-    base: a native checkpoint of this model to start from. Its autoencoder stays; its other weights are trained.
+    folder: of all files that the stages write and resume from.
+    base: a native checkpoint of this model to start from. Its autoencoder is not trained, its other weights are.
     constant_steps: the transformer's steps at a constant learning rate; not used with a base.
-    rounds: how often the learning rate is cooled down. Each further round starts from the averaged weights of the one
-        before, or of the base.
+    rounds: how often the learning rate is cooled down. Each further round starts from the averaged weights of the
+        previous round or of the base.
     round_steps: of each further round.
     """
 

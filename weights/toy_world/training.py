@@ -7,7 +7,7 @@ from cogvideox_flax.training.step import Params, TrainState
 
 
 def train_to_end(trainer: Trainer, params: Params) -> TrainState:
-    """`trainer.train`, but a stopped run is an interrupt, because no later stage may start from its state.
+    """`trainer.train`, but a stopped run raises KeyboardInterrupt, since no later stage may start from its state.
 
     Raises:
         KeyboardInterrupt: the run was stopped.

@@ -1,6 +1,6 @@
-"""A SentencePiece model made by hand from a list of words: one piece per word, letters for all others.
+"""A SentencePiece model built from a list of words: one piece per word, letters for all other words.
 
-Training SentencePiece on so small a language would cut its words into fragments.
+Training SentencePiece on such a small vocabulary would split words into fragments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-pb: Any = sentencepiece_model_pb2  # made at import, without types
+pb: Any = sentencepiece_model_pb2  # generated at import, without types
 
 SPACE = "▁"
 _LETTERS = string.ascii_lowercase + "'-"
@@ -71,5 +71,5 @@ def _template() -> Any:
         )
     model = pb.ModelProto.FromString(written.getvalue())
     model.trainer_spec.model_type = pb.TrainerSpec.UNIGRAM
-    model.normalizer_spec.ClearField("normalization_rule_tsv")  # the path of a file that is gone
+    model.normalizer_spec.ClearField("normalization_rule_tsv")  # the path of a file that no longer exists
     return model

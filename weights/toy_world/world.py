@@ -1,8 +1,8 @@
-"""A procedural world: short clips of simple shapes in motion, each with a prompt that says what is seen.
+"""A procedural world: short clips of simple shapes in motion, each with a prompt that describes it.
 
 The embedded model is trained and evaluated on it. A clip is a pure function of (seed, index). Combinations of
 colour, shape, size and motion for which `held_out` is true never occur in the training split, although every pair of
-values does, so that a score on them measures composition.
+values does, so that scores on them measure compositional generalisation.
 
 Lengths are in units of a 64-pixel frame and scale with the frame; y points down, as in an image.
 """
@@ -34,8 +34,8 @@ SHAPES = ("circle", "square", "triangle")
 SIZES: dict[str, float] = {"small": 8.0, "large": 11.0}
 """Radius of the circle. A square is as wide as the circle; a triangle has its area."""
 AREAS: dict[str, float] = {"circle": math.pi, "square": 4.0, "triangle": math.pi}
-"""Of each shape, in squares of the radius. A square of the circle's area would look like it: its latents are then four
-times nearer to the circle's than a triangle's are, and a small model takes them for one."""
+"""Of each shape, in squares of the radius. A square of the circle's area would look too similar: its latents are four
+times nearer to the circle's than a triangle's are, and a small model does not separate them."""
 MOTIONS: dict[str, tuple[int, int]] = {"right": (1, 0), "left": (-1, 0), "down": (0, 1), "up": (0, -1), "still": (0, 0)}
 """Direction as (x, y)."""
 SPEEDS: dict[str, float] = {"slowly": 1.0, "quickly": 2.0}
@@ -46,9 +46,9 @@ FRAMES = 17
 GRID = 4.0
 """Centres start at multiples of this. Every fourth frame, where a latent frame ends, they are on the grid again."""
 MARGIN = 1.0
-"""Least distance between an object and the edge of the frame."""
+"""Minimum distance between an object and the edge of the frame."""
 GAP = 3.0
-"""Least distance between the bounding boxes of two objects, over the whole clip."""
+"""Minimum distance between the bounding boxes of two objects, over the whole clip."""
 
 TWO_OBJECTS = 0.15
 """Share of clips with two objects."""
@@ -61,7 +61,7 @@ Split = Literal["train", "held_out", "any"]
 
 @dataclass(frozen=True)
 class Thing:
-    """One object as a prompt names it. A still thing has speed None."""
+    """One object as described in a prompt. A still thing has speed None."""
 
     colour: str
     shape: str
@@ -80,7 +80,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Track:
-    """Where a thing is: centre = start + t * velocity at frame t, and its radius (see SIZES)."""
+    """The motion of a thing: centre = start + t * velocity at frame t, and its radius (see SIZES)."""
 
     radius: float
     start: tuple[float, float]
@@ -142,7 +142,7 @@ def sample_scene(rng: np.random.Generator, split: Split = "train") -> Scene:
 
 
 def place(scene: Scene, rng: np.random.Generator, frames: int = FRAMES, tries: int = 500) -> Tracks | None:
-    """Tracks that keep every thing inside the frame and apart from the others; None if none is found in `tries`."""
+    """Tracks that keep every thing inside the frame and separate from the others; None if `tries` attempts fail."""
     for _ in range(tries):
         tracks = tuple(_track(thing, rng, frames) for thing in scene.things)
         if len(tracks) == 1 or _keeps_gap(scene.things, tracks, frames):
@@ -168,7 +168,7 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
 def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64) -> Float[np.ndarray, "T h w"]:
     """The share of each latent pixel that is inside a thing's square but outside its circle.
 
-    Computed for every thing as if it were both, so that it does not depend on the shape. frames: 4 n + 1, which makes
+    Computed from both outlines for every thing, so that it does not depend on the shape. frames: 4 n + 1, so
     T = n + 1; h = w = size / cell.
     """
     scale = size / UNIT
@@ -186,7 +186,7 @@ def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64)
 
 
 def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
-    """A scene of the split and tracks for it; scenes without room in the frame are rejected."""
+    """A scene of the split and its tracks; scenes that do not fit into the frame are rejected."""
     while True:
         scene = sample_scene(rng, split)
         tracks = place(scene, rng, frames)
@@ -195,7 +195,7 @@ def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int 
 
 
 def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
-    """Clip number `index` of the endless sequence with this seed and split."""
+    """Clip number `index` of the infinite sequence with this seed and split."""
     rng = np.random.default_rng([seed, index])
     scene, tracks = sample_tracks(rng, split, frames)
     return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
@@ -215,9 +215,9 @@ def crowded_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) ->
 
 
 def describe(scene: Scene, rng: np.random.Generator) -> str:
-    """A prompt for the scene. Wording and word order vary; what it says is true, and it may leave out some facts.
+    """A prompt for the scene. Wording and word order vary; every statement is true.
 
-    Colour, shape and motion are always said. Size, speed and background may be left out.
+    Colour, shape and motion are always stated; size, speed and background may be omitted.
     """
     parts = [_describe_thing(thing, rng) for thing in scene.things]
     text = " and ".join(parts)
@@ -259,7 +259,7 @@ def _choose(rng: np.random.Generator, *choices: str) -> str:
 
 
 def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> Float[np.ndarray, "F H W"]:
-    """Signed distance to the outline, negative inside; exact along the sides, which is all that smooth edges need."""
+    """Signed distance to the outline, negative inside; exact along the sides, which is enough for anti-aliasing."""
     if shape == "circle":
         return np.hypot(dx, dy) - radius
     if shape == "square":
@@ -307,5 +307,5 @@ def _keeps_gap(things: tuple[Thing, ...], tracks: Tracks, frames: int) -> bool:
         left, up, right, down = _extent(thing.shape, track.radius)
         boxes.append((centre - np.array([left, up]), centre + np.array([right, down])))
     (lo1, hi1), (lo2, hi2) = boxes
-    apart = np.maximum(lo2 - hi1, lo1 - hi2).max(1)  # the axis along which they are further apart
-    return bool((apart > GAP).all())
+    gap = np.maximum(lo2 - hi1, lo1 - hi2).max(1)  # along the axis with the larger distance
+    return bool((gap > GAP).all())

@@ -1,8 +1,8 @@
 """The 3D causal video autoencoder: 8x8 in space, 4 in time, 16 latent channels.
 
 Source: CogVideoX (arXiv 2408.06072), section 2.1; diffusers `AutoencoderKLCogVideoX`. A clip is encoded and decoded in
-chunks of frames. Convolutions carry a cache from chunk to chunk and are exact, but group norms take their statistics
-per chunk: the chunks are part of what the model computes, not an option.
+chunks of frames. Convolutions have a cache from chunk to chunk and are exact, but group norms take their statistics per
+chunk, so the chunk sizes are part of the model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ DECODE_CHUNK = 2
 LOGVAR_RANGE = (-30.0, 20.0)
 
 FIXED_EPS = 1e-6
-"""Epsilon of the norms that do not take it from the config, as in the reference: modulated norms, the encoder's
-last."""
+"""Epsilon of the norms that ignore the config, as in the reference: modulated norms and the encoder's last norm."""
 
 Cache = Any
 """A pytree of feature caches: the last two padded input frames of every causal convolution."""
@@ -149,7 +148,7 @@ class UpBlock(ResNetBlocks):
         x, cache = self.run(x, cache, z)
         if self.up is not None:
             x = self.up(repeat_space(x, 2 * x.shape[2], 2 * x.shape[3]))
-            # The reference repeats frames first and convolves each copy: the same numbers at twice the work.
+            # The reference repeats frames first and convolves each copy: the same result with twice the work.
             x = double_frames(x) if self.temporal else x
         return x, cache
 
@@ -180,7 +179,7 @@ class Encoder(nnx.Module):
         """cache: what the previous chunk returned; None for the first chunk of a clip."""
         conv_in, blocks, mid, conv_out = cache or (None, [None] * len(self.blocks), None, None)
         x, conv_in = self.conv_in(x, conv_in)
-        # float32 between the blocks; the decoder needs none, since its norms avoid more roundings than the encoder's
+        # float32 between the blocks; the decoder does without, since its norms round less than the encoder's
         x = x.astype(jnp.float32)
         new_blocks = []
         for block, block_cache in zip(self.blocks, blocks, strict=True):
@@ -243,7 +242,7 @@ class Autoencoder(nnx.Module):
         Args:
             video: in [-1, 1]; H and W multiples of `config.spatial_compression`. F frames give ceil(F / 4) latent ones.
             tiling: encode in blended tiles when the video is larger than one; None encodes it whole.
-            slicing: one clip of the batch after the other: the same numbers in less memory.
+            slicing: one clip of the batch after the other: the same result in less memory.
 
         Returns:
             (mean, logvar) in the parameters' dtype, logvar clamped to [-30, 20].
@@ -267,7 +266,7 @@ class Autoencoder(nnx.Module):
         Args:
             z: raw, i.e. already divided by the scaling factor. Odd T give 4 (T - 1) + 1 frames, even T give 4 T.
             tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
-            slicing: one clip of the batch after the other: the same numbers in less memory.
+            slicing: one clip of the batch after the other: the same result in less memory.
 
         Returns:
             Video in about [-1, 1], not clipped, in the parameters' dtype.

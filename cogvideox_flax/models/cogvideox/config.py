@@ -1,4 +1,4 @@
-"""What config.json of a CogVideoX transformer and VAE says."""
+"""The configs of a CogVideoX transformer and VAE (config.json)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 class TransformerConfig(Config):
     """The 3D diffusion transformer (diffusers `CogVideoXTransformer3DModel`).
 
-    `sample_height`, `sample_width` are in latent pixels, `sample_frames` in video frames: the size of training.
+    The training size: `sample_height`, `sample_width` in latent pixels, `sample_frames` in video frames.
     """
 
     layers: int = 30
@@ -70,7 +70,7 @@ class TransformerConfig(Config):
             ofs_width=raw.get("ofs_embed_dim"),
             rotary=rotary,
             learned_positions=learned,
-            # the reference's linear patch embedding (1.5) has a bias whatever `patch_bias` says
+            # the reference's linear patch embedding (1.5) has a bias regardless of `patch_bias`
             patch_bias=raw.get("patch_bias", True) or patch_size_t is not None,
             attention_bias=raw.get("attention_bias", True),
             sample_height=raw.get("sample_height", 60),
@@ -92,10 +92,10 @@ class TransformerConfig(Config):
         return (self.patch_size_t or 1) * self.patch_size**2
 
     def check_dtype(self, dtype: str | None) -> None:
-        """Refuse float16 for the rotary releases (5b and 1.5): trained in bfloat16, they overflow in it.
+        """Refuse float16 for the rotary releases (5b and 1.5), which were trained in bfloat16 and overflow in float16.
 
         Raises:
-            InputError: that is what was asked for.
+            InputError: the dtype is float16.
         """
         if self.rotary and dtype == "float16":
             raise InputError(
@@ -152,7 +152,7 @@ class VAEConfig(Config):
 
     @property
     def temporal_levels(self) -> int:
-        """How many of the first blocks halve (encoder) or double (decoder) the frame count."""
+        """The number of first blocks that halve (encoder) or double (decoder) the frame count."""
         return self.temporal_compression.bit_length() - 1
 
     @property

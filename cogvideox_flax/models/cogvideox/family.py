@@ -85,7 +85,7 @@ def _check_tiling(configs: Configs) -> None:
 
 
 OFS = 2.0
-"""The motion scalar that the released pipeline gives to releases that take one."""
+"""The motion scalar (ofs) of the released pipeline, for releases that have this input."""
 
 
 def encode_text(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Features:
@@ -122,7 +122,7 @@ def _feature_shapes(configs: Configs, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def _defaults(configs: Configs) -> Defaults:
-    """The release's; for an architecture that was not released, those that the releases share."""
+    """The release's defaults; for an unreleased architecture, those that all releases share."""
     release = find_release(configs)
     if release is None:
         return Defaults(

@@ -1,6 +1,6 @@
-"""Which logical axes the parameters of CogVideoX's transformer and VAE have.
+"""The logical axes of the parameters of CogVideoX's transformer and VAE.
 
-With a LoRA, a linear map is the adapter's `base`, and the adapter's own a and b are split as its sides are.
+With a LoRA, a linear map is the adapter's `base`; the adapter's a and b have the logical axes of its input and output.
 """
 
 from cogvideox_flax.sharding import REPLICATED, ParameterRows

@@ -1,4 +1,4 @@
-"""Which frame counts, heights and widths a model can take, decided before anything is loaded or compiled."""
+"""Rules for frame counts, heights and widths, checked before anything is loaded or compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.family import Release, Size
 
 MAX_FRAMES, MAX_SIDE = 2**14, 2**14
-"""Frames of a video, and pixels of a side, beyond which no model and no machine goes."""
+"""The largest frame count and side in pixels, beyond any model and any machine."""
 
 
 def resolve_size(
@@ -24,7 +24,7 @@ def resolve_size(
         num_frames, height, width: None for the release's default (for an unreleased model: its sample size).
 
     Raises:
-        InputError: a size that the model cannot take, with the nearest that it can.
+        InputError: a size that the model does not support, with the nearest that it does.
     """
     scale = vae.spatial_compression
     if num_frames is None:
@@ -83,7 +83,7 @@ def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, hei
 
 
 def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig) -> None:
-    """Refuse a model whose transformer wants more than noise (image-to-video, control).
+    """Refuse a model whose transformer needs inputs besides noise (image-to-video, control).
 
     Raises:
         InputError: its input channels are not the VAE's latent channels.
@@ -96,7 +96,7 @@ def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig) -> None:
 
 
 def size_warnings(release: Release, size: Size) -> list[str]:
-    """What a release was not trained for, in sentences."""
+    """Sentences about sizes that a release was not trained on."""
     found = []
     if release.any_size:
         sides = sorted((size.height, size.width))

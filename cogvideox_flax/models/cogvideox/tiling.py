@@ -1,7 +1,7 @@
 """Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large pictures.
 
-Group norm takes its statistics per tile, so the result differs from that of the whole picture. Tile sizes and the order
-of blending are the reference's, and so is the result.
+Group norm takes its statistics per tile, so the result differs from decoding without tiles. Tile sizes and the order of
+blending are the reference's, so the result equals the reference's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEIGHT, WIDTH = 2, 3
 
 @dataclass(frozen=True)
 class Tiling:
-    """Size of a tile in pixels, and the fraction of it that the next tile covers too.
+    """Size of a tile in pixels, and the fraction of it that overlaps the next tile.
 
     Source: diffusers `AutoencoderKLCogVideoX.enable_tiling`.
     """
@@ -43,8 +43,8 @@ class Tiling:
         """Refuse sizes whose tiles would not add up to the picture. factor: pixels per latent pixel.
 
         Raises:
-            InputError: a side is not a multiple of `factor`, an overlap is not in [0, 1), or the overlap is no whole
-                number of latent pixels.
+            InputError: a side is not a multiple of `factor`, an overlap is not in [0, 1), or the overlap is not an
+                integer number of latent pixels.
         """
         faults = []
         for name, size, overlap in (
@@ -82,8 +82,8 @@ class Tiling:
 
 
 class TileAxis(NamedTuple):
-    """Tiles along height or width. Of the input: size of a tile, stride to the next. Of the output: how much of a tile
-    is blended with the one before, and how much is kept."""
+    """Tiles along height or width. Input: size and stride. Output: pixels of a tile that are blended with the tile
+    before, and pixels that remain after cropping."""
 
     tile: int
     stride: int
@@ -114,7 +114,7 @@ def tiled(
 ) -> Float[Array, "B T H W C"]:
     """Apply `run` to every tile of x and join the results.
 
-    Tiles of one shape run in a loop over one compiled body.
+    Tiles of equal shape run in a loop with one compiled body.
     """
     starts = [range(0, x.shape[axis], layout[axis - HEIGHT].stride) for axis in (HEIGHT, WIDTH)]
     groups: dict[tuple[int, int], list[tuple[int, int]]] = {}

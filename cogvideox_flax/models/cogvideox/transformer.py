@@ -35,12 +35,12 @@ Attend = Callable[..., Float[Array, "B S N K"]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
-    """What `Transformer.embed` makes, the blocks update and the head reads: text, then video, then padding.
+    """The output of `Transformer.embed`, which the blocks update and the head reads: text, then video, then padding.
 
     x: the residual stream.
-    emb: the conditioning vector, of the timestep and ofs.
+    emb: the conditioning vector, from the timestep and ofs.
     is_text: which tokens are text.
-    rotary: cos and sin of every token; None where positions are added to x.
+    rotary: cos and sin of every token; None if positions are added to x.
     text_length: number of text tokens.
     grid: (frames, rows, columns) of the video tokens.
     """
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
         """Tokens past `length` are padding and are not attended."""
         # a permutation of the channels of q and k changes no score
         permutation = None if rotary is None else partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
-        # the barrier has them written in x's dtype, before the norms read them more than once
+        # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
         q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
         q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
@@ -89,8 +89,8 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """x += gate * attention(norm(x)); x += gate * mlp(norm(x)), with separate modulation of text and video.
 
-    The residual stream x is float32 whatever the dtype of the weights: dozens of small additions to a large bfloat16
-    number would be the largest error of the model, and the stream is a small part of its traffic.
+    The residual stream x is float32 for every dtype of the weights: dozens of small additions to a large bfloat16
+    number would be the model's largest error, and the stream is a small part of its memory traffic.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -122,14 +122,14 @@ class AdaLNOut(nnx.Module):
 class Transformer(nnx.Module):
     """Predicts v from noisy latents, text and time.
 
-    The blocks compute in the weights' dtype; what happens once per call (embeddings, time, output) is float32.
+    The blocks compute in the weights' dtype; embeddings, time and output, computed once per call, are float32.
 
-    Any latent size whose height and width are multiples of `patch_size` and whose frames are a multiple of
-    `patch_size_t` can be served, except that learned positions (5b-I2V) fix height and width.
+    Height and width of the latents are multiples of `patch_size`, frames a multiple of `patch_size_t`. Learned
+    positions (5b-I2V) fix height and width.
 
     Attributes:
-        attend: the attention function, part of the pytree's structure; None is `attention.attend`. For another backend,
-            tile sizes or smoothed keys set `functools.partial(attention.attend, ...)`.
+        attend: the attention function, static in the pytree; None is `attention.attend`. For another backend, tile
+            sizes or smoothed keys use `functools.partial(attention.attend, ...)`.
     """
 
     def __init__(self, config: TransformerConfig, *, attend: Attend | None = None, rngs: nnx.Rngs):
@@ -164,13 +164,13 @@ class Transformer(nnx.Module):
             context: text encoder output, all positions attended.
             timestep: 0 to 999, one for all or one per batch element.
             ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
-            remat: for training: keep only what goes into each block and compute the block again in the backward pass.
+            remat: for training: store only the input of each block and recompute the block in the backward pass.
 
         Returns:
             The v prediction, float32.
 
         Raises:
-            InputError: a shape that the release cannot take; ofs missing or not wanted.
+            InputError: a shape that the release does not support; ofs missing or not supported.
         """
         tokens = self.embed(latents, context, timestep, ofs)
         return self.head(self.run_blocks(tokens, remat=remat))
@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
             emb = emb + self.ofs_embedding(sinusoid(_per_sample(ofs, batch), config.ofs_width))
 
         text = self.text_proj(context.astype(jnp.float32))
-        # room for text and padding is made while a token is still narrow
+        # rows for text and padding are added before the embedding, while tokens are narrow
         video = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
         x = self.patch_embed(_shard_tokens(sharding.pad_tokens(video)))
         x = jax.lax.dynamic_update_slice_in_dim(x, text, 0, 1)
@@ -218,19 +218,19 @@ class Transformer(nnx.Module):
             block = sharding.layer_weights(TRANSFORMER, block)
             return block(replace(tokens, x=_shard_tokens(x)), attend), None
 
-        # a scan's body needs no barrier against common subexpressions
+        # in a scan, no barrier is needed against common subexpression elimination
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
         return replace(tokens, x=scan_layers(body, tokens.x, self.blocks))
 
     def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
         """The v prediction of the video tokens."""
         x = self.proj_out(self.norm_out(self.norm_final(tokens.x), tokens.emb))
-        # text and padding are cut off when a token is narrow again
+        # text and padding are removed after the projection, when tokens are narrow again
         x = sharding.constrain(_shard_tokens(x), "batch", None, None)[:, tokens.text_length : tokens.length]
         return unpatchify(x.reshape(x.shape[0], *tokens.grid, -1), self.config)
 
     def _positions(self, text_length: int, grid: tuple[int, int, int]) -> Float32[Array, "S D"] | None:
-        """The additive positions; None where there are only rotary ones."""
+        """The additive positions; None for a model with only rotary positions."""
         config = self.config
         length = text_length + math.prod(grid)
         if self.pos_embedding is not None and self.pos_embedding.shape[0] == length:
@@ -277,7 +277,7 @@ def _shard_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
 
 
 def patchify(x: Float[Array, "B T H W C"], config: TransformerConfig) -> Float[Array, "B t h w P"]:
-    """Cut latents into patches; a patch is flattened as (pt, ph, pw, C), channels fastest."""
+    """Split latents into patches; a patch is flattened as (pt, ph, pw, C), channels fastest."""
     batch, frames, height, width, channels = x.shape
     pt, p = config.patch_size_t or 1, config.patch_size
     x = x.reshape(batch, frames // pt, pt, height // p, p, width // p, p, channels)
@@ -293,9 +293,9 @@ def unpatchify(x: Float[Array, "B t h w P"], config: TransformerConfig) -> Float
 
 
 def _rotary_base(config: TransformerConfig) -> tuple[int, int] | None:
-    """The grid that positions are resized to (1.0 releases); 1.5 counts tokens, at any size.
+    """The grid to which positions are resized (1.0 releases); None for 1.5, which counts tokens at any size.
 
-    The reference caps 1.5's positions at its nominal size, which refuses portrait; the values below the cap are equal.
+    The reference limits 1.5's positions to its nominal size, which excludes portrait; below that limit, values agree.
     """
     if config.patch_size_t is not None:
         return None

@@ -1,7 +1,7 @@
 """Convolutions of the video autoencoder: causal in time, zero-padded in space, with an explicit feature cache.
 
-The cache of a causal convolution is the last two frames of its padded input. With it, the chunks of a clip give exactly
-the convolution of the whole clip.
+The cache of a causal convolution is the last two frames of its padded input. With it, the convolution of a clip chunk
+by chunk is exactly the convolution of the whole clip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, xla
 from cogvideox_flax.sharding import Padding
 
 TAPS = 3
-"""Kernel size in time, height and width. A causal convolution looks at the frame itself and the two before it."""
+"""Kernel size in time, height and width. A causal convolution reads a frame and the two before it."""
 
 
 class CausalConv3d(nnx.Module):
@@ -44,14 +44,14 @@ class CausalConv3d(nnx.Module):
 
         Args:
             cache: what the previous chunk returned; None for the first chunk of a clip.
-            residual: added to the convolution in float32. The result has its dtype; without one, the kernel's.
+            residual: added in float32. The result has its dtype; without a residual, the kernel's.
         """
         x = x.astype(self.kernel.dtype)
         past = [x[:, :1]] * (TAPS - 1) if cache is None else [cache]
         padded = jnp.concatenate([*past, x], 1)
         kernel = self.kernel[...]
         if cache is None and x.shape[1] == 1 and x.dtype == jnp.float32:
-            # An image: all taps read the same frame. In a narrower dtype the summed kernel would be rounded once more.
+            # An image: all taps read the same frame. Only in float32: in 16 bit the summed kernel would be rounded.
             y = conv3d(x, kernel.sum(0, keepdims=True), self.bias[...], residual)
         else:
             y = conv3d(padded, kernel, self.bias[...], residual)
@@ -84,15 +84,15 @@ def conv3d(
     stride: int = 1,
     dtype: Any = None,
 ) -> Float[Array, "B T H/s W/s O"]:
-    """The one convolution: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
+    """The convolution of all layers: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
-    Within `sharding.spatial_split`, devices compute parts of each picture. Every platform has its own form, whose
-    results differ by rounding only; on an NVIDIA GPU the sum of 16-bit products is rounded to 16 bit before bias and
-    residual are added in float32. It has a reverse-mode derivative, no forward-mode one.
+    Inside `sharding.spatial_split`, devices compute parts of each picture. Every platform has its own implementation;
+    results differ by rounding only. On an NVIDIA GPU the sum of 16-bit products is rounded to 16 bit before bias and
+    residual are added in float32. Reverse-mode differentiable only.
 
     Args:
         residual: added in float32.
-        dtype: of the result; None is the residual's, or without one x's.
+        dtype: of the result; None is the residual's, or x's without a residual.
     """
     halo = (1, 1) if stride == 1 else (0, 1)
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
@@ -103,7 +103,7 @@ def conv3d(
 def _conv3d(
     static: tuple[int, Any], x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
 ) -> Array:
-    """`conv3d` of whole pictures or of parts, with this zero padding. static: stride, dtype."""
+    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype."""
     stride, dtype = static
     how: dict[str, Any] = {"stride": stride, "padding": padding, "dtype": dtype}
     default = partial(xla.forward, **how)

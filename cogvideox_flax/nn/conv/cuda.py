@@ -1,8 +1,7 @@
-"""The convolution for NVIDIA GPUs: 2-D, channels last, in 16 bit, which runs on fast tensor cores.
+"""The convolution for NVIDIA GPUs: 2-D, channels last, in 16 bit, which uses fast tensor cores.
 
-XLA gives 3-D convolutions to cuDNN with channels first, and those with a result wider than their operands in float32;
-neither is fast. Nor are cuDNN's 3-D convolutions always right: before 9.15 they are wrong in bfloat16 on large pictures
-(pytorch/pytorch#163539).
+XLA calls cuDNN's 3-D convolutions with channels first, and in float32 if the result is wider than the operands; both
+are slow. cuDNN's 3-D convolutions before 9.15 are also wrong in bfloat16 on large pictures (pytorch/pytorch#163539).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions frame by frame: what the forms for CPUs and NVIDIA GPUs share."""
+"""Convolutions frame by frame: shared by the implementations for CPUs and NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.sharding import Padding
 
 FrameConv = Callable[[list[Float[Array, "B H W I"]]], Float32[Array, "B h w O"]]
-"""One frame of the result from the frames that the taps in time read, float32."""
+"""One frame of the result, in float32, from the frames that the taps in time read."""
 
 
 def convolve_frames(
@@ -27,9 +27,9 @@ def convolve_frames(
     padding: Padding,
     dtype: Any,
 ) -> Float[Array, "B T h w O"]:
-    """A loop over frames. Each is written in place, in the residual's memory where that is not needed afterwards.
+    """A loop over frames. Each is written in place, into the residual's memory if XLA can reuse it.
 
-    make_frame_conv: make_frame_conv(kernel, stride=, padding=), called once.
+    make_frame_conv: make_frame_conv(kernel, stride=, padding=) -> FrameConv, called once.
     """
     taps = kernel.shape[0]
     frame_conv = make_frame_conv(kernel, stride=stride, padding=padding)
@@ -80,5 +80,5 @@ def result_shape(x: Array, kernel: Array, stride: int, padding: Padding) -> tupl
 
 
 def output_buffer(residual: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
-    """What the result is written over: the residual if there is one."""
+    """The buffer for the result: the residual if there is one."""
     return jax.lax.empty(shape, dtype) if residual is None else residual.astype(dtype)

@@ -26,7 +26,7 @@ from cogvideox_flax.sharding import Padding
 NAME = "cogvideox_conv"
 
 DTYPES = (jnp.bfloat16, jnp.float32)
-"""What the TPU compiler takes in a kernel."""
+"""The dtypes that the TPU compiler supports in a kernel."""
 
 LANES = 128
 
@@ -38,16 +38,16 @@ _MIB = 2**20
 _VMEM = 60 * _MIB
 """Limit of fast memory; a v5p has 64 MiB, v5e and v6e have twice that."""
 _BUDGET = {2: 48 * _MIB, 4: 30 * _MIB}
-"""By bytes per number: what `Tiles.nbytes` may be. float32 products need more memory, for parts of their operands."""
+"""Bytes per number -> limit of `Tiles.nbytes`. float32 products need extra memory for parts of their operands."""
 _CHOICES = ((12, 1408, 256), (12, 704, 256), (8, 704, 256), (8, 704, 128), (4, 352, 128), (1, 1, 128))
-"""MiB of an input block (two are held), pixels of one product, output channels of a block; the best first."""
+"""MiB of an input block (of two buffers), pixels of one product, output channels of a block; the best first."""
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Tile sizes of one convolution.
 
-    width: pixels of a row in fast memory, padding included.
+    width: pixels of a row in VMEM, padding included.
     block: rows of a grid step, a divisor of the picture's rows.
     group: rows of one product, a divisor of `block`.
     part: output channels of a grid step. parts: number of those.
@@ -75,7 +75,7 @@ class Tiles:
         return tiles
 
     def nbytes(self, channels: int, taps: int, itemsize: int) -> int:
-        """Bytes of fast memory: input, weights, result and residual twice, and one product's operand and sums."""
+        """Bytes of VMEM: two buffers of input, weights, result and residual, and one product's operand and sums."""
         inputs = taps * (self.block + 2) * self.width * channels * itemsize
         weights = taps * TAPS * channels * TAPS * self.part * itemsize
         outputs = 2 * self.block * self.width * self.part * itemsize
@@ -84,7 +84,7 @@ class Tiles:
 
 
 def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
-    """Why the kernel cannot take x and the residual to a result of this dtype, or None if it can."""
+    """Why the kernel does not support these dtypes of x, residual and result, or None if it does."""
     dtypes = [x.dtype, jnp.dtype(dtype), *([] if residual is None else [residual.dtype])]
     others = [str(d) for d in dtypes if d not in DTYPES]
     return f"it computes in bfloat16 or float32; got {others[0]}" if others else None
@@ -106,7 +106,7 @@ def convolve(
         x, kernel: bfloat16 or float32. Channels that do not fill a register (latents, colours) are padded.
         residual: bfloat16 or float32; added before rounding.
         padding: zeros before and after the rows, and the columns; h and w grow by that and shrink by 2.
-        dtype: of the result, bfloat16 or float32; None is the residual's, or without one x's.
+        dtype: of the result, bfloat16 or float32; None is the residual's, or x's without a residual.
 
     Raises:
         InputError: another dtype.

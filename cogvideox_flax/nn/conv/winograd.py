@@ -1,11 +1,11 @@
 """Winograd's convolution for CPUs: four products for each output instead of nine, in float32.
 
 Winograd's F(2x2, 3x3) (Lavin and Gray, arXiv 1509.09308): a tile of 2x2 outputs depends on 4x4 inputs; sixteen sums and
-differences of those are each multiplied by a sum of the kernel's taps, and the products are added up to the four
-outputs. All factors are 1 or 1/2, so rounding is about that of the plain sum. The sixteen are matrix products over the
-tiles of a strip of the picture, with the taps in time as channels.
+differences of these are multiplied by sums of the kernel's taps, and the products are added up to the four outputs.
+All factors are 1 or 1/2, so rounding errors are about those of the plain sum. The sixteen products are matrix products
+over the tiles of a strip of the picture, with the taps in time as channels.
 
-It trades products for memory traffic, which is faster with many channels.
+Fewer products but more memory traffic: this is faster with many channels.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.sharding import Padding
 
 CHANNELS = 128
-"""The least channels, in and out: on two cores it is 1.2 times faster at 128, 1.5 times at 256, 1.8 times at 512."""
+"""Minimum channels, in and out: on two cores it is 1.2 times faster at 128, 1.5 times at 256, 1.8 times at 512."""
 
 OUTPUTS = 1024
-"""The least pixels of all frames: the sums of the kernel's taps are made once per call."""
+"""Minimum pixels of all frames: the sums of the kernel's taps are computed once per call."""
 
 TILES = range(64, 1281)
-"""Tiles of a strip: enough for a matrix product, few enough for the cache."""
+"""Tiles of a strip: enough for an efficient matrix product, few enough for the cache."""
 
 PRODUCTS = 4, 9
-"""For each output: here, and in the plain sum."""
+"""Products per output: (Winograd, plain convolution)."""
 
 SCOPE = "winograd"
 """Named scope of its products in a jaxpr."""
@@ -59,7 +59,7 @@ def convolve(
 
     Args:
         start: the result is written over it.
-        finish: finish(sums, before) makes a strip of the result from its float32 sums and what `start` holds there.
+        finish: finish(sums, before) returns a strip of the result from its float32 sums and the same strip of `start`.
         rows: of a strip, from `strip_rows`.
     """
     batch, frames, height = start.shape[:3]
@@ -90,7 +90,7 @@ def convolve(
 
 def _both_axes(transform: Callable[[Array, int], list[Array]], x: Array) -> list[Array]:
     """The sixteen transforms along axes 1 and 2, height and width."""
-    return [both for one in transform(x, 1) for both in transform(one, 2)]
+    return [y for rows in transform(x, 1) for y in transform(rows, 2)]
 
 
 def _transform_taps(kernel: Array, axis: int) -> list[Array]:

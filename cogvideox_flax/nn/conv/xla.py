@@ -1,4 +1,4 @@
-"""XLA's own 3-D convolution, for every platform without a special form."""
+"""XLA's own 3-D convolution, for platforms without a special implementation."""
 
 from __future__ import annotations
 
