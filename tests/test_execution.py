@@ -208,7 +208,7 @@ def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < (0.5 if dtype == "float32" else 1.5) * least
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_is_not_lost_in_a_destructor():
     class Dying:
         def __del__(self):

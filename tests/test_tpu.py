@@ -96,7 +96,7 @@ def test_forecast_of_the_kernel(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["floor_ms"] == pytest.approx(1e3 * 12 * 1.25 * 45106**2 / 1024 / 1.75e9)
-    assert row["floor_ms"] < row["bounded_ms"] < row["referred_ms"] < 3 * row["floor_ms"]
+    assert row["floor_ms"] < row["bounded_ms"] < row["shifted_ms"] < 3 * row["floor_ms"]
     assert math.isfinite(row["compile_s"]) and "| 45106 |" in done.stdout
 
 

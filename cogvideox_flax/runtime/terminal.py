@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -36,12 +36,13 @@ def stoppable() -> Iterator[Callable[[], None]]:
         return
     pressed = threading.Event()
 
-    def on_interrupt(number: int, frame: Any) -> None:
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
         try:
             before(number, frame)  # another handler may not raise
         except KeyboardInterrupt:
             pressed.set()
-            raise
+            if not _drops_exceptions(frame):
+                raise
 
     def check() -> None:
         if pressed.is_set():
@@ -52,3 +53,12 @@ def stoppable() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _drops_exceptions(frame: FrameType | None) -> bool:
+    """Whether Python would only print an exception raised here: in a destructor, or in JAX's callback of the collector."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
+            return True
+        frame = frame.f_back
+    return False
