@@ -56,7 +56,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Whether Python only prints what is raised here: in a destructor, or in JAX's callback of the garbage collector."""
+    """Whether Python only prints what is raised here: in a destructor, or in JAX's garbage collection callback."""
     while frame is not None:
         if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
             return True
