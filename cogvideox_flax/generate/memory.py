@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cogvideox_flax.runtime.compile import Programs, ProgramSpec
@@ -22,7 +22,7 @@ Compiled = tuple[ProgramSpec, tuple[Any, ...], int]
 
 
 def check_memory(
-    stages: Mapping[str, Sequence[Compiled]], programs: Programs, *, keep: bool = True, progress: bool = True
+    stages: Iterable[tuple[str, Sequence[Compiled]]], programs: Programs, *, keep: bool = True, progress: bool = True
 ) -> None:
     """Compile programs before anything is loaded, and refuse what the devices cannot hold.
 
@@ -30,7 +30,8 @@ def check_memory(
     are taken to have enough.
 
     Args:
-        stages: stage -> its programs, in the order in which they run.
+        stages: each stage and its programs, in the order in which they run; asked for only where devices say what they
+            have.
         programs: where what was compiled stays, to run it.
         keep: the weights of a stage stay when the next one runs; those of its own programs do in any case.
         progress: say on stderr what is compiled.
@@ -42,7 +43,7 @@ def check_memory(
     if limit is None:
         return
     held = 0
-    for stage, compiled in stages.items():
+    for stage, compiled in stages:
         before = held
         for spec, (weights, *others), _ in compiled:
             program = programs.get(spec)

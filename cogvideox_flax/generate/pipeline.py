@@ -185,15 +185,15 @@ class Pipeline(Components):
         """
         if self.profiling.jit:
             run = self.programs(request)
-            programs = {stage: run.abstract(stage, self.mesh) for stage in stages}
+            programs = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
             check_memory(programs, self._compiled, keep=keep, progress=progress)
 
     def check_decode_memory(self, shape: tuple[int, ...], *, tiling: bool = False, progress: bool = True) -> None:
         """The same for the decoder alone and latents [B, T, h, w, C]."""
         if self.profiling.jit:
-            args = decode_arguments(self.manifest, self.dtype, shape, self.mesh)
             spec = decoding(self.manifest.model_family, "uint8", tiling)
-            check_memory({"decode": [(spec, args, 1)]}, self._compiled, progress=progress)
+            args = decode_arguments(self.manifest, self.dtype, shape, self.mesh)
+            check_memory([("decode", [(spec, args, 1)])], self._compiled, progress=progress)
 
     def _run(self, spec: ProgramSpec, *args: Any, progress: bool) -> Any:
         return self._compiled.get(spec)(*args, announce=progress, jit=self.profiling.jit)
