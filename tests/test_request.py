@@ -200,3 +200,5 @@ def test_the_callback_stops_all_videos_of_a_run(tmp_path):
     calls = []
     video = pipe(PROMPT, **options, callback=lambda *args: calls.append(args) or len(calls) == 4)
     assert len(calls) == 4 and video.frames.shape[0] == 2 and video.metadata["seed"] == [7, 8]
+    last_step = pipe(PROMPT, **options, callback=lambda step, *_: step == SMALL["num_inference_steps"] - 1)
+    assert last_step.metadata["seed"] == 7

@@ -12,7 +12,7 @@ from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.family import ModelFamily, Release
-from cogvideox_flax.models.registry import get_family
+from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.version import RESULTS
 
@@ -106,7 +106,7 @@ class Manifest:
             InputError: a family that this version does not know.
             CheckpointError, KeyError, TypeError, AttributeError, ValueError: it is damaged.
         """
-        family = get_family(_text(raw.get("family", "cogvideox")))  # older versions knew one family
+        family = get_family(_text(raw.get("family", FIRST_FAMILY)))
         configs = {name: kind.from_dict(raw[name]) for name, kind in family.config_types.items() if name in raw}
         if not isinstance(records := raw["weights"], dict):
             raise TypeError("weights is not an object")

@@ -52,17 +52,16 @@ TRAINING_OPTIONS = {
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.request import MAX_VIDEOS
+    from cogvideox_flax.generate.request import check_num_videos
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
     from cogvideox_flax.io.paths import item_paths
-    from cogvideox_flax.io.values import is_count
 
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
 
     def begin() -> dict[str, Any]:
         prompts = read_prompts(args)
-        if not is_count(videos := args.num_videos or 1, MAX_VIDEOS):
-            raise InputError(f"num_videos is {videos}; expected a whole number from 1 to {MAX_VIDEOS}")
+        videos = 1 if args.num_videos is None else args.num_videos
+        check_num_videos(videos)
         latents_only = args.out.suffix.lower() == ".npz"
         batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
         paths = item_paths(args.out, batch * videos)

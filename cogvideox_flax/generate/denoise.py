@@ -57,7 +57,7 @@ def denoise_at_once(
     hint: str = "",
 ) -> Generator[DenoiseState]:
     """The same for a program of all steps; yields the last state alone."""
-    state, finite = program(model, inputs, replicate(state, program.mesh), announce=False, jit=profiling.jit)
+    state, finite = program(model, inputs, state, announce=False, jit=profiling.jit)
     check_finite(fetch(finite), inputs, hint)
     yield state
 

@@ -129,16 +129,16 @@ class Pipeline(Components):
         stages = ["run"] if request.one_program else STAGES[:-1] if request.output_type == "latent" else STAGES
         self.check_memory(request, stages, progress=progress)
         self._use_loras_of(request)
-        frames, steps_done = [], 0
+        frames = []
         conditioning = None if request.one_program else self.encode(request, progress=progress)
         for one in request.videos():
             if conditioning is None:
-                made, steps_done = self._run_as_one_program(one, progress), len(self.programs(one).steps)
+                made, steps_done, stopped = *self._run_as_one_program(one, progress), False
             else:
-                made, steps_done = self._denoise_and_decode(conditioning, one, callback, progress)
+                made, steps_done, stopped = self._denoise_and_decode(conditioning, one, callback, progress)
             frames.append(fetch(made))
-            if steps_done < one.num_inference_steps:
-                break  # the callback has stopped the run
+            if stopped:
+                break
         videos = frames[0] if len(frames) == 1 else np.concatenate(frames)
         metadata = describe_request(
             dataclasses.replace(request, num_videos=len(frames), lora=self._adapters),
@@ -154,22 +154,23 @@ class Pipeline(Components):
 
     def _denoise_and_decode(
         self, conditioning: Conditioning, request: ResolvedRequest, callback: Callback | None, progress: bool
-    ) -> tuple[Any, int]:
-        """Frames, or latents, and how many steps were done."""
-        run = self.programs(request)
+    ) -> tuple[Any, int, bool]:
+        """Frames, or latents; how many steps were done; whether the callback has stopped the run."""
+        run, stopped = self.programs(request), False
         states = self.denoise(conditioning, request, progress=progress)
         with with_progress(states, len(run.steps), progress=progress) as each:
             for state in each:
                 done = int(state.step)
                 if callback is not None and callback(done - 1, int(run.steps.timesteps[done - 1]), state.latents):
+                    stopped = True
                     say(f"stopped by the callback after step {done} of {len(run.steps)}", progress)
                     break
         self.profiling.after_stage("denoising")
         if request.output_type == "latent":
-            return state.latents, done
+            return state.latents, done, stopped
         kept = state.latents[:, run.size.extra_latents :]
         frames = self.decode(kept, output_type=request.output_type, tiling=request.tiling, progress=progress)
-        return frames, done
+        return frames, done, stopped
 
     def check_memory(
         self, request: GenerationRequest, stages: Sequence[str] = STAGES, *, keep: bool = True, progress: bool = True
@@ -307,8 +308,8 @@ class Pipeline(Components):
             raise self._bad("VAE")
         return frames
 
-    def _run_as_one_program(self, request: ResolvedRequest, progress: bool) -> Frames:
-        """Tokens to frames as one program."""
+    def _run_as_one_program(self, request: ResolvedRequest, progress: bool) -> tuple[Frames, int]:
+        """Tokens to frames as one program; and the number of its steps."""
         run = self.programs(request)
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
@@ -319,7 +320,7 @@ class Pipeline(Components):
         check_finite(fetch(steps_finite), inputs, self._hint())
         if not finite:
             raise self._bad("VAE")
-        return frames
+        return frames, len(run.steps)
 
     def _hint(self) -> str:
         """What to do about NaN in the latents."""

@@ -238,11 +238,6 @@ class RunPrograms:
         return ProgramSpec("denoising step", _make_step, given, tokens=tokens)
 
     @property
-    def decode(self) -> ProgramSpec:
-        """As `decoding`."""
-        return decoding(self.family, self.request.output_type, self.request.tiling)
-
-    @property
     def whole_run(self) -> ProgramSpec:
         """(all components, tokens, inputs, state) -> (frames, steps finite, finite)."""
         family, request = self.family, self.request
@@ -294,7 +289,8 @@ class RunPrograms:
         shape = self.size.latent_shape(request.batch)
         if stage == "decode":
             kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
-            return [(self.decode, decode_arguments(self.manifest, self.dtype, kept, mesh), 1)]
+            spec = decoding(self.family, request.output_type, request.tiling)
+            return [(spec, decode_arguments(self.manifest, self.dtype, kept, mesh), 1)]
         features: Any = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in self.family.feature_shapes(configs, request.batch).items()

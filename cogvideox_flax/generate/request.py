@@ -64,9 +64,9 @@ class GenerationRequest:
 
     prompt: str | Sequence[str]
     negative_prompt: str | Sequence[str] = option("", "what to steer away from", stage="encode")
-    num_frames: int | None = option(None, "8 n + 1 for CogVideoX; default: the release's", parse=int)
-    height: int | None = option(None, "pixels, a multiple of 16 for CogVideoX; default: the release's", parse=int)
-    width: int | None = option(None, "pixels, a multiple of 16 for CogVideoX; default: the release's", parse=int)
+    num_frames: int | None = option(None, "such as 49; default: the release's", parse=int)
+    height: int | None = option(None, "pixels; default: the release's", parse=int)
+    width: int | None = option(None, "pixels; default: the release's", parse=int)
     num_inference_steps: int | None = option(None, "default: the release's (50)", flags=("--steps",), parse=int)
     guidance_scale: float | None = option(
         None, "default: the checkpoint's (6 for the releases); 1 turns guidance off", parse=float
@@ -216,15 +216,15 @@ class ResolvedRequest(GenerationRequest):
             )
         if self.use_dynamic_cfg not in (False, True, "index"):
             faults.append(f"use_dynamic_cfg is {shown(self.use_dynamic_cfg)}; expected False, True or 'index'")
-        if not is_count(self.num_videos, MAX_VIDEOS):
-            faults.append(f"num_videos is {shown(self.num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
-        elif not _is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - (self.num_videos - 1):
-            last = f" less the {self.num_videos - 1} that follow" if self.num_videos > 1 else ""
-            faults.append(f"seed is {shown(self.seed)}; expected a whole number from 0 to {MAX_SEED}{last}")
-        try:
-            check_fps(self.fps)
-        except InputError as e:
-            faults.append(str(e))
+        for check, value in ((check_num_videos, self.num_videos), (check_fps, self.fps)):
+            try:
+                check(value)
+            except InputError as e:
+                faults.append(str(e))
+        following = self.num_videos - 1 if is_count(self.num_videos, MAX_VIDEOS) else 0
+        if not _is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - following:
+            less = f" less the {following} that follow" if following else ""
+            faults.append(f"seed is {shown(self.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
         if self.output_type not in OUTPUT_TYPES:
             faults.append(f"unknown output_type {self.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
         if self.one_program and self.output_type == "latent":
@@ -298,6 +298,16 @@ def check_prompts(
     if len(negatives) != len(prompts):
         raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
     return prompts, negatives
+
+
+def check_num_videos(num_videos: int) -> None:
+    """Refuse a number of videos per prompt that is out of range.
+
+    Raises:
+        InputError: it is.
+    """
+    if not is_count(num_videos, MAX_VIDEOS):
+        raise InputError(f"num_videos is {shown(num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
 
 
 def check_fps(fps: int | None) -> None:

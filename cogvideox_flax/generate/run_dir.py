@@ -83,7 +83,7 @@ def recorded(*stages: Stage) -> list[str]:
 class RunRecord:
     """Everything that decides what a run computes.
 
-    request: resolved, with the adapters said.
+    request: resolved, with its adapters.
     model_id, revision: as the user named the model.
     fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
     """

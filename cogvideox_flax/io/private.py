@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
 
 class NotPrivateError(Exception):
     """Another user could have written this; the message says who and how."""

@@ -6,6 +6,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.family import ModelFamily, Release
 
+FIRST_FAMILY = COGVIDEOX.name
+"""That of checkpoints which do not name theirs: older versions knew one family."""
+
 FAMILIES: dict[str, ModelFamily] = {}
 """Name -> family."""
 
