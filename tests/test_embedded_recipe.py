@@ -14,8 +14,9 @@ from cogvideox_flax.checkpoint import hub, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from cogvideox_flax.training.objectives import v_prediction
+from cogvideox_flax.training.objectives import velocity_loss
 from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise
 from weights.toy_world.diffusion import oversample
@@ -79,7 +80,7 @@ def test_timesteps_follow_the_density():
         return jnp.zeros_like(x)
 
     latents = jnp.zeros((40, 1, 2, 2, 16))
-    v_prediction(denoiser, latents, jax.random.key(0), SchedulerConfig(), density)
+    velocity_loss(denoiser, latents, jax.random.key(0), DDIMScheduler(SchedulerConfig()), density)
     assert ((seen["t"] >= 250) & (seen["t"] < 900)).sum() in (33, 34, 35)
     for wrong in ((0.5, 0.4, 0.5), (0, 1, 0.5), (0.1, 0.9, 0)):
         with pytest.raises(ValueError, match="expected 0 <= low"):

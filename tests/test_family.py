@@ -21,12 +21,13 @@ from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.tensor_file import TensorFile
-from cogvideox_flax.io.video import read_video
+from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
 from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
 from cogvideox_flax.plan import choose_mesh, forecast
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.training.metrics import read_metrics
 from conversion.configs import find_family
 from conversion.convert import convert
 from conversion.tables import TABLES as ALL_TABLES
@@ -256,6 +257,39 @@ def test_quantized_it_runs(pipe, native):
     quantize_checkpoint(native, int8)
     found = Pipeline.from_pretrained(int8, "float32")("a red ball", output_type="float", **STEPS).frames
     assert 0 < np.abs(found - pipe("a red ball", output_type="float", **STEPS).frames).max() < 0.05
+
+
+def test_it_is_fine_tuned(native, tmp_path, capsys):
+    """Adapters for red, learned from clips in red."""
+    for name in ("a", "b"):
+        save_video(tmp_path / "clips" / name, np.full((5, 16, 16, 3), (250, 5, 5), np.uint8), fps=8)
+        (tmp_path / "clips" / f"{name}.txt").write_text("a red ball")
+    settings = f"""
+        model = "{native}"
+        clips = "{tmp_path}/clips"
+        out = "{tmp_path}/run"
+        caption_dropout = 0.0
+        [loop]
+        steps = 60
+        [optimizer]
+        learning_rate = 3e-2
+        warmup_steps = 0
+        [lora]
+        rank = 4
+        targets = ["up", "down"]
+    """
+    (tmp_path / "red.toml").write_text(settings)
+    assert cli.main(["train", "--config", str(tmp_path / "red.toml"), "--quiet"]) == 0
+    adapter = capsys.readouterr().out.strip()
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "training" / "metrics.jsonl")]
+    assert losses[-1] < 0.3 * losses[0]
+    (tmp_path / "red.toml").write_text(settings.replace('"down"', '"q"'))
+    assert cli.main(["train", "--config", str(tmp_path / "red.toml")]) == 2
+    assert "expected some of up, down" in capsys.readouterr().err
+    for lora, learned in (([], False), ([adapter], True)):
+        found = Pipeline.from_pretrained(native, "float32")("a red ball", output_type="latent", lora=lora, **STEPS)
+        off = np.abs(found.frames[..., :3] - (250 / 127.5 - 1, 5 / 127.5 - 1, 5 / 127.5 - 1)).mean()
+        assert (off < 0.35) == learned, off
 
 
 def test_its_stages_are_planned(native):

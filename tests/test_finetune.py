@@ -212,7 +212,7 @@ def test_check_says_what_would_be_done_and_touches_nothing(write, run, tmp_path,
     # 3 latent frames of 4x6, patches of 2x2; adapters of rank 2 on 64 -> 64 twice and 64 -> 256, two layers
     for part in (
         "3 in ",
-        "18 of video and 10 of text",
+        "28 per clip, text included",
         f"{2 * 2 * (2 * 128 + 320):,} of ",
         "30 of 2 clips",
         "20.0 times",
@@ -387,11 +387,11 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
         seen["latents"] = latents
         return denoiser(latents, jnp.zeros(2, jnp.int32)).mean(), {}
 
-    monkeypatch.setattr(finetuning, "v_prediction", objective)
+    monkeypatch.setattr(finetuning, "velocity_loss", objective)
     transformer = job.manifest.abstract("transformer")
     latents = jax.ShapeDtypeStruct((2, 3, 4, 6, 16), jnp.float16)
     text_shape = jax.ShapeDtypeStruct((2, 10, 40), jnp.float32)
-    batch = {"mean": latents, "std": latents, "text": text_shape}
+    batch = {"mean": latents, "std": latents, "text": {"prompt_embeds": text_shape}}
     frozen = {"empty": jax.ShapeDtypeStruct((10, 40), jnp.float32)}
     key = jax.eval_shape(lambda: jax.random.key(0))
     loss, _ = jax.eval_shape(partial(finetuning._loss, job=job), {"transformer": transformer}, frozen, batch, key)

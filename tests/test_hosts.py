@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import PROMPT, ROOT
+from media import make_clips
+from PIL import Image
 from safetensors.numpy import load_file
 
 from cogvideox_flax.errors import InputError
@@ -22,6 +24,10 @@ from cogvideox_flax.generate import run_dir
 from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.runtime.rendezvous import Place, find_place, join
+from cogvideox_flax.training.config import read_config
+from cogvideox_flax.training.finetune import finetune
+from cogvideox_flax.training.job import check
+from cogvideox_flax.training.metrics import read_metrics
 
 pytest_plugins = ["commands"]
 
@@ -167,6 +173,71 @@ def test_a_host_that_never_comes(tmp_path):
     assert codes == [2, 2]
     for i in range(2):
         assert "error: processes 2, 3 of 4 have not joined within 4 s" in hosts.said(i)
+
+
+TRAINING = """
+model = "{model}"
+clips = "clips"
+out = "run"
+method = "{method}"
+num_frames = 9
+height = 32
+width = 48
+batch = 2
+seed = 7
+mesh = "2,1,2,fsdp"
+
+[lora]
+rank = 2
+
+[loop]
+steps = 40
+log_every = 1
+ema_decay = 0.9
+
+[optimizer]
+learning_rate = 1e-2
+warmup_steps = 0
+
+[sample]
+prompts = ["a red circle"]
+every = 40
+num_inference_steps = 1
+"""
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch, method):
+    """Clips, settings and the run's directory are on process 0's disk alone. The same as one process computes."""
+    first = tmp_path / "host 0"
+    make_clips(first / "clips")
+    (first / "kites.toml").write_text(TRAINING.format(model=layout, method=method))
+    command = ["train", "--config", "kites.toml"]
+    with Hosts(tmp_path, *command) as hosts:
+        hosts.wait_for("step 2 of 40")
+        hosts.processes[1].send_signal(signal.SIGINT)
+        codes, outputs = hosts.finish(40)
+    assert codes == [130, 130] and outputs == ["", ""]
+    assert "the same command resumes it" in hosts.said(0)
+    assert "Traceback" not in hosts.said(0) + hosts.said(1)
+    (state,) = [path for path in (first / "run" / "training" / "states").iterdir() if path.is_dir()]
+    assert 2 <= int(state.name) < 40
+
+    with Hosts(tmp_path, *command) as hosts:
+        (printed,) = hosts.succeed()
+    assert f"resuming from step {state.name} of 40" in hosts.said(0)
+    assert not (hosts.folders[1] / "run").exists()
+    assert [line["step"] for line in read_metrics(first / "run" / "training" / "metrics.jsonl")] == [*range(1, 41)]
+    with Image.open(first / "run" / "samples" / "000040.png") as sheet:
+        assert np.asarray(sheet).std() > 5
+
+    monkeypatch.chdir(first)
+    alone = finetune(check(read_config(Path("kites.toml"), {"out": "alone"})), progress=False)
+    files = [first / printed, first / alone]
+    ours, theirs = (load_file(path / "transformer" / "model.safetensors" if path.is_dir() else path) for path in files)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-3, err_msg=name)
 
 
 # --- without processes ---

@@ -74,8 +74,6 @@ def test_imports_point_down(path):
 
 
 FAMILIES = {"cogvideox"}
-NAME_A_FAMILY = {"training"}
-"""Rooms that still import from a family's folder; what they need is to become part of `ModelFamily`."""
 
 
 def test_a_family_is_known_to_its_own_folder_and_the_registry():
@@ -85,7 +83,7 @@ def test_a_family_is_known_to_its_own_folder_and_the_registry():
         named = {m for m in imports(path) if any(m == name or m.startswith(f"{name}.") for name in known)}
         if parts == ("models", "registry.py") or parts[:2] in {("models", family) for family in FAMILIES}:
             continue
-        assert not named or parts[0] in NAME_A_FAMILY, f"{path} imports {named}"
+        assert not named, f"{path} imports {named}"
     for path in files("conversion"):
         tables = {f"conversion.{family}" for family in FAMILIES}
         own = {path.relative_to(ROOT / "conversion").parts[0], path.name} & (FAMILIES | {"tables.py"})

@@ -14,7 +14,7 @@ from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import Mean, read_metrics
-from cogvideox_flax.training.objectives import drop_captions, sample_latents, v_prediction
+from cogvideox_flax.training.objectives import drop_captions, sample_latents, velocity_loss
 
 
 def test_v_prediction_is_the_reference_target():
@@ -26,7 +26,7 @@ def test_v_prediction_is_the_reference_target():
         seen.update(x=np.asarray(x), t=np.asarray(t))
         return jnp.zeros_like(x)
 
-    loss, logged = v_prediction(denoiser, latents, jax.random.key(1), SchedulerConfig())
+    loss, logged = velocity_loss(denoiser, latents, jax.random.key(1), DDIMScheduler(SchedulerConfig()))
     noise = np.asarray(jax.random.normal(jax.random.split(jax.random.key(1), 3)[0], latents.shape))
     args = torch.tensor(latents), torch.tensor(noise), torch.tensor(seen["t"])
     np.testing.assert_allclose(seen["x"], scheduler.add_noise(*args).numpy(), atol=2e-5)
@@ -47,7 +47,7 @@ def test_a_perfect_denoiser_has_no_loss():
         a = abar[t].reshape(-1, 1, 1, 1, 1)
         return jnp.sqrt(a) * noise - jnp.sqrt(1 - a) * latents
 
-    assert float(v_prediction(perfect, latents, key, config)[0]) < 1e-10
+    assert float(velocity_loss(perfect, latents, key, DDIMScheduler(config))[0]) < 1e-10
 
 
 def test_pixel_weights_give_a_weighted_mean():
@@ -61,8 +61,11 @@ def test_pixel_weights_give_a_weighted_mean():
     def denoiser(x, t):
         return jnp.sqrt(abar[t]).reshape(-1, 1, 1, 1, 1) * noise + wrong
 
-    assert float(v_prediction(denoiser, latents, key, config)[0]) == pytest.approx(1 / 8, rel=1e-4)
-    assert float(v_prediction(denoiser, latents, key, config, weights=weights)[0]) == pytest.approx(9 / 16, rel=1e-4)
+    scheduler = DDIMScheduler(config)
+    assert float(velocity_loss(denoiser, latents, key, scheduler)[0]) == pytest.approx(1 / 8, rel=1e-4)
+    assert float(velocity_loss(denoiser, latents, key, scheduler, weights=weights)[0]) == pytest.approx(
+        9 / 16, rel=1e-4
+    )
 
 
 def test_captions_are_dropped_at_the_rate():
@@ -97,8 +100,8 @@ def test_means_over_parts_of_a_batch_skip_empty_micro_batches(tmp_path, accumula
 
 
 def test_a_small_batch_may_have_no_noisy_clip():
-    _, logged = v_prediction(
-        lambda x, t: jnp.zeros_like(x), jnp.ones((1, 1, 2, 2, 16)), jax.random.key(0), SchedulerConfig()
+    _, logged = velocity_loss(
+        lambda x, t: jnp.zeros_like(x), jnp.ones((1, 1, 2, 2, 16)), jax.random.key(0), DDIMScheduler(SchedulerConfig())
     )
     assert sorted(float(logged[name].count) for name in ("loss_noisy", "loss_clean")) == [0, 1]
     assert sum(np.isnan(float(logged[name])) for name in ("loss_noisy", "loss_clean")) == 1

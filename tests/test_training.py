@@ -28,12 +28,13 @@ from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import plot_metrics, read_metrics
-from cogvideox_flax.training.objectives import v_prediction
+from cogvideox_flax.training.objectives import velocity_loss
 from cogvideox_flax.training.step import init_state, train_step
 
 TEXT = TextEncoderConfig(vocab_size=32, width=32, layers=1, heads=2, head_dim=16, mlp_width=32)
@@ -54,12 +55,13 @@ def some_batches(step):
     return {"x": np.random.default_rng(step).normal(1.0, 0.1, size=(4, 2, 8)).astype(np.float32)}
 
 
+ROWS = {name: component.sharding for name, component in COGVIDEOX.components.items()}
 START = {"transformer": {"blocks.attn.q.bias": np.zeros((2, 8), np.float32)}}
 QUICK = LoopConfig(steps=30, ema_decay=0.9, log_every=1, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=3))
 
 
 def train(params, loss, batches, config, folder, *, mesh=None, on_step=None, stop_after=None):
-    trainer = Trainer(loss=loss, batches=batches, config=config, folder=folder, mesh=mesh)
+    trainer = Trainer(loss=loss, batches=batches, config=config, folder=folder, mesh=mesh, rows=ROWS)
     return trainer.train(params, on_step or (lambda done, _: done == stop_after))
 
 
@@ -123,7 +125,7 @@ def denoise(params, _, batch, key):
     def model(x, t):
         return params["transformer"](x, params["text_encoder"](batch["ids"]), t, remat=True)
 
-    return v_prediction(model, batch["latents"].astype(jnp.float32), key, SchedulerConfig())
+    return velocity_loss(model, batch["latents"].astype(jnp.float32), key, DDIMScheduler(SchedulerConfig()))
 
 
 def denoise_batches(step):

@@ -87,6 +87,7 @@ class FlowEuler(Scheduler):
 
     kind = "flow"
     needs_noise = False
+    num_train_timesteps = 1000
 
     def __init__(self, config: FlowConfig):
         self.config = config
@@ -104,6 +105,13 @@ class FlowEuler(Scheduler):
 
     def init_state(self, sample: Array) -> None:
         return None
+
+    def add_noise(self, sample: Array, noise: Array, timestep: Array) -> Array:
+        s = timestep.reshape(-1, 1, 1, 1, 1) / 1000
+        return (1 - s) * sample + s * noise
+
+    def velocity(self, sample: Array, noise: Array, timestep: Array) -> Array:
+        return noise - sample
 
     def step(self, plan, i, prediction, sample, state=None, noise=None):
         c = plan.row(i)
@@ -167,10 +175,19 @@ def encode_text(encoder: Encoder, ids: Int32[Array, "B L"]) -> dict[str, Array]:
     return {"prompt_embeds": x, "pooled_embeds": x.mean(1)}
 
 
-def predict(denoiser: Denoiser, latents: Array, text: dict[str, Array], timestep: Array) -> Array:
+def predict(denoiser: Denoiser, latents: Array, text: dict[str, Array], timestep: Array, *, remat=False) -> Array:
     """Noise - x0, where x0 has one colour, which the prompt decides."""
     hidden = denoiser(text["prompt_embeds"]).mean(1)[:, :8] + text["pooled_embeds"][:, :8]
-    return (latents - jnp.tanh(hidden)[:, None, None, None]) * jnp.float32(1000) / jnp.maximum(timestep, 1)
+    t = jnp.asarray(timestep, jnp.float32).reshape(-1, 1, 1, 1, 1)
+    return (latents - jnp.tanh(hidden)[:, None, None, None]) * 1000 / jnp.maximum(t, 1)
+
+
+def encode(codec: Codec, video: Array) -> tuple[Array, Array]:
+    """Each latent pixel is the colour of a pixel."""
+    small = video[:, :, ::4, ::4]
+    frames = jnp.concatenate([small[:, :1], small[:, 1::4]], 1)
+    mean = jnp.concatenate([frames, jnp.zeros((*frames.shape[:-1], 5))], -1)
+    return mean, jnp.full_like(mean, -10.0)
 
 
 def decode(codec: Codec, latents: Array, tiled: bool) -> Array:
@@ -295,6 +312,8 @@ TINY = ModelFamily(
     ),
     feature_shapes=lambda configs, batch: {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)},
     predict=predict,
+    encode=encode,
+    latent_scale=lambda configs: 1.0,
     decode=decode,
     lora=LoRALayout(
         component="denoiser",

@@ -22,7 +22,7 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
-from cogvideox_flax.runtime.hosts import fetch
+from cogvideox_flax.runtime.global_arrays import fetch
 
 
 def case_of(options: dict[str, Any]) -> tuple[Case, bool]:

@@ -19,7 +19,7 @@ from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
 from cogvideox_flax.runtime.devices import GIB
-from cogvideox_flax.runtime.hosts import fetch
+from cogvideox_flax.runtime.global_arrays import fetch
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:

@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     _add_run_commands(command)
-    _add_train(command("train", commands.train, "fine-tune a model on a folder of clips"))
+    _add_train(command("train", commands.train, "fine-tune a model on a folder of clips", "hosts"))
     forecast = "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
     _add_plan(command("plan", commands.plan, forecast))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
@@ -129,7 +129,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_train(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--config", type=_path, required=True, help="a TOML file, see cogvideox_flax/training/recipe.py")
+    sub.add_argument("--config", type=_path, required=True, help="a TOML file, see docs/training.md")
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():
         sub.add_argument(name, type=int if name == "--steps" else str, help=f"{what}, in place of the file's")

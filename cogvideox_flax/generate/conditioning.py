@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cogvideox_flax.models.family import Features
-from cogvideox_flax.runtime.hosts import fetch
+from cogvideox_flax.runtime.global_arrays import fetch
 
 
 @jax.tree_util.register_dataclass

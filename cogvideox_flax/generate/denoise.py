@@ -12,7 +12,7 @@ from tqdm import tqdm
 from cogvideox_flax.errors import NonFiniteError
 from cogvideox_flax.generate.programs import DenoiseInputs, DenoiseState
 from cogvideox_flax.runtime.compile import Program
-from cogvideox_flax.runtime.hosts import fetch, replicate
+from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import stoppable
 

@@ -36,7 +36,7 @@ from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.runtime.compile import Programs, ProgramSpec
 from cogvideox_flax.runtime.compile_cache import CompileCache
-from cogvideox_flax.runtime.hosts import fetch, replicate
+from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.schedulers import Scheduler

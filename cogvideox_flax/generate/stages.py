@@ -35,7 +35,7 @@ from cogvideox_flax.generate.run_dir import (
 )
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.hosts import fetch, replicate
+from cogvideox_flax.runtime.global_arrays import fetch, replicate
 
 log = logging.getLogger(__name__)
 

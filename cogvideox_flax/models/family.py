@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
@@ -211,7 +211,10 @@ class ModelFamily:
         workload: (configs, size) -> the size of the denoiser's computation.
         text: the text encoders.
         feature_shapes: (configs, batch) -> shapes of the text features.
-        predict: (denoiser, latents, text features, timestep) -> the prediction, float32.
+        predict: (denoiser, latents, text features, timestep or one per item, remat=False) -> the prediction, float32.
+            remat: recompute each block in the backward pass.
+        encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
+        latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
         decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
     """
 
@@ -235,7 +238,9 @@ class ModelFamily:
     workload: Callable[[Configs, Size], Workload]
     text: tuple[TextStage, ...]
     feature_shapes: Callable[[Configs, int], dict[str, tuple[int, ...]]]
-    predict: Callable[[Any, Float32[Array, "B T h w C"], Features, Int[Array, ""]], Float32[Array, "B T h w C"]]
+    predict: Callable[..., Float32[Array, "B T h w C"]]
+    encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
+    latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
 
     @property

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,9 +27,7 @@ from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.runtime.rendezvous import Place, join
 
 if TYPE_CHECKING:  # imported late: the command line uses this module before it needs JAX
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import Mesh
 
 T = TypeVar("T")
 
@@ -60,6 +58,8 @@ class _Group:
         self.place, self.links = place, links
         self.is_first = place.process_id == 0
         self.failure: Failure | None = None
+        self.stop_requested = threading.Event()
+        self.handles_interrupt = False  # the command itself stops at the next Ctrl-C
         self._failed, self._finished = threading.Event(), threading.Event()
         self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -84,6 +84,8 @@ class _Group:
                 self._values.put(content)
             elif kind == "failure":
                 self._on_failure(Failure(*content))
+            elif kind == "stop":
+                self.stop_requested.set()
             elif kind == "done":
                 if not self.is_first:
                     self._finished.set()
@@ -168,8 +170,11 @@ class _Group:
         signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
 
         def watch() -> None:
-            while reader.recv(1) != bytes([signal.SIGINT]):
-                pass
+            while True:
+                if reader.recv(1) == bytes([signal.SIGINT]):
+                    if not self.handles_interrupt:
+                        break
+                    self.handles_interrupt = False
             time.sleep(GRACE_S)
             self.fail(130, "stopped; the same command goes on from what was finished")
 
@@ -294,6 +299,30 @@ def check_mesh(mesh: Mesh | None) -> None:
         )
 
 
+@contextmanager
+def handled_interrupt() -> Iterator[None]:
+    """While this is open, the first Ctrl-C does not end the processes: the command stops by itself."""
+    if _group is None:
+        yield
+        return
+    _group.handles_interrupt = True
+    try:
+        yield
+    finally:
+        _group.handles_interrupt = False
+
+
+def stop_requested(here: bool) -> bool:
+    """Whether any process is to stop: the same answer on all, which must all call this in the same order.
+
+    Args:
+        here: whether this one is. Process 0 may hear of the others one call later.
+    """
+    if _group is not None and here and not _group.is_first:
+        _group.send("stop")
+    return from_first(lambda: here or (_group is not None and _group.stop_requested.is_set()))
+
+
 def finish() -> None:
     """At the end of a successful run: wait until all processes have succeeded."""
     if _group is not None:
@@ -309,40 +338,3 @@ def leave(code: int, message: str | None) -> None:
     if _group is None:
         return
     _group.fail(code, traceback.format_exc().rstrip() if message is None else message)
-
-
-def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
-    """The full array, on every host."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-
-
-def replicate(tree: Any, mesh: Mesh | None) -> Any:
-    """A pytree of arrays, replicated on every device of the mesh: for small arrays, not for weights."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    if mesh is None:
-        return jax.device_put(tree)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    if jax.process_count() == 1:
-        return jax.device_put(tree, everywhere)
-    return jax.tree.map(lambda x: _put_on_all_hosts(x, everywhere), tree)
-
-
-def _put_on_all_hosts(x: Any, everywhere: NamedSharding) -> jax.Array:
-    """One global array from x, which is equal on every host."""
-    import jax
-    import numpy as np
-
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, everywhere)  # a program's result, which may be sharded
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put_on_all_hosts(jax.random.key_data(x), everywhere))
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, everywhere, lambda index: host[index])

@@ -94,6 +94,10 @@ class Scheduler:
         """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""
         raise NotImplementedError
 
+    @property
+    def num_train_timesteps(self) -> int:
+        return self.config.num_train_timesteps
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 

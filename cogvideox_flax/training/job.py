@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import os
 from dataclasses import dataclass
@@ -22,10 +24,10 @@ from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.paths import check_writable, existing_parent
 from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.family import ModelFamily, Size
+from cogvideox_flax.runtime import hosts
 from cogvideox_flax.training.clips import Clip, clips_fingerprint, find_clips
-from cogvideox_flax.training.config import TrainingConfig
+from cogvideox_flax.training.config import TrainingConfig, require
 
 RECORD_FILE = "finetune.json"
 
@@ -52,37 +54,42 @@ class FinetuneJob:
 
     @property
     def tokens(self) -> int:
-        """Video tokens of one clip; the text tokens come on top."""
-        size, config = self.size, self.manifest.configs["transformer"]
-        return size.latent_frames * size.latent_height * size.latent_width // config.patch_volume
+        """Tokens of one clip, its text included."""
+        return self.family.workload(self.manifest.configs, self.size).tokens
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The linear maps that get adapters."""
+        targets = self.config.lora.targets
+        return self.family.lora.default_targets if targets is None else targets
 
     @cached_property
     def parameters(self) -> int:
-        """Parameters of the transformer, without adapters."""
-        return sum(x.size for x in jax.tree.leaves(self._abstract_transformer))
+        """Parameters of the denoiser, without adapters."""
+        return sum(x.size for x in jax.tree.leaves(self._abstract_denoiser))
 
     @cached_property
     def trainable(self) -> int:
         """Parameters that are trained."""
         if self.config.method == "full":
             return self.parameters
-        adapted = jax.eval_shape(partial(self.add_lora, mesh=None), self._abstract_transformer)
+        adapted = jax.eval_shape(partial(self.add_lora, mesh=None), self._abstract_denoiser)
         return sum(x.size for x in lora.lora_parameters(adapted).values())
 
     @cached_property
     def clips_fingerprint(self) -> str:
-        """Fingerprint of the clips and captions; reads all files when it is first asked for."""
-        return clips_fingerprint(self.clips)
+        """Fingerprint of the clips and captions; reads all files when it is first asked for, which all hosts do."""
+        return hosts.from_first(lambda: clips_fingerprint(self.clips))
 
     @cached_property
-    def _abstract_transformer(self) -> Any:
-        return self.manifest.abstract("transformer")
+    def _abstract_denoiser(self) -> Any:
+        return self.manifest.abstract(self.family.denoiser)
 
-    def add_lora(self, transformer: Transformer, mesh: Mesh | None) -> Transformer:
-        """The transformer with new adapters, which change nothing yet."""
-        config = self.config.lora
-        rngs = nnx.Rngs(self.config.loop.seed)
-        return lora.add_lora(self.family, transformer, config.rank, config.alpha, config.targets, rngs=rngs, mesh=mesh)
+    def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
+        """The denoiser with new adapters, which change nothing yet."""
+        config, rngs = self.config.lora, nnx.Rngs(self.config.loop.seed)
+        targets = self.lora_targets
+        return lora.add_lora(self.family, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 
     def memory(self) -> dict[str, int]:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
@@ -99,14 +106,15 @@ class FinetuneJob:
 
     def disk(self) -> int:
         """Bytes that the run writes, about: prepared clips, training states, and the result."""
-        size, loop, transformer = self.size, self.config.loop, self.manifest.configs["transformer"]
-        latents = math.prod(size.latent_shape(1))
-        example = 2 * 2 * latents + 4 * transformer.text_length * transformer.text_width
+        loop, configs = self.config.loop, self.manifest.configs
+        features = self.family.feature_shapes(configs, 1).values()
+        example = 2 * 2 * math.prod(self.size.latent_shape(1)) + 4 * sum(map(math.prod, features))
         state = (16 if loop.ema_decay else 12) * self.trainable
         result = 4 * self.trainable
         if self.config.method == "full":
-            copied = [name for name in ("text_encoder", "vae") if not self._can_link(name)]
-            result = sum(map(self._stored_bytes, ("transformer", *copied)))
+            kept = self.family.components.keys() - {self.family.denoiser}
+            copied = [name for name in kept if not self._can_link(name)]
+            result = sum(map(self._stored_bytes, (self.family.denoiser, *copied)))
         return len(self.clips) * example + (loop.keep + 1) * state + result
 
     def _can_link(self, component: str) -> bool:
@@ -122,14 +130,14 @@ class FinetuneJob:
 
     def describe(self) -> str:
         """What the run would do and need, as a table for people."""
-        config, size, transformer = self.config, self.size, self.manifest.configs["transformer"]
+        config, size = self.config, self.size
         release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
         rows = {
             "model": f"{config.model or hub.EMBEDDED.name} ({release.name if release else 'no released architecture'})",
             "clips": f"{count} in {config.clips}",
             "size": f"{size.num_frames} frames of {size.height}x{size.width} at {self.fps} fps",
-            "tokens": f"{self.tokens:,} of video and {transformer.text_length} of text per clip",
+            "tokens": f"{self.tokens:,} per clip, text included",
             "training": f"{self.trainable:,} of {self.parameters:,} parameters ({config.method})",
             "steps": f"{steps} of {config.batch} clips in {config.loop.accumulate} micro-batches, "
             f"{steps * config.batch / count:.1f} times each clip",
@@ -144,29 +152,47 @@ class FinetuneJob:
 def check(config: TrainingConfig) -> FinetuneJob:
     """Check a run as far as is possible before anything is converted, loaded or written.
 
+    On several hosts, the clips and the run's directory are process 0's.
+
     Raises:
-        InputError: a model that cannot be trained (image-to-video, quantized, incomplete), a size, mesh or batch that
-            does not fit it, faulty clips, prompts or sampling options, or a directory that cannot be written.
+        InputError: settings that differ between hosts; a model that cannot be trained (image-to-video, quantized,
+            incomplete); adapters that it does not have; a size, mesh or batch that does not fit it; faulty clips,
+            prompts or sampling options; or a directory that cannot be written.
     """
-    loop, sample = config.loop, config.sample
+    loop, sample, targets = config.loop, config.sample, config.lora.targets
     where = config.model or hub.EMBEDDED
+    hosts.check_same("the settings", {"config": json.loads(json.dumps(dataclasses.asdict(config), default=str))})
     mesh = sharding.make_mesh(*sharding.parse_mesh(config.mesh)) if config.mesh is not None else None
-    manifest = hub.peek(config.model, config.revision)
+    hosts.check_mesh(mesh)
+    manifest = hosts.first_host_first(lambda: hub.peek(config.model, config.revision))
     check_model(manifest, where, loop.dtype, mesh)
-    if manifest.quantized("transformer"):
+    family = manifest.model_family
+    if manifest.quantized(family.denoiser):
         raise InputError(
-            f"the transformer of {where} is quantized and cannot be trained; take the checkpoint it is from"
+            f"the {family.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
+    known = family.lora.targets
+    are_known = targets is None or set() < set(targets) <= known.keys()
+    require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
     if mesh is not None:
         sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
     request = _sample_request(config, manifest).resolve(manifest)
     if sample.prompts:
         sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
-    size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
-    clips = find_clips(config.clips, size.num_frames, request.fps)
+    size = family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+
+    def find() -> list[list[str]]:
+        found = find_clips(config.clips, size.num_frames, request.fps)
+        return [[str(clip.path), clip.name, clip.caption] for clip in found]
+
+    clips = [Clip(Path(path), name, caption) for path, name, caption in hosts.from_first(find)]
     job = FinetuneJob(config=config, manifest=manifest, mesh=mesh, size=size, samples=request, clips=clips)
-    check_writable(config.out / RECORD_FILE)
-    check_free_space(config.out, job.disk())
+
+    def check_places() -> None:
+        check_writable(config.out / RECORD_FILE)
+        check_free_space(config.out, job.disk())
+
+    hosts.from_first(check_places)
     return job
 
 

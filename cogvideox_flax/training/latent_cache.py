@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.numpy import save_file
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
 from cogvideox_flax.io.contents import content_hash, fingerprint, read_record, write_record
+from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
 
@@ -56,37 +58,45 @@ class LatentCache:
 def prepare(
     folder: Path, count: int, compute: Callable[[range], Arrays], *, shard_size: int, meta: dict[str, Any]
 ) -> LatentCache:
-    """Compute the examples that a folder does not hold yet, and open it.
+    """Compute the examples that a folder does not hold yet, and open it. On several hosts it is process 0's folder.
 
     Args:
         count: examples in all.
-        compute: the arrays of a range of examples.
+        compute: the arrays of a range of examples; called on all hosts.
         meta: what the examples are made from, as JSON values.
 
     Raises:
         InputError: the folder holds examples made from something else.
     """
     record = json.loads(json.dumps({"count": count, "shard_size": shard_size, "meta": meta}))
+    hosts.from_first(lambda: _match_record(folder, record))
+    made_from = fingerprint(record)
+    shards = [_shard_path(folder, shard) for shard in range(math.ceil(count / shard_size))]
+    missing = hosts.from_first(lambda: [i for i, shard in enumerate(shards) if not _is_fresh(shard, made_from)])
+    for i in missing:
+        stop = min((i + 1) * shard_size, count)
+        arrays = {name: np.ascontiguousarray(value) for name, value in compute(range(i * shard_size, stop)).items()}
+        if not hosts.is_first():
+            continue
+        with atomic_write(shards[i]) as partial:
+            save_file(arrays, partial)
+            write_text(_note_path(shards[i]), f"{made_from} {content_hash(partial)}")
+        log.info("%s: %d of %d examples prepared", folder.name, stop, count)
+    return LatentCache(folder, count, shard_size)
+
+
+def _match_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write the record of a folder of examples, or refuse a folder with another one."""
     found = _read_record(folder)
     if found is None:
         write_record(folder / RECORD_FILE, record)
     elif found != record:
-        differing = [k for k in {**found["meta"], **meta} if found["meta"].get(k) != record["meta"].get(k)]
+        theirs, ours = found["meta"], record["meta"]
+        differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
         raise InputError(
             f"{folder} holds examples made from something else (differing: {', '.join(differing) or 'their number'}); "
             "delete the folder or name another"
         )
-    made_from = fingerprint(record)
-    for shard, start in enumerate(range(0, count, shard_size)):
-        stop = min(start + shard_size, count)
-        target = _shard_path(folder, shard)
-        if not _is_fresh(target, made_from):
-            arrays = {name: np.ascontiguousarray(value) for name, value in compute(range(start, stop)).items()}
-            with atomic_write(target) as partial:
-                save_file(arrays, partial)
-                write_text(_note_path(target), f"{made_from} {content_hash(partial)}")
-            log.info("%s: %d of %d examples prepared", folder.name, stop, count)
-    return LatentCache(folder, count, shard_size)
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:

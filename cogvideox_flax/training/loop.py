@@ -2,6 +2,8 @@
 
 A step's batch, random key and learning rate are functions of its number. The state on disk (parameters, their moving
 average, the optimizer's moments, the number of steps done) is therefore complete: a resumed run gives the same bits.
+
+On several hosts, process 0 makes the batches, writes all files, and decides when to save and to stop.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from jax.sharding import Mesh
 
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record
+from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
@@ -47,11 +51,13 @@ class Trainer:
     """A training run, all but its starting weights.
 
     loss: what is minimised.
-    batches: step (from 0) -> its batch, on the host. Called in a thread, for the step after the current one.
+    batches: step (from 0) -> its batch, on the host: on several hosts, arrays in dictionaries and lists. Called in a
+        thread, for the step after the current one.
     config: the settings of the loop.
     folder: for `metrics.jsonl`, `settings.json` and the training states.
     frozen: modules or arrays that are not trained, passed to `loss`.
     mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
+    rows: component name -> the sharding of its parameters on the mesh.
     stop_at: end after this many of `config.steps`, to continue with another schedule; None: all of them.
     recorded: what else decides the result, as JSON values. Compared with the run in `folder`, like the settings.
     """
@@ -62,6 +68,7 @@ class Trainer:
     folder: Path
     frozen: Any = None
     mesh: Mesh | None = None
+    rows: Mapping[str, ParameterRows] = field(default_factory=dict)
     stop_at: int | None = None
     recorded: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +84,7 @@ class Trainer:
             params: component name -> module with the starting weights. A caller that keeps no reference to them saves
                 their memory.
             on_step: called after each step with the number of steps done; True stops the run there. SIGTERM and Ctrl-C
-                stop it too.
+                stop it too, on any host.
 
         Returns:
             The state after the last step done.
@@ -87,13 +94,12 @@ class Trainer:
             DivergedError: the loss is NaN or infinite. The last training state on disk is from before that.
         """
         config = self.config
-        self.folder.mkdir(parents=True, exist_ok=True)
-        match_run(self.folder / SETTINGS_FILE, dataclasses.asdict(config) | dict(self.recorded), MAY_CHANGE)
+        hosts.from_first(self._open_folder)
         with (
             jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext(),
             Snapshots(self.folder / "states", config.keep) as snapshots,
         ):
-            state = init_state(params, config, self.mesh)
+            state = init_state(params, config, self.mesh, self.rows)
             del params
             state = snapshots.restore_latest(state) or state
             start = int(state.step)
@@ -102,14 +108,17 @@ class Trainer:
             step = self._jit_step(state)
             step_log = _StepLog(self.folder, config, start)
             last_save = time.monotonic()
-            with _stop_signals() as stopped, prefetch(self.batches, range(start, self.last_step)) as batches:
-                for done, batch in enumerate(batches, start + 1):
+            todo = range(start, self.last_step)
+            with _stop_signals() as stopped, prefetch(self.batches, todo if hosts.is_first() else range(0)) as batches:
+                for done in range(start + 1, self.last_step + 1):
+                    batch = hosts.from_first(partial(next, batches))
                     state, metrics = step(state, self.frozen, put_batch(batch, config, self.mesh))
                     if done == start + 1:
                         jax.block_until_ready(metrics)
                         step_log.reset_clock(done)  # the first step's time is mostly compilation
-                    stop = bool(on_step and on_step(done, state)) or stopped.is_set()
-                    save = stop or done == self.last_step or time.monotonic() - last_save > 60 * config.save_minutes
+                    stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
+                    is_due = partial(_has_passed, last_save + 60 * config.save_minutes)
+                    save = hosts.from_first(is_due) or stop or done == self.last_step
                     if save or done % config.log_every == 0:
                         step_log.write(done, metrics)
                     if save:
@@ -119,6 +128,11 @@ class Trainer:
                         log.warning("stopped after step %d of %d; the same command resumes it", done, config.steps)
                         break
             return state
+
+    def _open_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = dataclasses.asdict(self.config) | dict(self.recorded)
+        match_run(self.folder / SETTINGS_FILE, settings, MAY_CHANGE)
 
     def _jit_step(self, state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
         return jax.jit(
@@ -151,12 +165,16 @@ def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = 
         )
 
 
+def _has_passed(deadline: float) -> bool:
+    return time.monotonic() > deadline
+
+
 class _StepLog:
     """Writes the metrics of steps to the metrics file and the log, with the learning rate and the time per step."""
 
     def __init__(self, folder: Path, config: LoopConfig, start: int):
         self._folder, self._config = folder, config
-        self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start)
+        self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start) if hosts.is_first() else None
         self._rate = learning_rate(config.optimizer, config.steps)
         self.reset_clock(start)
 
@@ -181,7 +199,8 @@ class _StepLog:
         if done > self._clock_step:
             values["seconds_per_step"] = (time.monotonic() - self._clock) / (done - self._clock_step)
             self.reset_clock(done)
-        self._metrics.write({"step": done, **values})
+        if self._metrics is not None:
+            self._metrics.write({"step": done, **values})
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         log.info("step %d of %d: %s", done, self._config.steps, shown)
 
@@ -219,7 +238,8 @@ def _stop_signals() -> Iterator[threading.Event]:
     for number in before:
         signal.signal(number, stop)
     try:
-        yield stopped
+        with hosts.handled_interrupt():
+            yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""The objective of the transformer: v-prediction on noised latents, with captions dropped at random.
+"""The objective of the denoiser: its velocity on noised latents, with captions dropped at random.
 
 Source: CogVideoX (arXiv 2408.06072), section 2.3; v-prediction (arXiv 2202.00512).
 """
@@ -9,34 +9,33 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32, Key, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, Shaped
 
-from cogvideox_flax.schedulers import DDIMScheduler
-from cogvideox_flax.schedulers.config import SchedulerConfig
+from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.training.metrics import Mean
 
 Metrics = dict[str, Float32[Array, ""] | Mean]
 Denoiser = Callable[[Float[Array, "B T H W C"], Int32[Array, " B"]], Float32[Array, "B T H W C"]]
 
 
-def v_prediction(
+def velocity_loss(
     denoiser: Denoiser,
     latents: Float[Array, "B T H W C"],
     key: Key[Array, ""],
-    config: SchedulerConfig,
+    scheduler: Scheduler,
     timestep_warp: Callable[[Float32[Array, " B"]], Float32[Array, " B"]] | None = None,
     weights: Float[Array, "B T H W"] | None = None,
 ) -> tuple[Float32[Array, ""], Metrics]:
-    """Mean squared error of v at random timesteps of the shifted, zero-terminal-SNR schedule.
+    """Mean squared error of the velocity at random timesteps of a noise schedule.
 
-    v = sqrt(abar) noise - sqrt(1 - abar) x0. Weighting the error of x0 by 1 / (1 - abar), as the released training
-    code does, is the same number: the error of x0 is sqrt(1 - abar) times that of v.
+    CogVideoX's velocity is v = sqrt(abar) noise - sqrt(1 - abar) x0. Weighting the error of x0 by 1 / (1 - abar), as
+    the released training code does, is the same number: the error of x0 is sqrt(1 - abar) times that of v.
 
     Args:
-        denoiser: (noised latents, timesteps) -> v; the transformer with its text bound.
+        denoiser: (noised latents, timesteps) -> velocity; the model with its text bound.
         latents: clean, scaled as the sampler sees them.
         key: of the noise and the timesteps.
-        config: the noise schedule. Timesteps are stratified: one from each of B equal parts of the whole range.
+        scheduler: of the noise schedule. Timesteps are stratified: one from each of B equal parts of the whole range.
         timestep_warp: uniform numbers in [0, 1) -> the timesteps' shares of the whole range, to sample some of them
             more often; None samples uniformly, as the released training code does.
         weights: relative weights of the squared errors of the latent pixels; None: all the same.
@@ -47,19 +46,18 @@ def v_prediction(
     """
     batch = latents.shape[0]
     noise_key, time_key, permutation_key = jax.random.split(key, 3)
-    scheduler = DDIMScheduler(config)
     # Stratified timesteps have less variance than independent ones.
     u = (jnp.arange(batch) + jax.random.uniform(time_key, (batch,))) / batch
     u = u if timestep_warp is None else timestep_warp(u)
-    t = jax.random.permutation(permutation_key, (u * config.num_train_timesteps).astype(jnp.int32))
-    t = t.clip(0, config.num_train_timesteps - 1)
+    t = jax.random.permutation(permutation_key, (u * scheduler.num_train_timesteps).astype(jnp.int32))
+    t = t.clip(0, scheduler.num_train_timesteps - 1)
 
     latents = latents.astype(jnp.float32)
     noise = jax.random.normal(noise_key, latents.shape)
     error = denoiser(scheduler.add_noise(latents, noise, t), t) - scheduler.velocity(latents, noise, t)
     squares = jnp.square(error).mean(4)
     per_clip = (squares if weights is None else squares * (weights / weights.mean())).mean((1, 2, 3))
-    noisy = t >= config.num_train_timesteps // 2
+    noisy = t >= scheduler.num_train_timesteps // 2
 
     def mean_where(mask: Bool[Array, " B"]) -> Mean:
         return Mean(jnp.where(mask, per_clip, 0).sum(), mask.sum().astype(jnp.float32))
@@ -88,14 +86,18 @@ def sample_latents(
 
 
 def drop_captions(
-    captions: Shaped[Array, "B ..."], empty: Shaped[Array, ...], rate: float, key: Key[Array, ""]
-) -> Shaped[Array, "B ..."]:
+    captions: PyTree[Shaped[Array, "B ..."]], empty: PyTree[Shaped[Array, ...]], rate: float, key: Key[Array, ""]
+) -> PyTree[Shaped[Array, "B ..."]]:
     """Replace captions by the empty one at random, which trains the unconditional half of guidance.
 
     Args:
-        captions: token ids [B, L] or text features [B, L, E].
+        captions: token ids [B, L], or text features [B, ...] by name.
         empty: the same of the empty prompt, without the batch axis.
         rate: the share of captions to drop, 0 to 1.
     """
-    dropped = jax.random.bernoulli(key, rate, captions.shape[:1])
-    return jnp.where(dropped.reshape(-1, *[1] * (captions.ndim - 1)), empty, captions)
+    dropped = jax.random.bernoulli(key, rate, jax.tree.leaves(captions)[0].shape[:1])
+
+    def replace(caption: Shaped[Array, "B ..."], empty: Shaped[Array, ...]) -> Shaped[Array, "B ..."]:
+        return jnp.where(dropped.reshape(-1, *[1] * (caption.ndim - 1)), empty, caption)
+
+    return jax.tree.map(replace, captions, empty)

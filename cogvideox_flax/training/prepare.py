@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,9 +15,12 @@ from jaxtyping import Float32
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline
+from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import from_uint8
+from cogvideox_flax.models.family import Features
+from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.global_arrays import fetch, put
 from cogvideox_flax.training import latent_cache
 from cogvideox_flax.training.clips import load_clip
 from cogvideox_flax.training.job import FinetuneJob
@@ -26,54 +30,65 @@ SHARD_SIZE = 16
 """Clips per file: what a killed preparation loses at most."""
 
 
-def clip_features(job: FinetuneJob, pipe: CogVideoXPipeline, progress: bool) -> LatentCache:
-    """`text` [L, E] of each clip's caption, in float32, which holds the values of every dtype."""
+def clip_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> LatentCache:
+    """The text features of each clip's caption, in float32, which holds the values of every dtype."""
 
     def compute(indices: range) -> dict[str, np.ndarray]:
-        return {"text": _encode_texts(job, pipe, [job.clips[i].caption for i in indices], progress)}
+        return _encode_texts(job, pipe, [job.clips[i].caption for i in indices], progress)
 
-    return _open_cache(job, pipe, ("text_encoder", "tokenizer"), compute)
+    return _open_cache(job, pipe, _text_parts(job), compute)
 
 
-def prompt_features(job: FinetuneJob, pipe: CogVideoXPipeline, progress: bool) -> Float32[np.ndarray, "N L E"]:
+def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[str, Float32[np.ndarray, "N ..."]]:
     """Text features of the empty prompt and of the sample prompts. A resumed run may have other sample prompts."""
     path = _folder(job) / "prompts.safetensors"
     prompts = ["", *job.config.sample.prompts]
-    key = json.dumps([prompts, pipe.dtype, [pipe.fingerprints()[name] for name in ("tokenizer", "text_encoder")]])
-    if not stage_files.is_fresh(path, key):
-        stage_files.save(path, {"features": _encode_texts(job, pipe, prompts, progress)}, {"settings": key})
-    return stage_files.load(path, ("features",), "cogvideox train")[0]["features"]
+    names = tuple(job.family.feature_shapes(job.manifest.configs, 1))
+    key = json.dumps([prompts, names, pipe.dtype, [pipe.fingerprints()[name] for name in _text_parts(job)]])
+    if not hosts.from_first(lambda: stage_files.is_fresh(path, key)):
+        features = _encode_texts(job, pipe, prompts, progress)
+        if hosts.is_first():
+            stage_files.save(path, features, {"settings": key})
+    return hosts.from_first(lambda: stage_files.load(path, names, "cogvideox train")[0])
 
 
-def clip_latents(job: FinetuneJob, pipe: CogVideoXPipeline) -> LatentCache:
+def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, without the scaling factor.
 
     In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
     """
-    size = job.size
-    encode = jax.jit(lambda vae, video: vae.encode(video), compiler_options=compiler_options(pipe.dtype))
+    size, part = job.size, job.family.decoder
+    encode = jax.jit(job.family.encode, compiler_options=compiler_options(pipe.dtype))
+
+    def load(group: list[int]) -> np.ndarray:
+        clips = [job.clips[i].path for i in group]
+        return np.stack([load_clip(path, size.num_frames, size.height, size.width, job.fps) for path in clips])
 
     def compute(indices: range) -> dict[str, np.ndarray]:
         means, stds = [], []
         for group, count in _dp_groups(indices, job.mesh):
-            frames = [load_clip(job.clips[i].path, size.num_frames, size.height, size.width, job.fps) for i in group]
-            video = np.stack([from_uint8(clip) for clip in frames])
+            video = from_uint8(hosts.from_first(partial(load, group)))
             place = sharding.named(job.mesh, ("batch",), video.shape, "clips") if job.mesh is not None else None
-            mean, logvar = encode(pipe.vae, jax.device_put(video, place))
-            means.append(np.asarray(mean, np.float16)[:count])
-            stds.append(np.exp(0.5 * np.asarray(logvar, np.float32)).astype(np.float16)[:count])
+            mean, logvar = map(fetch, encode(pipe.component(part), put(video, place)))
+            means.append(mean.astype(np.float16)[:count])
+            stds.append(np.exp(0.5 * logvar.astype(np.float32)).astype(np.float16)[:count])
         latents = {"mean": np.concatenate(means), "std": np.concatenate(stds)}
         if not all(np.isfinite(value).all() for value in latents.values()):
             names = ", ".join(job.clips[i].name for i in indices)
             raise InputError(f"the VAE gives NaN or infinity in {pipe.dtype} for some of {names}; train in float32")
         return latents
 
-    return _open_cache(job, pipe, ("vae",), compute)
+    return _open_cache(job, pipe, (part,), compute)
+
+
+def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
+    """What decides the text features."""
+    return *(stage.component for stage in job.family.text), "tokenizer"
 
 
 def _open_cache(
     job: FinetuneJob,
-    pipe: CogVideoXPipeline,
+    pipe: Pipeline,
     parts: tuple[str, ...],
     compute: Callable[[range], dict[str, np.ndarray]],
 ) -> LatentCache:
@@ -81,6 +96,7 @@ def _open_cache(
     size, fingerprints = job.size, pipe.fingerprints()
     meta = {
         "clips": job.clips_fingerprint,
+        "features": list(job.family.feature_shapes(job.manifest.configs, 1)),
         "size": [size.num_frames, size.height, size.width],
         "fps": job.fps,
         "model": [fingerprints[name] for name in parts],
@@ -94,15 +110,15 @@ def _folder(job: FinetuneJob) -> Path:
 
 
 def _encode_texts(
-    job: FinetuneJob, pipe: CogVideoXPipeline, texts: Sequence[str], progress: bool
-) -> Float32[np.ndarray, "N L E"]:
-    rows = []
+    job: FinetuneJob, pipe: Pipeline, texts: Sequence[str], progress: bool
+) -> dict[str, Float32[np.ndarray, "N ..."]]:
+    rows: list[Features] = []
     for group, count in _dp_groups(range(len(texts)), pipe.mesh):
         prompts = [texts[i] for i in group]
         request = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts))
-        features = pipe.encode(request, negative=False, progress=progress).text["prompt_embeds"]
-        rows.append(np.asarray(features, np.float32)[:count])
-    return np.concatenate(rows)
+        features = pipe.encode(request, negative=False, progress=progress).text
+        rows.append({name: fetch(value).astype(np.float32)[:count] for name, value in features.items()})
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
 def _dp_groups(indices: Sequence[int], mesh: Mesh | None) -> list[tuple[list[int], int]]:

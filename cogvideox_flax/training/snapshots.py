@@ -1,4 +1,8 @@
-"""Training states on disk: written atomically in the background by Orbax, and verified before use."""
+"""Training states on disk: written atomically in the background by Orbax, and verified before use.
+
+On several hosts, process 0 alone writes and reads them, so that the disk need not be shared: the whole state passes
+through its memory, one array after the other over the network.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.global_arrays import fetch_on_first, put
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +39,7 @@ class Snapshots:
     def __init__(self, folder: Path, keep: int):
         logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder = folder.resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._manager: Any = _make_manager(self._folder, keep) if hosts.is_first() else None
         self._hashing = ThreadPoolExecutor(1)
         self._closing = threading.Event()
 
@@ -40,6 +47,8 @@ class Snapshots:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._manager is None:
+            return
         try:
             with self._errors():
                 self._manager.wait_until_finished()
@@ -65,12 +74,14 @@ class Snapshots:
         Raises:
             InputError: the state before it could not be written.
         """
-        if step == self._manager.latest_step():
+        if hosts.from_first(lambda: step == self._manager.latest_step()):
+            return
+        state = fetch_on_first(_by_name(state))
+        if self._manager is None:
             return
         with self._errors():
-            self._manager.save(step, args=ocp.args.StandardSave(_by_name(state)))
-        if jax.process_index() == 0:
-            self._hashing.submit(self._write_hashes, step)
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._hashing.submit(self._write_hashes, step)
 
     def restore_latest(self, like: Any) -> Any | None:
         """The newest undamaged state, with the structure, dtypes and placement of `like`; None if there is no state.
@@ -80,6 +91,12 @@ class Snapshots:
         Raises:
             CheckpointError: all states are damaged, or the state is of another model.
         """
+        step = hosts.from_first(self._newest_undamaged)
+        if step is None:
+            return None
+        return self._restore(step, like)
+
+    def _newest_undamaged(self) -> int | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
             return None
@@ -92,16 +109,24 @@ class Snapshots:
             log.warning("the training state of step %d is damaged and is removed", step)
             self._manager.delete(step)
             self._hash_file(step).unlink(missing_ok=True)
-        return self._restore(undamaged, like)
+        return undamaged
 
     def _restore(self, step: int, like: Any) -> Any:
-        names = list(_by_name(like))  # in the order of the leaves, which jax.tree.map below does not keep
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
+        wanted, found = _by_name(like), {}
+        if hosts.count() == 1:
+            found = self._read(step, {name: ocp.utils.to_shape_dtype_struct(leaf) for name, leaf in wanted.items()})
+        else:
+            shapes = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}  # no memory is touched
+            hosts.from_first(lambda: found.update(self._read(step, shapes)))
+            for name, leaf in wanted.items():
+                found[name] = put(hosts.from_first(partial(found.get, name)), leaf.sharding)
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
+
+    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
         try:
-            found = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            return self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
         except (ValueError, KeyError, TypeError, OSError) as e:
             raise CheckpointError(f"the training state {self._folder / str(step)} does not fit this run: {e}") from e
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in names])
 
     def _hash_file(self, step: int) -> Path:
         return self._folder / f"{step}.json"
@@ -132,6 +157,18 @@ class Snapshots:
             return written != _hashes(self._folder / str(step))
         except CheckpointError:  # it cannot be read
             return True
+
+
+def _make_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    """Orbax' manager, used by process 0 alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0} if hosts.count() > 1 else None, barrier_sync_key_prefix="process 0"
+    )
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=False, enable_async_checkpointing=True, multiprocessing_options=alone
+    )
+    return ocp.CheckpointManager(folder, options=options)
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from jaxtyping import Array, Float32, Int32, Key
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.runtime.global_arrays import put
+from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import make_optimizer
@@ -46,29 +47,35 @@ class TrainState:
         return self.params if self.ema is None else self.ema
 
 
-def init_state(params: Params, config: LoopConfig, mesh: Mesh | None) -> TrainState:
+def init_state(
+    params: Params, config: LoopConfig, mesh: Mesh | None, rows: Mapping[str, ParameterRows] | None = None
+) -> TrainState:
     """The state before the first step, in float32. On a mesh, a moment is placed like its parameter.
 
     Args:
         params: component name -> module with the starting weights.
+        rows: component name -> the sharding of its parameters on the mesh.
     """
-    placements = _placements(params, mesh)
-    params = jax.tree.map(lambda x, place: jax.device_put(jnp.array(x, jnp.float32), place), params, placements)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    opt_state = optimizer.init(params)
-    step = jnp.zeros((), jnp.int32)
-    if mesh is not None:
-        replicated = NamedSharding(mesh, PartitionSpec())
-        step = jax.device_put(step, replicated)
-        opt_state = optax.tree_utils.tree_map_params(
-            optimizer,
-            jax.device_put,
-            opt_state,
-            placements,
-            transform_non_params=lambda x: jax.device_put(x, replicated),
-        )
-    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
-    return TrainState(step, params, ema, opt_state)
+
+    def make(params: Params) -> TrainState:
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+        ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+        return TrainState(jnp.zeros((), jnp.int32), params, ema, optimizer.init(params))
+
+    if mesh is None:
+        return make(params)
+    placements, replicated = _placements(params, mesh, rows or {}), NamedSharding(mesh, PartitionSpec())
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, place: place,
+        jax.eval_shape(make, params).opt_state,
+        placements,
+        transform_non_params=lambda _: replicated,
+    )
+    step: Any = replicated
+    shardings = TrainState(step, placements, placements if config.ema_decay else None, moments)
+    return jax.jit(make, out_shardings=shardings)(jax.tree.map(put, params, placements))
 
 
 def train_step(
@@ -124,25 +131,23 @@ def put_batch(batch: Batch, config: LoopConfig, mesh: Mesh | None) -> Batch:
         InputError: it does not divide into the micro-batches, or these over dp.
     """
 
-    def put(x: np.ndarray) -> Array:
+    def put_one(x: np.ndarray) -> Array:
         if x.shape[0] % config.accumulate:
             raise InputError(f"a batch of {x.shape[0]} does not divide into {config.accumulate} micro-batches")
         x = x.reshape(config.accumulate, -1, *x.shape[1:])
         if mesh is None:
             return jnp.asarray(x)
-        return jax.device_put(x, sharding.named(mesh, (None, "batch"), x.shape, "a training batch"))
+        return put(x, sharding.named(mesh, (None, "batch"), x.shape, "a training batch"))
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(put_one, batch)
 
 
-def _placements(params: Params, mesh: Mesh | None) -> Any:
+def _placements(params: Params, mesh: Mesh, rows: Mapping[str, ParameterRows]) -> Any:
     """The sharding of each parameter, from the table of its component, which is the outermost key."""
-    if mesh is None:
-        return jax.tree.map(lambda _: jax.devices()[0], params)
 
     def place(path: jax.tree_util.KeyPath, leaf: Array) -> NamedSharding:
         component, _, name = sharding.parameter_name(path).partition(".")
-        return sharding.parameter_sharding(mesh, COGVIDEOX.components[component].sharding, name, leaf.shape)
+        return sharding.parameter_sharding(mesh, rows[component], name, leaf.shape)
 
     return jax.tree_util.tree_map_with_path(place, params)
 

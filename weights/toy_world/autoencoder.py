@@ -27,6 +27,7 @@ from weights.toy_world.settings import (
     IMAGE_LOOP,
     KL_WEIGHT,
     L1_WEIGHT,
+    ROWS,
     SEED,
     SIZE,
     VAE,
@@ -70,7 +71,12 @@ def train_vae_images(run: Run) -> Autoencoder:
     """Train on single frames, which need a third of the work per frame and teach shapes and colours."""
     batches = partial(vae_batch, batch=IMAGE_BATCH, frames=1, seed=SEED)
     trainer = Trainer(
-        loss=vae_loss, batches=batches, config=IMAGE_LOOP, folder=run.folder / "vae-images", mesh=run.mesh
+        loss=vae_loss,
+        batches=batches,
+        config=IMAGE_LOOP,
+        folder=run.folder / "vae-images",
+        mesh=run.mesh,
+        rows=ROWS,
     )
     return train_to_end(trainer, {"vae": Autoencoder(VAE, rngs=nnx.Rngs(SEED))}).trained["vae"]
 
@@ -93,7 +99,13 @@ def _train_vae_video(run: Run) -> Autoencoder:
     ) -> Autoencoder:
         batches = partial(vae_batch, batch=VIDEO_BATCH, frames=VIDEO_FRAMES, seed=config.seed, crowded=crowded)
         trainer = Trainer(
-            loss=vae_loss, batches=batches, config=config, folder=run.folder / name, mesh=run.mesh, stop_at=stop_at
+            loss=vae_loss,
+            batches=batches,
+            config=config,
+            folder=run.folder / name,
+            mesh=run.mesh,
+            rows=ROWS,
+            stop_at=stop_at,
         )
         return train_to_end(trainer, {"vae": vae}).trained["vae"]
 

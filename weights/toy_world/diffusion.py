@@ -18,11 +18,12 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
+from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer
 from cogvideox_flax.training.latent_cache import LatentCache, prepare
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer
 from cogvideox_flax.training.metrics import plot_metrics
-from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, v_prediction
+from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.shuffle import shuffled_indices
 from cogvideox_flax.training.step import TrainState
 from weights.toy_world import world
@@ -35,6 +36,7 @@ from weights.toy_world.settings import (
     DTYPES,
     FRAMES,
     GUIDANCE,
+    ROWS,
     SCHEDULER,
     SEED,
     SHARD,
@@ -99,7 +101,7 @@ def diffusion_loss(
         return params["transformer"](x, context, t, remat=True)
 
     weights = 1 + phase.corners * batch["corners"].astype(jnp.float32) if phase.corners else None
-    return v_prediction(denoiser, latents, noise_key, SCHEDULER, phase.density, weights)
+    return velocity_loss(denoiser, latents, noise_key, DDIMScheduler(SCHEDULER), phase.density, weights)
 
 
 def train_transformer(run: Run) -> TrainState:
@@ -134,6 +136,7 @@ def train_transformer(run: Run) -> TrainState:
             config=phase.config,
             folder=run.folder / phase.name,
             mesh=run.mesh,
+            rows=ROWS,
             stop_at=phase.steps,
             recorded={
                 "scheduler": SCHEDULER.to_dict(),

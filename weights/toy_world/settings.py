@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import TokenizerConfig
@@ -79,6 +80,9 @@ GUIDANCE = 2.0
 """The checkpoint's default. With the releases' 6, early weights drew triangles with three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
+ROWS = {name: component.sharding for name, component in COGVIDEOX.components.items()}
+"""Component -> the sharding of its parameters."""
+
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)
 
 CLIPS, CLIP_SEED, SHARD = 16_000, SEED + 3, 40

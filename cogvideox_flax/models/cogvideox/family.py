@@ -94,11 +94,23 @@ def encode_text(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Features:
 
 
 def predict(
-    transformer: Transformer, latents: Float32[Array, "B T h w C"], text: Features, timestep: Int[Array, ""]
+    transformer: Transformer,
+    latents: Float32[Array, "B T h w C"],
+    text: Features,
+    timestep: Int[Array, ""] | Int[Array, " B"],
+    *,
+    remat: bool = False,
 ) -> Float32[Array, "B T h w C"]:
-    """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0."""
+    """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0. remat: recompute each block in the backward pass."""
     ofs = None if transformer.config.ofs_width is None else OFS
-    return transformer(latents, text["prompt_embeds"], timestep, ofs).astype(jnp.float32)
+    return transformer(latents, text["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
+
+
+def encode(
+    vae: Autoencoder, video: Float[Array, "B F H W 3"]
+) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
+    """Mean and logvar of a video's latents, without the scaling factor."""
+    return vae.encode(video)
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
@@ -211,5 +223,7 @@ COGVIDEOX = ModelFamily(
     text=(TextStage(component="text_encoder", tokenize=_tokenize, token_shapes=_token_shapes, encode=encode_text),),
     feature_shapes=_feature_shapes,
     predict=predict,
+    encode=encode,
+    latent_scale=lambda configs: configs["vae"].scaling_factor,
     decode=decode,
 )

@@ -1,0 +1,54 @@
+"""Arrays whose shards lie on several hosts: from and to host memory. With one process, plain copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from cogvideox_flax.runtime import hosts
+
+
+def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
+    """The full array, on every host."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def fetch_on_first(tree: Any) -> Any:
+    """A pytree with its arrays in full in the memory of process 0, one after the other; None on the others. With one
+    process, the tree itself."""
+    if hosts.count() == 1:
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    kept = [value if hosts.is_first() else None for value in map(fetch, leaves)]
+    return jax.tree.unflatten(treedef, kept) if hosts.is_first() else None
+
+
+def replicate(tree: Any, mesh: Mesh | None) -> Any:
+    """A pytree of arrays, replicated on every device of the mesh: for small arrays, not for weights."""
+    if mesh is None:
+        return jax.device_put(tree)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(tree, everywhere) if jax.process_count() == 1 else put(tree, everywhere)
+
+
+def put(tree: Any, sharding: Sharding | None) -> Any:
+    """A pytree of arrays with this sharding; None: on the default device. The arrays are equal on every host, or are
+    sharded over the hosts already."""
+    if sharding is None or jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    return jax.tree.map(lambda x: _put_one(x, sharding), tree)
+
+
+def _put_one(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)  # a program's result, which may be sharded
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put_one(jax.random.key_data(x), sharding))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
