@@ -20,6 +20,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs them 
 
 _cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
 os.environ["COGVIDEOX_HOME"] = _cache.name
+# tests of one worker, and their subprocesses, share what they compile
+os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{_cache.name}/xla"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_addoption(parser):

@@ -35,6 +35,18 @@ from conversion.convert import convert
 SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_the_cache_of_jax():
+    """What comes from there cannot be written down again."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="module")
 def native(tmp_path_factory):
     folder = tmp_path_factory.mktemp("execution")

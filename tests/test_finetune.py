@@ -97,7 +97,7 @@ def write(tmp_path, clips, model):
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory, model, clips, one_compilation):
+def started(tmp_path_factory, model, clips):
     """A whole run of each method, and the same stopped after two of its four steps and taken up again."""
     folder = tmp_path_factory.mktemp("runs")
     runs = {}

@@ -191,53 +191,64 @@ mesh = "2,1,2,fsdp"
 rank = 2
 
 [loop]
-steps = 40
+steps = 20
 log_every = 1
 ema_decay = 0.9
 
 [optimizer]
 learning_rate = 1e-2
 warmup_steps = 0
-
+"""
+SAMPLES = """
 [sample]
 prompts = ["a red circle"]
-every = 40
+every = 3
 num_inference_steps = 1
 """
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch, method):
+def write_training(folder: Path, model: Path, method: str, more: str = "") -> list:
+    """Clips and settings in a folder; returns the command that trains on them."""
+    make_clips(folder / "clips")
+    (folder / "kites.toml").write_text(TRAINING.format(model=model, method=method) + more)
+    return ["train", "--config", "kites.toml"]
+
+
+def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
     """Clips, settings and the run's directory are on process 0's disk alone. The same as one process computes."""
     first = tmp_path / "host 0"
-    make_clips(first / "clips")
-    (first / "kites.toml").write_text(TRAINING.format(model=layout, method=method))
-    command = ["train", "--config", "kites.toml"]
+    command = write_training(first, layout, "full")
     with Hosts(tmp_path, *command) as hosts:
-        hosts.wait_for("step 2 of 40")
+        hosts.wait_for("step 2 of 20")
         hosts.processes[1].send_signal(signal.SIGINT)
         codes, outputs = hosts.finish(40)
     assert codes == [130, 130] and outputs == ["", ""]
     assert "the same command resumes it" in hosts.said(0)
     assert "Traceback" not in hosts.said(0) + hosts.said(1)
     (state,) = [path for path in (first / "run" / "training" / "states").iterdir() if path.is_dir()]
-    assert 2 <= int(state.name) < 40
+    assert 2 <= int(state.name) < 20
 
     with Hosts(tmp_path, *command) as hosts:
         (printed,) = hosts.succeed()
-    assert f"resuming from step {state.name} of 40" in hosts.said(0)
+    assert f"resuming from step {state.name} of 20" in hosts.said(0)
     assert not (hosts.folders[1] / "run").exists()
-    assert [line["step"] for line in read_metrics(first / "run" / "training" / "metrics.jsonl")] == [*range(1, 41)]
-    with Image.open(first / "run" / "samples" / "000040.png") as sheet:
-        assert np.asarray(sheet).std() > 5
-
+    assert [line["step"] for line in read_metrics(first / "run" / "training" / "metrics.jsonl")] == [*range(1, 21)]
     monkeypatch.chdir(first)
     alone = finetune(check(read_config(Path("kites.toml"), {"out": "alone"})), progress=False)
-    files = [first / printed, first / alone]
-    ours, theirs = (load_file(path / "transformer" / "model.safetensors" if path.is_dir() else path) for path in files)
+    ours, theirs = (load_file(first / path / "transformer" / "model.safetensors") for path in (printed, alone))
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-3, err_msg=name)
+
+
+def test_adapters_are_trained_on_hosts_that_share_a_disk(layout, tmp_path):
+    command = write_training(tmp_path, layout, "lora", SAMPLES)
+    with Hosts(tmp_path, *command, "--steps", 3, shared=True) as hosts:
+        (printed,) = hosts.succeed()
+    assert all(np.abs(value).max() > 0 for value in load_file(tmp_path / printed).values())
+    assert len(list(tmp_path.glob("run/training/states/*.json"))) == 1
+    with Image.open(tmp_path / "run" / "samples" / "000003.png") as sheet:
+        assert np.asarray(sheet).std() > 5
 
 
 # --- without processes ---

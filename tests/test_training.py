@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -188,37 +187,25 @@ KILLED = """
 import os, signal, sys
 sys.path[:0] = [{tests!r}, {root!r}]
 os.environ["JAX_PLATFORMS"] = "cpu"
-from dataclasses import replace
 from pathlib import Path
 import test_training as t
 
 def die(step, state):
-    if step == int(sys.argv[2]):
+    if step == 4:
         os.kill(os.getpid(), signal.SIGKILL)
 
-config = replace(t.SHORT, steps=6, save_minutes=1e-9)
-t.train(t.models(), t.denoise, t.denoise_batches, config, Path(sys.argv[1]), on_step=die)
+t.train(t.models(), t.denoise, t.denoise_batches, t.OFTEN_SAVED, Path(sys.argv[1]), on_step=die)
 """
+OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
 
 
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     tests = Path(__file__).parent
     code = KILLED.format(tests=str(tests), root=str(tests.parent))
-
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}  # one program, compiled once
-
-    def run(folder, die_at):
-        command = [sys.executable, "-c", code, folder, str(die_at)]
-        return subprocess.run(command, capture_output=True, text=True, env=env)
-
-    assert run(tmp_path / "cut", 4).returncode == -signal.SIGKILL
-    for folder in ("cut", "whole"):
-        done = run(tmp_path / folder, 0)
-        assert done.returncode == 0, done.stderr
-    states = []
-    for folder in ("cut", "whole"):
-        config = replace(SHORT, steps=6, save_minutes=1e-9)
-        states.append(train(models(), denoise, denoise_batches, config, tmp_path / folder))
+    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "cut"], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folders = [tmp_path / name for name in ("cut", "whole")]
+    states = [train(models(), denoise, denoise_batches, OFTEN_SAVED, folder) for folder in folders]
     assert int(states[0].step) == 6
     for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert np.array_equal(ours, theirs)
