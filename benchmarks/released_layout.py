@@ -99,7 +99,8 @@ def build(component: str, release: str, *, small: bool, **changes: Any) -> Any:
         return diffusers.CogVideoXTransformer3DModel(**config | changes)
     if component == "text_encoder":
         return transformers.T5EncoderModel(transformers.T5Config(**T5_XXL | (SMALL_T5 if small else {}) | changes))
-    scale = {"scaling_factor": RELEASES[release].configs["vae"].scaling_factor}
+    released = RELEASES[release].configs["vae"]
+    scale = {name: getattr(released, name) for name in ("scaling_factor", "invert_scale_latents")}
     return diffusers.AutoencoderKLCogVideoX(**VAE | scale | (SMALL_VAE if small else {}) | changes)
 
 

@@ -89,18 +89,6 @@ def test_float16_on_a_tpu(refused, layout, tmp_path, monkeypatch, command):
     )
 
 
-def test_sizes_that_learned_positions_cannot_take(refused, tmp_path):
-    model = make_transformer("cogvideox-5b", use_learned_positional_embeddings=True)
-    layout = save_layout(tmp_path / "hf", "cogvideox-5b", transformer=model)
-    message = refused(*generate(layout, tmp_path / "v.mp4", "--height", 80))
-    assert "learned its positions at 64x96 only" in message
-
-
-def test_an_image_to_video_model(refused, tmp_path):
-    layout = save_layout(tmp_path / "hf", "cogvideox-5b-i2v")
-    assert "image-to-video" in refused(*generate(layout, tmp_path / "v.mp4"))
-
-
 def test_prompts_that_are_none(refused, layout, tmp_path):
     file = tmp_path / "prompts.txt"
     argv = ["generate", "--model", layout, "--out", tmp_path / "v.mp4", *QUICK]

@@ -380,7 +380,7 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
     layout = save_layout(tmp_path / "1.5", "cogvideox1.5-5b")
     job = check(read_config(write(model=layout)))
     assert (job.size.latent_frames, job.size.extra_latents, job.fps) == (4, 1, 16)
-    assert job.tokens == 2 * 2 * 3
+    assert job.tokens == 10 + 2 * 2 * 3
     seen = {}
 
     def objective(denoiser, latents, key, config):
@@ -392,7 +392,7 @@ def test_releases_that_patch_time_train_on_an_extra_frame(write, tmp_path, home,
     latents = jax.ShapeDtypeStruct((2, 3, 4, 6, 16), jnp.float16)
     text_shape = jax.ShapeDtypeStruct((2, 10, 40), jnp.float32)
     batch = {"mean": latents, "std": latents, "text": {"prompt_embeds": text_shape}}
-    frozen = {"empty": jax.ShapeDtypeStruct((10, 40), jnp.float32)}
+    frozen = {"empty": {"prompt_embeds": jax.ShapeDtypeStruct((10, 40), jnp.float32)}}
     key = jax.eval_shape(lambda: jax.random.key(0))
     loss, _ = jax.eval_shape(partial(finetuning._loss, job=job), {"transformer": transformer}, frozen, batch, key)
     assert loss.shape == ()

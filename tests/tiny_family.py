@@ -27,6 +27,7 @@ from cogvideox_flax.models.family import (
     Release,
     Size,
     TextStage,
+    VisualStage,
     Workload,
 )
 from cogvideox_flax.nn.layers import Linear
@@ -190,6 +191,10 @@ def encode(codec: Codec, video: Array) -> tuple[Array, Array]:
     return mean, jnp.full_like(mean, -10.0)
 
 
+def encode_clip(codec: Codec, video: Array, noise: Array, *, tiled: bool) -> Array:
+    return encode(codec, video)[0]
+
+
 def decode(codec: Codec, latents: Array, tiled: bool) -> Array:
     return codec(latents)
 
@@ -311,6 +316,11 @@ TINY = ModelFamily(
         ),
     ),
     feature_shapes=lambda configs, batch: {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)},
+    visual=lambda configs: (
+        VisualStage(input="video", feature="video_latents", component="codec", encode=encode_clip, scale=1.0),
+    ),
+    check_inputs=lambda configs, given: None,
+    fit_frames=lambda configs, count: (count - 1) // 4 * 4 + 1,
     predict=predict,
     encode=encode,
     latent_scale=lambda configs: 1.0,

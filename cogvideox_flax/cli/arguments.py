@@ -85,6 +85,10 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
         groups[f"request {stage}"] = argparse.ArgumentParser(add_help=False)
         for name, each in options(stage).items():
             add_option(groups[f"request {stage}"], name, each)
+    groups["media"] = argparse.ArgumentParser(add_help=False)
+    for name, each in options("denoise").items():
+        if each.for_media:
+            add_option(groups["media"], name, each)
     return groups
 
 
@@ -113,8 +117,9 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several videos number their files",
     )
     sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
-    what = "stage 1: prompts to embeddings"
-    sub = command("encode", commands.encode, what, "prompt", "model", "request encode", "profiling", "hosts")
+    what = "stage 1: prompts to embeddings, pictures and clips to latents"
+    groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
+    sub = command("encode", commands.encode, what, *groups)
     sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")

@@ -52,8 +52,8 @@ TRAINING_OPTIONS = {
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
     from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.request import check_num_videos
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
+    from cogvideox_flax.generate.values import check_num_videos
     from cogvideox_flax.io.paths import item_paths
 
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
@@ -127,8 +127,8 @@ def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone."""
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.checks import check_model
-    from cogvideox_flax.generate.request import check_fps
     from cogvideox_flax.generate.run_dir import VIDEO_FILE, check_folder
+    from cogvideox_flax.generate.values import check_fps
     from cogvideox_flax.io.paths import item_paths
 
     before = resume(args)
@@ -184,6 +184,7 @@ def plan(args: argparse.Namespace) -> None:
     """Forecast a run: each stage is compiled for chips that need not be there."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
     from cogvideox_flax.checkpoint import Manifest, hub
+    from cogvideox_flax.generate.media import UNSEEN
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.models.registry import get_release
@@ -195,7 +196,8 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    request = GenerationRequest([""] * args.prompts, **given_options(args)).resolve(manifest)
+    needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model_family.visual(manifest.configs) if s.required}
+    request = GenerationRequest([""] * args.prompts, **given_options(args), **needed).resolve(manifest)
     run = RunPrograms(manifest, request, args.dtype or manifest.default_dtype)
     if args.mesh:
         mesh = parse_mesh(args.mesh)

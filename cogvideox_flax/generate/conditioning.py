@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 from cogvideox_flax.models.family import Features
 from cogvideox_flax.runtime.global_arrays import fetch
@@ -19,10 +21,14 @@ class Conditioning:
 
     text: features of the prompts, by name.
     negative_text: the same of the negative prompts; None runs without guidance.
+    pictures: features of given pictures, by name; the same with and without the prompt.
+    video: latents [B, T, h, w, C] of a given clip, scaled, with the extra latent frames, from which the loop starts.
     """
 
     text: Features
     negative_text: Features | None = None
+    pictures: Features = field(default_factory=dict)
+    video: Float[Any, "B T h w C"] | None = None
 
     @property
     def batch(self) -> int:
@@ -35,10 +41,11 @@ class Conditioning:
         return self.negative_text is not None
 
     def guided_features(self) -> Features:
-        """The denoiser's text features: with guidance those of the negative prompts, then those of the prompts."""
+        """The denoiser's features: with guidance those of the negative prompts, then those of the prompts."""
         if self.negative_text is None:
-            return self.text
-        return jax.tree.map(lambda *halves: jnp.concatenate(halves), self.negative_text, self.text)
+            return {**self.text, **self.pictures}
+        halves = {**self.negative_text, **self.pictures}, {**self.text, **self.pictures}
+        return jax.tree.map(lambda *pair: jnp.concatenate(pair), *halves)
 
     def on_host(self) -> Conditioning:
         """The same as float32 NumPy arrays, as stage files hold them: one program for both ways."""

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cogvideox_flax.errors import NonFiniteError
-from cogvideox_flax.generate.programs import DenoiseInputs, DenoiseState
+from cogvideox_flax.generate.functions import DenoiseInputs, DenoiseState
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions

@@ -20,6 +20,7 @@ class Option:
     flags: other names of the flag.
     parse: text -> value; ValueError or InputError where it cannot be.
     choices: text -> value, for options of few values.
+    for_media: whether encoding pictures and clips needs it too.
     metavar, repeat: as argparse has them; repeat: each use adds a value.
     """
 
@@ -31,6 +32,7 @@ class Option:
     choices: Mapping[str, Any] | None = None
     metavar: str | None = None
     repeat: bool = False
+    for_media: bool = False
 
 
 def option(default: Any, help: str, **how: Any) -> Any:

@@ -21,19 +21,22 @@ from cogvideox_flax.generate.checks import check_run
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, with_progress
-from cogvideox_flax.generate.memory import check_memory
-from cogvideox_flax.generate.programs import (
+from cogvideox_flax.generate.functions import (
+    VIDEO_FEATURE,
     DenoiseState,
     Frames,
-    RunPrograms,
-    decode_arguments,
-    decoding,
+    encoder_noise_key,
     noise_key,
+    standard_normal,
 )
+from cogvideox_flax.generate.media import read_media
+from cogvideox_flax.generate.memory import check_memory
+from cogvideox_flax.generate.programs import RunPrograms, decode_arguments, decoding
 from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult, describe_request
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
+from cogvideox_flax.models.family import VisualStage
 from cogvideox_flax.runtime.compile import Programs, ProgramSpec
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
@@ -206,13 +209,14 @@ class Pipeline(Components):
     def encode(
         self, request: GenerationRequest, *, negative: bool | None = None, progress: bool = True
     ) -> Conditioning:
-        """Text features of the prompts and, where guidance needs them, of the negative prompts.
+        """Text features of the prompts and, where guidance needs them, of the negative prompts; latents of the pictures
+        and clips.
 
         Args:
             negative: encode the negative prompts in any case, or in none.
 
         Raises:
-            InputError: a text encoder gives NaN or infinity.
+            InputError: an encoder gives NaN or infinity, or a frame cannot be decoded.
         """
         run = self.programs(request)
         texts = {"text": run.request.prompt}
@@ -231,7 +235,28 @@ class Pipeline(Components):
                     raise self._bad("text encoder")
                 found[name] |= features
             self.profiling.after_stage(spec.name)
-        return Conditioning(**found)
+        latents = {stage.feature: self._encode_visual(run, stage, progress) for stage in run.visual}
+        video = latents.pop(VIDEO_FEATURE, None)
+        return Conditioning(**found, pictures=latents, video=video)
+
+    def _encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
+        """Scaled latents of a picture or clip."""
+        spec, inputs = run.encode_visual(stage), replicate(self._media(run, stage), self.mesh)
+        latents, finite = self._run(spec, self.component(stage.component), *inputs, progress=progress)
+        self.profiling.after_stage(spec.name)
+        if not finite:
+            raise self._bad("VAE")
+        return latents
+
+    def _media(self, run: RunPrograms, stage: VisualStage) -> tuple[Any, Any]:
+        """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
+        request, (frames, noise) = run.request, run.media_shapes(stage)
+        index = [known.input for known in run.family.visual(run.manifest.configs)].index(stage.input)
+        given = (request.encoder_noise or {}).get(stage.input)
+        if given is None:
+            given = standard_normal(encoder_noise_key(request.seed, index), noise)
+        media = getattr(request, stage.input)
+        return read_media(media, frames, request.fit), jnp.asarray(given, jnp.float32)
 
     def denoise(
         self,
@@ -314,7 +339,8 @@ class Pipeline(Components):
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
         inputs, state = replicate(run.start(None, *self._start_noise(run, progress)), self.mesh)
-        given = replicate(tokens, self.mesh), inputs, state
+        media = {stage.input: self._media(run, stage) for stage in run.visual}
+        given = replicate(tokens, self.mesh), replicate(media, self.mesh), inputs, state
         frames, steps_finite, finite = self._run(run.whole_run, models, *given, progress=progress)
         self.profiling.after_stage(run.whole_run.name)
         check_finite(fetch(steps_finite), inputs, self._hint())

@@ -5,30 +5,36 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.option import Option, Stage, option
+from cogvideox_flax.generate.values import (
+    MAX_SEED,
+    MAX_VIDEOS,
+    Faults,
+    check_fps,
+    check_num_videos,
+    check_prompts,
+    describe_adapter,
+    is_whole,
+    parse_lora,
+)
+from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.generate.media import Media
     from cogvideox_flax.models.family import Size
     from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
-
-MAX_SEED = 2**32 - 1
-
-MAX_VIDEOS = 10_000
-"""Videos of one request."""
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -36,15 +42,6 @@ STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
-
-
-def _lora(text: str) -> dict[str, Any]:
-    """'my.safetensors:0.8' -> file and scale; a colon that no number follows is part of the name."""
-    file, _, scale = text.rpartition(":")
-    try:
-        return {"file": file, "scale": float(scale)} if file else {"file": text, "scale": 1.0}
-    except ValueError:
-        return {"file": text, "scale": 1.0}
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,22 @@ class GenerationRequest:
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
     lora: adapters of this run, each a file, "FILE:SCALE", or a mapping with file and scale; None stands for those that
         the pipeline has loaded.
-    noise: the sampler's noise [N, B, T, h, w, C] for every step, in place of random noise.
+    noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
+    image, last_image: a path, a PIL image or uint8 [H, W, 3]; video: a path, a folder of PNGs or uint8 [F, H, W, 3] at
+        the model's frame rate. One for all prompts, or a list with one each.
+    encoder_noise: "image", "last_image" or "video" -> standard normal [B, T, h, w, C], in place of random noise, of the
+        encoder's posterior. A clip's extra latent frames do not count.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
     The others say it in their help.
     """
 
     prompt: str | Sequence[str]
     negative_prompt: str | Sequence[str] = option("", "what to steer away from", stage="encode")
-    num_frames: int | None = option(None, "such as 49; default: the release's", parse=int)
-    height: int | None = option(None, "pixels; default: the release's", parse=int)
-    width: int | None = option(None, "pixels; default: the release's", parse=int)
+    num_frames: int | None = option(
+        None, "such as 49; default: the release's, or what the video has", parse=int, for_media=True
+    )
+    height: int | None = option(None, "pixels; default: the release's", parse=int, for_media=True)
+    width: int | None = option(None, "pixels; default: the release's", parse=int, for_media=True)
     num_inference_steps: int | None = option(None, "default: the release's (50)", flags=("--steps",), parse=int)
     guidance_scale: float | None = option(
         None, "default: the checkpoint's (6 for the releases); 1 turns guidance off", parse=float
@@ -80,20 +83,62 @@ class GenerationRequest:
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
         None, "the sampler, ddim or dpm; default: the release's", parse=str
     )
-    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int)
+    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
     lora: Sequence[Any] | None = option(
         None,
         "an adapter in diffusers' layout and its strength (1); several are added one after the other",
-        parse=_lora,
+        parse=parse_lora,
         metavar="FILE[:SCALE]",
         repeat=True,
     )
     num_videos: int = option(
         1, "videos of each prompt, of seed, seed + 1, ...; default: 1", stage="generate", recorded=False, parse=int
     )
+    image: Any = option(  # noqa: RUF009
+        None,
+        "the first frame, for image-to-video models: PNG, JPEG or WebP; once for all prompts, or once for each",
+        stage="encode",
+        parse=str,
+        metavar="FILE",
+        repeat=True,
+    )
+    last_image: Any = option(  # noqa: RUF009
+        None,
+        "the last frame too, for checkpoints trained on both",
+        stage="encode",
+        parse=str,
+        metavar="FILE",
+        repeat=True,
+    )
+    video: Any = option(  # noqa: RUF009
+        None,
+        "a clip to start from, for text-to-video models: a video file or a folder of PNGs",
+        stage="encode",
+        parse=str,
+        metavar="FILE",
+        repeat=True,
+    )
+    strength: float | None = option(
+        None, "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8", parse=float
+    )
+    fit: str = option(
+        "crop",
+        "what happens to pictures of another aspect ratio: crop uses their middle, stretch is the reference's way; "
+        "default: crop",
+        stage="encode",
+        choices={name: name for name in FITS},
+    )
+    image_scale: float | None = option(
+        None,
+        "factor of the pictures' latents; default: as released. 1.5-I2V divides by 0.7, where its authors' own code "
+        "has 1; users report first frames nearer to the picture with 1",
+        stage="encode",
+        parse=float,
+    )
+    encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     compiled_loop: bool = option(False, "run all steps as one compiled program", recorded=False)
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", stage="decode", recorded=False)
     fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", stage="decode", parse=int)
@@ -108,10 +153,12 @@ class GenerationRequest:
         Raises:
             InputError: all that this model cannot serve, in one message.
         """
+        from cogvideox_flax.generate.media import MEDIA, resolve_media, resolve_strength
+
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
         manifest.check_complete("the model")
-        family, configs, faults = manifest.model_family, manifest.configs, _Faults()
+        family, configs, faults = manifest.model_family, manifest.configs, Faults()
         defaults = family.defaults(configs)
         filled: dict[str, Any] = {
             field.name: getattr(defaults, field.name)
@@ -124,14 +171,23 @@ class GenerationRequest:
             filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
-        size = None
+        size, num_frames = None, self.num_frames
         with faults.caught():
-            size = family.resolve_size(configs, self.num_frames, self.height, self.width)
+            given = {name: getattr(self, name) for name in MEDIA}
+            filled |= resolve_media(family, configs, given, len(filled.get("prompt", [""])))
+            if num_frames is None and (clips := filled.get("video")):
+                num_frames = family.fit_frames(configs, max(clip.num_frames for clip in clips))
+        with faults.caught():
+            filled["strength"] = resolve_strength(
+                self.strength, self.video is not None, filled.get("num_inference_steps", self.num_inference_steps)
+            )
+        with faults.caught():
+            size = family.resolve_size(configs, num_frames, self.height, self.width)
             filled |= size.video
         if self.lora is not None:
             adapters = [self.lora] if isinstance(self.lora, str | os.PathLike) else self.lora
             with faults.caught():
-                filled["lora"] = [_described(adapter, manifest) for adapter in adapters]
+                filled["lora"] = [describe_adapter(adapter, manifest) for adapter in adapters]
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         result = ResolvedRequest(**given | filled)
         with faults.caught():
@@ -146,7 +202,7 @@ class GenerationRequest:
                 family.check_tiling(configs)
         faults.raise_all()
         assert size is not None
-        for warning in family.size_warnings(configs, size):
+        for warning in (*family.size_warnings(configs, size), *result._unused_media(size)):
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result
@@ -167,6 +223,9 @@ class ResolvedRequest(GenerationRequest):
         scheduler: str | Scheduler
         lora: list[Mapping[str, Any]] | None
         fps: int
+        image: list[Media] | None
+        last_image: list[Media] | None
+        video: list[Media] | None
 
     @property
     def batch(self) -> int:
@@ -177,6 +236,13 @@ class ResolvedRequest(GenerationRequest):
     def guided(self) -> bool:
         """Whether guidance is on."""
         return self.guidance_scale > 1
+
+    @property
+    def first_step(self) -> int:
+        """The first denoising step that is done: above 0 where the run starts from a video."""
+        if self.strength is None:
+            return 0
+        return self.num_inference_steps - min(int(self.num_inference_steps * self.strength), self.num_inference_steps)
 
     def sampler(self, manifest: Manifest) -> Scheduler:
         """The sampler; a name is that sampler on the checkpoint's noise schedule.
@@ -202,6 +268,14 @@ class ResolvedRequest(GenerationRequest):
         object.__setattr__(result, "_resolved_for", getattr(self, "_resolved_for", None))
         return result
 
+    def _unused_media(self, size: Size) -> list[str]:
+        """Sentences about what of the pictures and clips the model does not see."""
+        from cogvideox_flax.generate.media import MEDIA, describe_fit
+
+        each = [(name, media) for name in MEDIA for media in getattr(self, name) or ()]
+        video = (size.num_frames, size.height, size.width)
+        return [said for name, media in each if (said := describe_fit(name, media, *video, self.fit))]
+
     def _check_values(self) -> None:
         """Refuse values that no model takes, or that do not go together.
 
@@ -222,13 +296,19 @@ class ResolvedRequest(GenerationRequest):
             except InputError as e:
                 faults.append(str(e))
         following = self.num_videos - 1 if is_count(self.num_videos, MAX_VIDEOS) else 0
-        if not _is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - following:
+        if not is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - following:
             less = f" less the {following} that follow" if following else ""
             faults.append(f"seed is {shown(self.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
         if self.output_type not in OUTPUT_TYPES:
             faults.append(f"unknown output_type {self.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
         if self.one_program and self.output_type == "latent":
             faults.append('one program ends in frames; leave one_program off for output_type "latent"')
+        if self.fit not in FITS:
+            faults.append(f"fit is {shown(self.fit)}; expected {' or '.join(FITS)}")
+        if self.image_scale is not None and not (is_finite_number(self.image_scale) and self.image_scale > 0):
+            faults.append(f"image_scale is {shown(self.image_scale)}; expected a number above 0")
+        if self.image_scale is not None and self.image is None:
+            faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
         if self.num_videos != 1 and (self.latents is not None or self.noise is not None):
             faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
         if faults:
@@ -248,76 +328,9 @@ class ResolvedRequest(GenerationRequest):
             return
         if not sampler.needs_noise:
             raise InputError(f"noise is for samplers that draw some; {sampler.config.kind} does not")
-        if tuple(self.noise.shape) != (self.num_inference_steps, *shape):
-            expected = (self.num_inference_steps, *shape)
+        expected = (self.num_inference_steps - self.first_step, *shape)
+        if tuple(self.noise.shape) != expected:
             raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(self.noise.shape)}")
-
-
-class _Faults:
-    """Collects errors, to raise them together."""
-
-    def __init__(self) -> None:
-        self._found: list[InputError] = []
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        try:
-            yield
-        except InputError as e:
-            self._found.append(e)
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-    def raise_all(self) -> None:
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            raise InputError("\n".join(map(str, self._found)))
-
-
-def check_prompts(
-    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] = ""
-) -> tuple[list[str], list[str]]:
-    """Prompts and negative prompts as lists of equal length.
-
-    Raises:
-        InputError: no prompt, something that is not a string or not Unicode, or counts that do not agree.
-    """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
-    if not prompts:
-        raise InputError("the list of prompts is empty; give at least one prompt")
-    for text in (*prompts, *negatives):
-        if not isinstance(text, str):
-            raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise InputError(f"the prompt {text!r} is not valid Unicode at character {e.start}; retype it") from e
-    if len(negatives) != len(prompts):
-        raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
-    return prompts, negatives
-
-
-def check_num_videos(num_videos: int) -> None:
-    """Refuse a number of videos per prompt that is out of range.
-
-    Raises:
-        InputError: it is.
-    """
-    if not is_count(num_videos, MAX_VIDEOS):
-        raise InputError(f"num_videos is {shown(num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
-
-
-def check_fps(fps: int | None) -> None:
-    """Refuse a frame rate that no video is written at; None is the release's.
-
-    Raises:
-        InputError: it is none.
-    """
-    if fps is not None and not is_count(fps, MAX_WRITTEN_FPS):
-        raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_WRITTEN_FPS} frames per second")
 
 
 def options(*stages: Stage) -> dict[str, Option]:
@@ -325,22 +338,3 @@ def options(*stages: Stage) -> dict[str, Option]:
     fields = dataclasses.fields(GenerationRequest)
     found = {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
     return {name: option for name, option in found.items() if option.stage in stages}
-
-
-def _described(adapter: Any, manifest: Manifest) -> dict[str, Any]:
-    """An adapter's `LoRARecord`, from what a user gives."""
-    from cogvideox_flax.lora import describe_lora
-
-    record = _lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
-    if not isinstance(record, Mapping) or "file" not in record:
-        raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
-    family = manifest.model_family
-    if kind := manifest.quantized(family.lora.component):
-        raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
-    return dict(
-        describe_lora(family, record["file"], record.get("scale", 1.0), manifest.configs[family.lora.component])
-    )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

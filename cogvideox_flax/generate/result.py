@@ -10,6 +10,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.video import save_video
@@ -77,5 +78,7 @@ def describe_request(
     names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg")
     settings: dict[str, Any] = {key: getattr(request, key) for key in names}
     settings |= {"scheduler": request.sampler(manifest).config.kind, "dtype": dtype}
+    settings |= {} if request.strength is None else {"strength": request.strength}
+    settings |= describe_media({name: getattr(request, name) for name in MEDIA})
     settings |= ({"lora": request.lora} if request.lora else {}) | {"steps_done": steps_done}
     return describe_run(manifest, name, prompts, request.seed if n == 1 else seeds, settings)

@@ -22,8 +22,10 @@ from typing import Any
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
+from cogvideox_flax.generate.media import MEDIA, Media, is_facts
 from cogvideox_flax.generate.option import Stage
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, check_fps, check_prompts, options
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, options
+from cogvideox_flax.generate.values import check_fps, check_prompts
 from cogvideox_flax.io.atomic import remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.locks import file_lock
@@ -62,6 +64,7 @@ def _are_loras(value: Any) -> bool:
 
 
 _VALID: dict[str, Callable[[Any], bool]] = {
+    "str": _is_text,
     "str | Sequence[str]": lambda value: isinstance(value, list),
     "int": _is_whole,
     "int | None": _is_whole,
@@ -69,6 +72,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "bool | Literal['index'] | None": lambda value: isinstance(value, bool | str),
     "str | Scheduler | None": _is_text,
     "Sequence[Any] | None": _are_loras,
+    "Any": is_facts,
 }
 """Type of a field of the request -> whether a value out of a JSON file is one. What it may be is checked by
 `GenerationRequest.resolve`."""
@@ -95,8 +99,10 @@ class RunRecord:
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def settings(self, *stages: Stage) -> dict[str, Any]:
-        """What the request says for these stages, under the names of the settings."""
-        return {_THEIR_NAMES.get(name, name): getattr(self.request, name) for name in recorded(*stages)}
+        """What the request says for these stages, as JSON values under the names of the settings."""
+        values = {name: getattr(self.request, name) for name in recorded(*stages)}
+        values |= {name: [each.facts() for each in values[name]] for name in MEDIA if values.get(name)}
+        return {_THEIR_NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
     def write(self, folder: Path) -> None:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
@@ -151,6 +157,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     wrong = [_THEIR_NAMES.get(name, name) for name, value in found.items() if not valid[name](value)]
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
+    found |= {name: [Media(**facts) for facts in found[name]] for name in MEDIA if name in found}
     check_prompts(found["prompt"], found["negative_prompt"])
     check_fps(found.get("fps"))
     return found

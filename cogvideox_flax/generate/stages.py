@@ -22,8 +22,10 @@ from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.denoise import with_progress
+from cogvideox_flax.generate.functions import VIDEO_FEATURE, DenoiseState
+from cogvideox_flax.generate.media import describe_media
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.programs import DenoiseState
+from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.result import GenerationResult, describe_run
 from cogvideox_flax.generate.run_dir import (
     EMBEDDINGS_FILE,
@@ -44,15 +46,23 @@ NEGATIVE = "negative_"
 
 
 def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = True) -> None:
-    """Stage 1: prompts to features, with and without guidance. Skipped where the file is there and made from the same.
+    """Stage 1: prompts to features, with and without guidance; pictures and clips to latents.
+
+    Skipped where the file is there and made from the same.
 
     The file holds each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt
-    under the same name after "negative_".
+    under the same name after "negative_"; and the latents of each picture and clip, float32 [B, C, T, h, w], scaled.
     """
     path, request = folder / EMBEDDINGS_FILE, record.request
-    settings = {"prompt": request.prompt, **record.settings("encode")}
+    settings = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+    visual = pipe.programs(request).visual
     components = [stage.component for stage in pipe.manifest.model_family.text]
-    key = record.key(settings, ("tokenizer", *components))
+    components += [stage.component for stage in visual]
+    made_with = settings
+    if visual:  # a run of text alone does not depend on these
+        more = {name: getattr(request, name) for name in ("num_frames", "height", "width", "seed", "tiling")}
+        made_with = {**settings, **record.settings("encode"), **more}
+    key = record.key(made_with, ("tokenizer", *dict.fromkeys(components)))
 
     def begin() -> bool:
         record.write(folder)
@@ -64,12 +74,14 @@ def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = 
     assert conditioning.negative_text is not None
     tensors = {name: fetch(value) for name, value in conditioning.text.items()}
     tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
+    latents = {**conditioning.pictures, **({} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video})}
+    tensors |= {name: np.ascontiguousarray(fetch(x).transpose(0, 4, 1, 2, 3)) for name, x in latents.items()}
     if hosts.is_first():
         stage_files.save(path, tensors, {"settings": key, **settings, "model_id": record.model_id})
 
 
 def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict[str, Float32[np.ndarray, "B ..."]]:
-    """Stage 1's features, by their names in the file.
+    """Stage 1's features, and latents [B, T, h, w, C], by their names in the file.
 
     Raises:
         InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
@@ -78,18 +90,24 @@ def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict
     again = "run `cogvideox encode` again"
     shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch)
     shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
+    run = RunPrograms(manifest, request, record.dtype)
+    latents = {stage.feature: run.latents_shape(stage) for stage in run.visual}
+    shapes |= {name: (shape[0], shape[4], *shape[1:4]) for name, shape in latents.items()}
     tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
             raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
     prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
     stage_files.check_made_for(path, metadata, prompts, again)
-    return tensors
+    return tensors | {name: tensors[name].transpose(0, 2, 3, 4, 1) for name in latents}
 
 
-def _conditioning(tensors: dict[str, Float32[np.ndarray, "B ..."]], guided: bool) -> Conditioning:
-    text = {name: value for name, value in tensors.items() if not name.startswith(NEGATIVE)}
-    return Conditioning(text, {name: tensors[NEGATIVE + name] for name in text} if guided else None)
+def _conditioning(tensors: dict[str, Float32[np.ndarray, "B ..."]], run: RunPrograms) -> Conditioning:
+    latents = {stage.feature: tensors[stage.feature] for stage in run.visual}
+    text = {name: x for name, x in tensors.items() if name not in latents and not name.startswith(NEGATIVE)}
+    negative = {name: tensors[NEGATIVE + name] for name in text} if run.request.guided else None
+    video = latents.pop(VIDEO_FEATURE, None)
+    return Conditioning(text, negative, latents, video)
 
 
 def denoise(
@@ -122,7 +140,7 @@ def denoise(
     keeper = _StateKeeper(folder / STATE_FILE, key, pipe.mesh, enabled=not record.request.compiled_loop)
     with keeper:
         found = keeper.found()
-        conditioning = _conditioning(features, record.request.guided)
+        conditioning = _conditioning(features, run)
         states = pipe.denoise(conditioning, record.request, state=found, progress=progress)
         done = found.step if found is not None else 0
         state = found
@@ -257,7 +275,7 @@ def save_latents(pipe: Pipeline, folder: Path, path: Path) -> Path:
 
 
 def _describe(pipe: Pipeline, settings: dict[str, Any]) -> dict[str, Any]:
-    used = _latents_metadata(settings)
+    used = _latents_metadata(settings) | describe_media(settings)
     prompts = {name: used.pop(name) for name in ("prompt", "negative_prompt")}
     if not used.get("lora"):
         used.pop("lora", None)
@@ -268,5 +286,6 @@ def _latents_metadata(run: RunRecord | dict[str, Any]) -> dict[str, Any]:
     """What latents were made with: the reference system's metadata, and ours where we know it."""
     names = ("prompt", "negative_prompt", *recorded("denoise"))
     if isinstance(run, RunRecord):
-        return {name: getattr(run.request, name) for name in names} | {"dtype": run.dtype}
+        values = {name: getattr(run.request, name) for name in names} | {"dtype": run.dtype}
+        return {name: value for name, value in values.items() if value is not None}
     return {name: run[name] for name in (*names, "dtype") if name in run}

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -17,7 +16,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
 from cogvideox_flax.io.formats import PNG_SIGNATURE
-from cogvideox_flax.io.pillow import open_picture
+from cogvideox_flax.io.pillow import open_picture, to_rgb
 from cogvideox_flax.io.source import Frame, Frames, VideoInfo
 
 NUMBER = re.compile(r"%0?\d*d")
@@ -56,7 +55,7 @@ class PngSequence:
         for i in indices:
             _read_size(self._files[i])
             with open_picture(self._files[i], "PNG") as image:
-                frame = _to_rgb(image)
+                frame = to_rgb(image)
             if frame.shape != (self.info.height, self.info.width, 3):
                 raise InputError(f"{self._files[i]} has another size than the frames beside it")
             yield i, frame
@@ -121,13 +120,6 @@ def write_directory(path: Path, frames: Frames, fps: float, comment: str) -> Non
     """Write a new directory, then exchange it with an existing directory of frames."""
     with atomic_directory(path) as partial:
         write_sequence(partial / "%04d.png", frames, fps, comment)
-
-
-def _to_rgb(image: Image.Image) -> Frame:
-    if image.mode.startswith("I"):  # 16-bit grey: PIL's conversion clips at 255 instead of dropping the lower byte
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[..., None], 3, -1)
-    return np.asarray(image.convert("RGB"))
 
 
 def _read_size(path: Path) -> tuple[int, int]:

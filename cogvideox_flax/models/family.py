@@ -187,6 +187,27 @@ class TextStage:
     encode: Callable[[Any, Any], Features]
 
 
+@dataclass(frozen=True, kw_only=True)
+class VisualStage:
+    """How one kind of picture or clip becomes latents.
+
+    Attributes:
+        input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts.
+        feature: the name of the result, a feature of the denoiser, except for "video".
+        component: what encodes it.
+        encode: (module, frames [B, F, H, W, 3] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
+        scale: what they are multiplied by.
+        required: whether the checkpoint needs it.
+    """
+
+    input: str
+    feature: str
+    component: str
+    encode: Callable[..., Float32[Array, "B T h w C"]]
+    scale: float
+    required: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelFamily:
     """One architecture: its components, their properties, and the functions that a run computes.
@@ -211,7 +232,11 @@ class ModelFamily:
         workload: (configs, size) -> the size of the denoiser's computation.
         text: the text encoders.
         feature_shapes: (configs, batch) -> shapes of the text features.
-        predict: (denoiser, latents, text features, timestep or one per item, remat=False) -> the prediction, float32.
+        visual: configs -> the pictures and clips that the checkpoint takes.
+        check_inputs: (configs, names of the given ones) -> raises InputError if these are not what it takes.
+        fit_frames: (configs, n) -> the largest supported number of frames of at most n, or the smallest.
+        predict: (denoiser, latents, features, timestep or one per item, remat=False) -> the prediction, float32.
+            features: of the text, and of the pictures.
             remat: recompute each block in the backward pass.
         encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
         latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
@@ -238,6 +263,9 @@ class ModelFamily:
     workload: Callable[[Configs, Size], Workload]
     text: tuple[TextStage, ...]
     feature_shapes: Callable[[Configs, int], dict[str, tuple[int, ...]]]
+    visual: Callable[[Configs], tuple[VisualStage, ...]]
+    check_inputs: Callable[[Configs, Sequence[str]], None]
+    fit_frames: Callable[[Configs, int], int]
     predict: Callable[..., Float32[Array, "B T h w C"]]
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.contents import content_hashes
-from cogvideox_flax.io.video import count_frames, open_video
+from cogvideox_flax.io.video import open_video
 
 log = logging.getLogger(__name__)
 
@@ -92,42 +91,11 @@ def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) 
     Raises:
         InputError: the video cannot be read or is too short.
     """
-    video = open_video(path)
-    info = video.info
-    ratio = _frame_ratio(info.fps, fps)
-    count = _resampled_count(info.num_frames, ratio)
-    if count < num_frames:
-        raise InputError(f"{path} has {count} frames at {fps:g} per second; {num_frames} are needed")
-    start = (count - num_frames) // 2
-    nearest = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
-    chosen = np.minimum(nearest, info.num_frames - 1)  # rounding may give one frame too many
-    scale = max(height / info.height, width / info.width)
-    (top, bottom), (left, right) = (
-        _centered_span(info.height, height / scale),
-        _centered_span(info.width, width / scale),
-    )
-    box = (left, top, right, bottom)
-    clip = np.empty((num_frames, height, width, 3), np.uint8)
-    for i, frame in video.frames(np.unique(chosen).tolist()):
-        resized = Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS, box=box)
-        clip[chosen == i] = np.asarray(resized)
-    return clip
-
-
-def _centered_span(length: int, kept: float) -> tuple[float, float]:
-    """Start and end of the middle `kept` pixels of a side, clipped because floats may exceed it by the last bit."""
-    start = (length - kept) / 2
-    return max(start, 0), min(start + kept, length)
-
-
-def _frame_ratio(own_fps: float, fps: float) -> float:
-    """Frames of the video per frame of the clip."""
-    return own_fps / fps if own_fps else 1.0
-
-
-def _resampled_count(count: int, ratio: float) -> int:
-    """Frames after resampling: the largest n with round((n - 1) * ratio) < count."""
-    return math.ceil((count - 0.5) / ratio)
+    clip = Resampled.at(open_video(path), fps)
+    if clip.count < num_frames:
+        raise InputError(f"{path} has {clip.count} frames at {fps:g} per second; {num_frames} are needed")
+    start = (clip.count - num_frames) // 2
+    return clip.read(range(start, start + num_frames), height, width)
 
 
 def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
@@ -184,12 +152,12 @@ def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
 
 def _video_faults(clip: Clip, num_frames: int, fps: float) -> list[str]:
     try:
-        count, own_fps = count_frames(clip.path)
+        resampled = Resampled.at(open_video(clip.path), fps)
     except InputError as e:
         return [f"  {clip.name}: {e}"]
-    ratio = _frame_ratio(own_fps, fps)
-    if (resampled := _resampled_count(count, ratio)) < num_frames:
-        return [f"  {clip.name}: too short, {resampled} frames at {fps:g} per second; {num_frames} are needed"]
-    if ratio < 0.99:
-        log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own_fps, fps)
+    if resampled.count < num_frames:
+        return [f"  {clip.name}: too short, {resampled.count} frames at {fps:g} per second; {num_frames} are needed"]
+    if resampled.ratio < 0.99:
+        own = resampled.source.info.fps
+        log.warning("%s has %.3g frames per second, the model %g: frames will repeat", clip.name, own, fps)
     return []

@@ -91,6 +91,15 @@ class TransformerConfig(Config):
         """Latent pixels in one token."""
         return (self.patch_size_t or 1) * self.patch_size**2
 
+    @property
+    def takes_image(self) -> bool:
+        """Whether the model takes a picture's latents beside the noisy ones.
+
+        Control models have as many channels; but only the image-to-video releases have learned positions beside the
+        rotary ones (1.0) or ofs (1.5).
+        """
+        return self.in_channels == 2 * self.out_channels and (self.learned_positions or self.ofs_width is not None)
+
     def check_dtype(self, dtype: str | None) -> None:
         """Refuse float16 for the rotary releases (5b and 1.5), which were trained in bfloat16 and overflow in float16.
 

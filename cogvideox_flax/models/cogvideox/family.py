@@ -16,13 +16,14 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
-from cogvideox_flax.models.cogvideox import sharding
+from cogvideox_flax.models.cogvideox import sharding, visual
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
-from cogvideox_flax.models.cogvideox.sizes import check_text_to_video, resolve_size, size_warnings
+from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.cogvideox.visual import encode, with_image
 from cogvideox_flax.models.family import (
     Component,
     Configs,
@@ -77,7 +78,7 @@ def _check(configs: Configs) -> None:
     text, transformer = configs["text_encoder"].width, configs["transformer"].text_width
     if text != transformer:
         raise InputError(f"the text encoder gives {text} channels, the transformer takes {transformer}")
-    check_text_to_video(configs["transformer"], configs["vae"])
+    check_channels(configs["transformer"], configs["vae"])
 
 
 def _check_tiling(configs: Configs) -> None:
@@ -96,21 +97,15 @@ def encode_text(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Features:
 def predict(
     transformer: Transformer,
     latents: Float32[Array, "B T h w C"],
-    text: Features,
+    features: Features,
     timestep: Int[Array, ""] | Int[Array, " B"],
     *,
     remat: bool = False,
 ) -> Float32[Array, "B T h w C"]:
     """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0. remat: recompute each block in the backward pass."""
     ofs = None if transformer.config.ofs_width is None else OFS
-    return transformer(latents, text["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
-
-
-def encode(
-    vae: Autoencoder, video: Float[Array, "B F H W 3"]
-) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
-    """Mean and logvar of a video's latents, without the scaling factor."""
-    return vae.encode(video)
+    beside = with_image(latents, features)
+    return transformer(beside, features["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
@@ -159,8 +154,11 @@ def _resolve_size(configs: Configs, num_frames: int | None, height: int | None, 
 
 
 def _size_warnings(configs: Configs, size: Size) -> list[str]:
-    release = find_release(configs)
-    return [] if release is None else size_warnings(release, size)
+    return size_warnings(configs["transformer"], configs["vae"], find_release(configs), size)
+
+
+def _fit_frames(configs: Configs, count: int) -> int:
+    return fit_frames(configs["vae"], find_release(configs), count)
 
 
 def _workload(configs: Configs, size: Size) -> Workload:
@@ -222,6 +220,9 @@ COGVIDEOX = ModelFamily(
     workload=_workload,
     text=(TextStage(component="text_encoder", tokenize=_tokenize, token_shapes=_token_shapes, encode=encode_text),),
     feature_shapes=_feature_shapes,
+    visual=visual.stages,
+    check_inputs=visual.check_inputs,
+    fit_frames=_fit_frames,
     predict=predict,
     encode=encode,
     latent_scale=lambda configs: configs["vae"].scaling_factor,

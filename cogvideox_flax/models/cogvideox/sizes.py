@@ -75,29 +75,41 @@ def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, hei
     ):
         if value > most:
             faults.append(f"{name} is {value}; the most is {most}")
-    if transformer.learned_positions and not faults:
-        only = (transformer.sample_height * scale, transformer.sample_width * scale)
-        if (height, width) != only:
-            faults.append(f"size is {height}x{width}; this release learned its positions at {only[0]}x{only[1]} only")
     return faults
 
 
-def check_text_to_video(transformer: TransformerConfig, vae: VAEConfig) -> None:
-    """Refuse a model whose transformer needs inputs besides noise (image-to-video, control).
+def fit_frames(vae: VAEConfig, release: Release | None, count: int) -> int:
+    """The largest frame count that a model was trained on, of at most `count`; at least its smallest."""
+    period = 2 * vae.temporal_compression
+    most = count if release is None else min(count, release.max_frames)
+    return max(most - 1, 0) // period * period + 1
+
+
+def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:
+    """Refuse a model whose transformer takes other inputs than noise and a picture (control, inpainting).
 
     Raises:
-        InputError: its input channels are not the VAE's latent channels.
+        InputError: its input channels are neither the VAE's latent channels nor, in an image-to-video model, twice as
+            many.
     """
-    if transformer.in_channels != vae.latent_channels:
+    if transformer.in_channels != (2 if transformer.takes_image else 1) * vae.latent_channels:
         raise InputError(
-            f"this is an image-to-video or control model: its transformer takes {transformer.in_channels} channels, "
-            f"text-to-video gives {vae.latent_channels}"
+            f"its transformer takes {transformer.in_channels} channels; text-to-video has {vae.latent_channels}, "
+            f"image-to-video {2 * vae.latent_channels}, and control and inpainting are not supported yet"
         )
 
 
-def size_warnings(release: Release, size: Size) -> list[str]:
-    """Sentences about sizes that a release was not trained on."""
+def size_warnings(transformer: TransformerConfig, vae: VAEConfig, release: Release | None, size: Size) -> list[str]:
+    """Sentences about sizes that a model was not trained on."""
     found = []
+    learned = tuple(side * vae.spatial_compression for side in (transformer.sample_height, transformer.sample_width))
+    if transformer.learned_positions and (size.height, size.width) != learned:
+        found.append(
+            f"the learned positions are those of {learned[0]}x{learned[1]} and are left out at "
+            f"{size.height}x{size.width}; the rotary ones stay"
+        )
+    if release is None:
+        return found
     if release.any_size:
         sides = sorted((size.height, size.width))
         trained = sides[0] == release.height and sides[1] <= release.width

@@ -125,7 +125,7 @@ class Transformer(nnx.Module):
     The blocks compute in the weights' dtype; embeddings, time and output, computed once per call, are float32.
 
     Height and width of the latents are multiples of `patch_size`, frames a multiple of `patch_size_t`. Learned
-    positions (5b-I2V) fix height and width.
+    positions (5b-I2V, beside rotary ones) are added at the height and width they were learned at, and nowhere else.
 
     Attributes:
         attend: the attention function, static in the pytree; None is `attention.attend`. For another backend, tile
@@ -232,10 +232,11 @@ class Transformer(nnx.Module):
     def _positions(self, text_length: int, grid: tuple[int, int, int]) -> Float32[Array, "S D"] | None:
         """The additive positions; None for a model with only rotary positions."""
         config = self.config
+        native = grid[1:] == (config.sample_height // config.patch_size, config.sample_width // config.patch_size)
         length = text_length + math.prod(grid)
-        if self.pos_embedding is not None and self.pos_embedding.shape[0] == length:
+        if self.pos_embedding is not None and native and self.pos_embedding.shape[0] == length:
             return self.pos_embedding[...].astype(jnp.float32)
-        if config.rotary and not config.learned_positions:
+        if config.rotary and not (config.learned_positions and native):
             return None
         if config.learned_positions:
             log.warning(
@@ -260,11 +261,6 @@ class Transformer(nnx.Module):
             raise InputError(f"context must be [{latents.shape[0]}, L, {config.text_width}]; got {context.shape}")
         if (not config.rotary or config.learned_positions) and context.shape[1] != config.text_length:
             raise InputError(f"this release takes exactly {config.text_length} text tokens; got {context.shape[1]}")
-        if config.learned_positions and (height, width) != (config.sample_height, config.sample_width):
-            raise InputError(
-                f"this release learned its positions at {config.sample_height}x{config.sample_width} latent pixels "
-                f"and takes no other size; got {height}x{width}"
-            )
         if (ofs is None) != (self.ofs_embedding is None):
             raise InputError(
                 "this release needs ofs (2.0 in the released pipeline)" if ofs is None else "this release takes no ofs"

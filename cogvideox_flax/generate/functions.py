@@ -1,0 +1,203 @@
+"""The stages of a run as pure functions, to be jitted: encoding, a denoising step, the loop, decoding, all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32, UInt8, UInt32
+
+from cogvideox_flax import sharding
+from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.io.video import to_uint8
+from cogvideox_flax.runtime.compile_cache import result_type
+from cogvideox_flax.schedulers import Scheduler, StepTable
+
+Frames = UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenoiseInputs:
+    """What does not change from step to step.
+
+    conditioning: None where the program makes its own.
+    steps: the sampler's tables.
+    guidance: its scale at each step.
+    noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
+    """
+
+    conditioning: Conditioning | None
+    steps: StepTable
+    guidance: Float32[Any, " N"]
+    noise_source: Any
+
+
+@result_type
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenoiseState:
+    """Where the denoising loop is, between two steps.
+
+    step: how many are done.
+    latents: after them; scaled, with the extra latent frames.
+    sampler: its own state, from `Scheduler.step`.
+    """
+
+    step: Int32[Any, ""]
+    latents: Float32[Any, "B T h w C"]
+    sampler: Any
+
+
+Function = Callable[..., Any]
+
+VIDEO_FEATURE = "video_latents"
+"""The encoded clip that the loop starts from, among the results of the visual stages."""
+
+
+def identity(function: Function) -> Function:
+    return function
+
+
+def make_step(predict: Function, sampler: Scheduler) -> Callable[..., tuple[DenoiseState, Array]]:
+    """One denoising step, to be jitted alone or scanned."""
+
+    def denoise_step(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
+        """Returns the next state, and whether its latents are finite."""
+        i, x = state.step, state.latents
+        assert inputs.conditioning is not None
+        guided = inputs.conditioning.guided
+        doubled = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
+        prediction = predict(model, doubled, inputs.conditioning.guided_features(), inputs.steps.timesteps[i])
+        if guided:
+            without, with_prompt = jnp.split(prediction, 2)
+            prediction = without + inputs.guidance[i] * (with_prompt - without)
+        noise = None
+        if sampler.needs_noise:
+            source = inputs.noise_source
+            is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
+            noise = standard_normal(jax.random.fold_in(source, i), x.shape) if is_key else source[i]
+        x, sampler_state = sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
+        x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
+        return DenoiseState(i + 1, x, sampler_state), jnp.isfinite(x).all()
+
+    return denoise_step
+
+
+def make_loop(predict: Function, sampler: Scheduler) -> Callable[..., tuple[DenoiseState, Array]]:
+    """All denoising steps; finite or not is said of each."""
+    step = make_step(predict, sampler)
+
+    def denoise_loop(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
+        return jax.lax.scan(lambda state, _: step(model, inputs, state), state, length=len(inputs.steps))
+
+    return denoise_loop
+
+
+def make_decode(decode: Function, output_type: str, tiled: bool) -> Callable[..., tuple[Frames, Array]]:
+    """Scaled latents to frames, and whether all of it is finite."""
+
+    def decode_frames(model: Any, latents: Float32[Array, "B T h w C"]) -> tuple[Frames, Array]:
+        video = decode(model, latents, tiled)
+        frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+        return frames, jnp.isfinite(video).all()
+
+    return decode_frames
+
+
+def make_visual(
+    encode: Function, scale: float, extra_latents: int, tiled: bool
+) -> Callable[..., tuple[Float32[Array, "B T h w C"], Array]]:
+    """Frames to scaled latents, and whether all of it is finite."""
+
+    def encode_visual(
+        model: Any, frames: UInt8[Array, "B F H W 3"], noise: Float32[Array, "B T h w C"]
+    ) -> tuple[Float32[Array, "B T h w C"], Array]:
+        """noise: standard normal, of the posterior."""
+        latents = scale * encode(model, frames.astype(jnp.float32) / 127.5 - 1, noise, tiled=tiled)
+        # the extra frames are copies of the first, as in fine-tuning
+        latents = jnp.concatenate([*[latents[:, :1]] * extra_latents, latents], 1)
+        return latents, jnp.isfinite(latents).all()
+
+    return encode_visual
+
+
+def make_run(
+    encoders: tuple[tuple[str, Function], ...],
+    predict: tuple[str, Function],
+    decode: tuple[str, Function],
+    sampler: Scheduler,
+    extra_latents: int,
+    how: tuple[str, bool],
+    visual: tuple[tuple[Any, ...], ...] = (),
+) -> Callable[..., tuple[Frames, Array, Array]]:
+    """The whole run as one program, tokens to frames.
+
+    encoders, predict, decode: components and what is done with each. how: output type, and whether it decodes in tiles.
+    visual: of each picture and clip its input, its feature, its component, and the arguments of `make_visual`.
+    """
+    (denoiser, predict_with), (decoder, decode_with) = predict, decode
+    loop, to_frames = make_loop(predict_with, sampler), make_decode(decode_with, *how)
+
+    def run(
+        models: dict[str, Any],
+        tokens: dict[str, Any],
+        media: dict[str, tuple[Array, Array]],
+        inputs: DenoiseInputs,
+        state: DenoiseState,
+    ) -> tuple[Frames, Array, Array]:
+        """tokens: of the negative prompts, if guidance is on, then of the prompts. media: frames and noise of each
+        picture and clip. inputs: without conditioning. state: its latents are noise.
+
+        Returns the frames, whether each step was finite, and whether the frames are.
+        """
+        features: dict[str, Array] = {}
+        for component, encode in encoders:
+            features |= encode(models[component], tokens[component])
+        batch = len(state.latents)
+        guided = len(next(iter(features.values()))) == 2 * batch
+        negative = {name: value[:batch] for name, value in features.items()} if guided else None
+        latents = {}
+        for given, feature, component, *arguments in visual:
+            latents[feature], _ = make_visual(*arguments)(models[component], *media[given])
+        video = latents.pop(VIDEO_FEATURE, None)
+        positive = {name: value[-batch:] for name, value in features.items()}
+        inputs = dataclasses.replace(inputs, conditioning=Conditioning(positive, negative, latents, video))
+        if video is not None:
+            noised = sampler.add_noise(video, state.latents, inputs.steps.timesteps[0])
+            state = dataclasses.replace(state, latents=noised)
+        state, steps_finite = loop(models[denoiser], inputs, state)
+        frames, finite = to_frames(models[decoder], state.latents[:, extra_latents:])
+        return frames, steps_finite, finite
+
+    return run
+
+
+def make_noise(shape: tuple[int, ...]) -> Callable[..., tuple[Float32[Array, "B T h w C"], Array]]:
+    def noise(seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
+        """The initial latents of a seed, and the key of the sampler's noise."""
+        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        return standard_normal(latent_key, shape), noise_key
+
+    return noise
+
+
+def standard_normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
+    """Standard normal whose row b depends on the key and b alone, not on the size of the batch."""
+    keys = jax.vmap(lambda b: jax.random.fold_in(key, b))(jnp.arange(shape[0]))
+    return jax.vmap(lambda key: jax.random.normal(key, shape[1:], jnp.float32))(keys)
+
+
+def noise_key(seed: int) -> Array:
+    """The key of the sampler's noise, for a run whose initial latents were given."""
+    return jax.random.split(jax.random.key(np.uint32(seed)))[1]
+
+
+def encoder_noise_key(seed: int, index: int) -> Array:
+    """The key of the posterior noise of one of the pictures and clips."""
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), index)

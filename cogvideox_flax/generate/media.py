@@ -1,0 +1,214 @@
+"""Pictures and clips that a request gives: checked when it is resolved, read when they are encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.clips import Resampled, fit_frames
+from cogvideox_flax.io.contents import content_hashes
+from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.pictures import on_white, read_picture
+from cogvideox_flax.io.png import sequence_files
+from cogvideox_flax.io.source import Frames
+from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.io.video import open_video
+from cogvideox_flax.models.family import Configs, ModelFamily
+from cogvideox_flax.runtime import hosts
+
+log = logging.getLogger(__name__)
+
+PICTURES, CLIPS = ("image", "last_image"), ("video",)
+MEDIA = (*PICTURES, *CLIPS)
+"""Fields of the request."""
+
+
+@dataclass(frozen=True)
+class Media:
+    """A picture or clip that was checked.
+
+    file: its path, or what it is.
+    sha256: of its contents.
+    height, width: pixels.
+    num_frames: at the model's frame rate; 1 for a picture.
+    source: its frames; None where only the facts are known: on other hosts than the first, and after stage 1.
+    """
+
+    file: str
+    sha256: str
+    height: int
+    width: int
+    num_frames: int
+    source: Frames | Resampled | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def facts(self) -> dict[str, Any]:
+        """All but the frames, as JSON values."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"}
+
+    def read(self, num_frames: int, height: int, width: int, fit: str) -> Frames:
+        """The first `num_frames` frames in this size; the last one is repeated where there are fewer.
+
+        Raises:
+            InputError: one cannot be decoded, or the frames are not at hand.
+        """
+        indices = np.minimum(np.arange(num_frames), self.num_frames - 1)
+        if isinstance(self.source, Resampled):
+            return self.source.read(indices.tolist(), height, width, fit)
+        if self.source is None:
+            raise InputError(f"{self.file} is known by its hash only; give the file again to encode it")
+        return fit_frames(self.source, height, width, fit)[indices]
+
+
+UNSEEN = Media("a picture", "", 0, 0, 1)
+"""Stands for any picture where a run is only planned."""
+
+
+def describe_media(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> file and hash of each picture or clip, for the metadata of a video."""
+    given = {name: values[name] for name in MEDIA if values.get(name)}
+    return {name: [{"file": each.file, "sha256": each.sha256} for each in media] for name, media in given.items()}
+
+
+def is_facts(value: Any) -> bool:
+    """Whether a JSON value is a list of what `Media.facts` returns."""
+
+    def one(facts: Any) -> bool:
+        names = ("height", "width", "num_frames")
+        return (
+            isinstance(facts, dict)
+            and facts.keys() == {"file", "sha256", *names}
+            and isinstance(facts["file"], str)
+            and isinstance(facts["sha256"], str)
+            and all(is_count(facts[name], limits.MAX_PIXELS) for name in names)
+        )
+
+    return isinstance(value, list) and all(map(one, value))
+
+
+def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """Check the pictures and clips of a request.
+
+    Args:
+        given: field of the request -> its value; None where there is none.
+        batch: how many prompts there are.
+
+    Returns:
+        Field -> list of `Media`, one for all prompts or one each, for the fields that are given.
+
+    Raises:
+        InputError: an input that the model does not take or that is missing, or cannot be read; all faults in one
+            message.
+    """
+    names = [name for name in MEDIA if given.get(name) is not None]
+    family.check_inputs(configs, names)
+    fps = family.defaults(configs).fps
+    found: dict[str, Any] = {}
+    for name in names:
+        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        if len(values) not in (1, batch):
+            raise InputError(f"{name}: {len(values)} for {batch} prompts; give one for all, or one each")
+        found[name] = [_check(name, value, fps) for value in values]
+    return found
+
+
+def _check(name: str, value: Any, fps: float) -> Media:
+    if isinstance(value, Media):
+        return value
+    made: list[Media] = []
+
+    def check() -> dict[str, Any]:
+        made.append(_open_picture(value) if name in PICTURES else _open_clip(value, fps))
+        return made[0].facts()
+
+    facts = hosts.from_first(check)
+    return made[0] if made else Media(**facts)
+
+
+def _open_picture(value: Any) -> Media:
+    if isinstance(value, str | os.PathLike):
+        path = expand_user(os.fspath(value))
+        return _media(str(path), read_picture(path)[None], lambda: content_hashes([path])[0])
+    if isinstance(value, Image.Image):
+        value = on_white(value)
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[-1] != 3:
+        raise InputError(f"an image must be a path, a PIL image or uint8 [H, W, 3]; got {_kind(value)}")
+    return _media("an array", value[None], None)
+
+
+def _open_clip(value: Any, fps: float) -> Media:
+    if isinstance(value, str | os.PathLike):
+        path = expand_user(os.fspath(value))
+        clip = Resampled.at(open_video(path), fps)
+        info = clip.source.info
+        files = sequence_files(path) if path.is_dir() or path.suffix.lower() == ".png" else [path]
+        hashes = content_hashes(files)
+        sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        return Media(str(path), sha256, info.height, info.width, clip.count, clip)
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
+        raise InputError(f"a video must be a path, a folder of PNGs or uint8 [F, H, W, 3]; got {_kind(value)}")
+    return _media("an array", value, None)
+
+
+def _media(name: str, frames: Frames, digest: Callable[[], str] | None) -> Media:
+    count, height, width, _ = frames.shape
+    limits.check_size(Path(name), height, width)
+    limits.check_count(Path(name), count)
+    sha256 = digest() if digest else hashlib.sha256(frames.tobytes()).hexdigest()
+    return Media(name, sha256, height, width, count, frames)
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+
+
+def resolve_strength(strength: Any, has_video: bool, num_inference_steps: Any) -> float | None:
+    """The share of the steps that a run from a video does; None for a run from noise.
+
+    Raises:
+        InputError: out of range, too small for one step, or given without a video.
+    """
+    if not has_video:
+        if strength is not None:
+            raise InputError("strength is how far a given video is changed; give --video, or leave strength out")
+        return None
+    value = 0.8 if strength is None else strength
+    if not is_finite_number(value) or not 0 < value <= 1:
+        raise InputError(f"strength is {shown(value)}; expected above 0 to 1 (1 forgets the video)")
+    if is_count(num_inference_steps, 10**6) and int(num_inference_steps * value) < 1:
+        raise InputError(
+            f"strength {value:g} of {num_inference_steps} steps is less than one step; "
+            f"use {1 / num_inference_steps:.3g} or more"
+        )
+    return float(value)
+
+
+def describe_fit(name: str, media: Media, num_frames: int, height: int, width: int, fit: str) -> str | None:
+    """What of a picture or clip does not reach the model, as a sentence; None if all of it does."""
+    said = []
+    if abs(media.height * width - media.width * height) > 0.01 * media.height * width:
+        how = "its middle is used" if fit == "crop" else "it is distorted"
+        said.append(f"{media.width}x{media.height} has another aspect ratio than {width}x{height}, {how}")
+    if name in CLIPS and media.num_frames > num_frames:
+        said.append(f"the last {media.num_frames - num_frames} of {media.num_frames} frames are not used")
+    if name in CLIPS and media.num_frames < num_frames:
+        said.append(f"its last frame is repeated {num_frames - media.num_frames} times")
+    return f"{media.file}: {'; '.join(said)}" if said else None
+
+
+def read_media(media: Sequence[Media], shape: Sequence[int], fit: str) -> UInt8[np.ndarray, "B F H W 3"]:
+    """The frames of pictures or clips in a shape [B, F, H, W, 3], on every host; one may stand for all of the batch."""
+    batch, num_frames, height, width, _ = shape
+    frames = hosts.from_first(lambda: np.stack([each.read(num_frames, height, width, fit) for each in media]))
+    return np.repeat(frames, batch // len(media), 0)

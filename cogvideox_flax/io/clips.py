@@ -1,0 +1,85 @@
+"""Pictures and clips in the size and frame rate of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int, UInt8
+from PIL import Image
+
+from cogvideox_flax.io.source import Frame, Frames, VideoSource
+
+FITS = ("crop", "stretch")
+"""How a picture of another aspect ratio becomes that of the run: its middle, or all of it, distorted."""
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """The frames of a video at another frame rate, each the nearest one in time.
+
+    ratio: frames of the video per frame of the clip; a video without a rate of its own is not resampled.
+    count: how many frames there are at the new rate: the largest n with round((n - 1) * ratio) < the video's count.
+    """
+
+    source: VideoSource
+    ratio: float
+    count: int
+
+    @classmethod
+    def at(cls, source: VideoSource, fps: float) -> Resampled:
+        """At `fps` frames per second. Errors as for `VideoSource.info`."""
+        info = source.info
+        ratio = info.fps / fps if info.fps else 1.0
+        return cls(source, ratio, math.ceil((info.num_frames - 0.5) / ratio))
+
+    def read(self, indices: Sequence[int], height: int, width: int, fit: str = "crop") -> UInt8[np.ndarray, "F H W 3"]:
+        """Frames in increasing order, resized. Peak memory is the result and about one frame of the video.
+
+        Args:
+            indices: of frames at the new rate, 0 to count - 1; one may occur several times in a row.
+            fit: one of `FITS`.
+
+        Raises:
+            InputError: a frame cannot be decoded.
+        """
+        info = self.source.info
+        chosen = self._nearest(np.asarray(indices), info.num_frames)
+        clip = np.empty((len(chosen), height, width, 3), np.uint8)
+        for i, frame in self.source.frames(np.unique(chosen).tolist()):
+            clip[chosen == i] = fit_frame(frame, height, width, fit)
+        return clip
+
+    def _nearest(self, indices: Int[np.ndarray, " F"], num_frames: int) -> Int[np.ndarray, " F"]:
+        nearest = np.floor(indices * self.ratio + 0.5).astype(int)
+        return np.minimum(nearest, num_frames - 1)  # rounding may give one frame too many
+
+
+def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame:
+    """A frame resized (Lanczos), cropped around its centre where its aspect ratio differs and `fit` is "crop"."""
+    own_height, own_width, _ = frame.shape
+    box = None if fit == "stretch" else crop_box(own_height, own_width, height, width)
+    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS, box=box))
+
+
+def fit_frames(frames: Frames, height: int, width: int, fit: str = "crop") -> Frames:
+    """`fit_frame` of each."""
+    return np.stack([fit_frame(frame, height, width, fit) for frame in frames])
+
+
+def crop_box(own_height: int, own_width: int, height: int, width: int) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of the middle of a picture with the aspect ratio of height x width."""
+    scale = max(height / own_height, width / own_width)
+    (top, bottom), (left, right) = (
+        _centered_span(own_height, height / scale),
+        _centered_span(own_width, width / scale),
+    )
+    return left, top, right, bottom
+
+
+def _centered_span(length: int, kept: float) -> tuple[float, float]:
+    """Start and end of the middle `kept` pixels of a side, clipped because floats may exceed it by the last bit."""
+    start = (length - kept) / 2
+    return max(start, 0), min(start + kept, length)

@@ -1,0 +1,359 @@
+"""Image to video and video to video, against diffusers' pipelines, through the converter, and in every kind of run."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXTransformer3DModel,
+    CogVideoXVideoToVideoPipeline,
+)
+from diffusers.models.autoencoders import vae as reference_vae
+from diffusers.pipelines.cogvideo import pipeline_cogvideox_video2video as reference_v2v
+from diffusers.schedulers import scheduling_dpm_cogvideox
+from PIL import Image
+from reference import make_scheduler, save_layout
+from transformers import T5EncoderModel
+
+from cogvideox_flax import GenerationRequest, Pipeline, sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import run_dir
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.io.video import read_metadata, save_video
+
+pytest_plugins = ["commands"]
+
+PROMPTS = ["a small red circle moves to the left", "a blue square on white ground"]
+NEGATIVE = "black"
+SIZE = {"num_frames": 9, "height": 64, "width": 96}
+PIXEL_BAR = 2e-3  # of the pixel range
+SAMPLERS = [
+    ("ddim", {"num_inference_steps": 4, "guidance_scale": 6.0}),
+    ("dpm", {"num_inference_steps": 5, "guidance_scale": 6.0, "use_dynamic_cfg": True}),
+    ("dpm", {"num_inference_steps": 3, "guidance_scale": 1.0}),
+]
+
+
+def smooth(seed: int, *shape: int) -> np.ndarray:
+    """Random pictures with large structures, uint8 [..., H, W, 3]."""
+    small = np.random.default_rng(seed).integers(0, 256, (*shape[:-2], 4, 6, 3), np.uint8)
+    frames = [
+        np.asarray(Image.fromarray(each).resize(shape[:-3:-1], Image.Resampling.BICUBIC))
+        for each in small.reshape(-1, 4, 6, 3)
+    ]
+    return np.stack(frames).reshape(*shape, 3)
+
+
+@pytest.fixture(scope="module", params=["cogvideox-5b-i2v", "cogvideox1.5-5b-i2v"])
+def image_layout(request, tmp_path_factory):
+    return save_layout(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module", params=["cogvideox-2b", "cogvideox-5b"])
+def text_layout(request, tmp_path_factory):
+    return save_layout(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def channels_first(x):
+    return torch.tensor(np.asarray(x)).movedim(-1, -4)  # B T h w C -> B C T h w
+
+
+def run_reference(kind, layout, pipe, scheduler, step_noise, posterior_noise, monkeypatch, **options):
+    """A pipeline of diffusers with all of its noise given; one item after the other is encoded."""
+    text_encoder = T5EncoderModel.from_pretrained(layout / "text_encoder")
+    reference = kind(
+        tokenizer=None,
+        text_encoder=text_encoder,
+        vae=AutoencoderKLCogVideoX.from_pretrained(layout / "vae"),
+        transformer=CogVideoXTransformer3DModel.from_pretrained(layout / "transformer"),
+        scheduler=scheduler,
+    )
+    if reference.transformer.config.patch_size_t:  # lift the cap that its nominal size puts on 1.5's positions
+        reference.transformer.register_to_config(sample_height=300, sample_width=300)
+    steps, items = {"i": 0}, iter(posterior_noise)
+
+    def next_step(pipe, i, t, kwargs):
+        steps["i"] = i + 1
+        return kwargs
+
+    monkeypatch.setattr(reference_vae, "randn_tensor", lambda *_, **__: channels_first(next(items)[None]))
+    monkeypatch.setattr(
+        scheduling_dpm_cogvideox, "randn_tensor", lambda *_, **__: channels_first(step_noise[steps["i"]]).movedim(1, 2)
+    )
+    reference.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        ids = (pipe.tokenizer(texts) for texts in (PROMPTS, [NEGATIVE] * 2))
+        embeds, negative = (text_encoder(torch.tensor(np.asarray(x)).long())[0] for x in ids)
+        video = reference(
+            prompt_embeds=embeds,
+            negative_prompt_embeds=negative,
+            output_type="np",
+            callback_on_step_end=next_step,
+            **options,
+        )
+    return video.frames
+
+
+@pytest.mark.parametrize(("kind", "options"), SAMPLERS)
+def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypatch):
+    """Two pictures of other sizes, with their own posterior noise."""
+    pipe = Pipeline.from_pretrained(image_layout, dtype="float32")
+    random = np.random.default_rng(0)
+    pictures = [Image.fromarray(smooth(1, 100, 150)), Image.fromarray(smooth(2, 64, 96))]
+    size = pipe.programs(GenerationRequest(PROMPTS, image=pictures, **SIZE)).size
+    shape = size.latent_shape(2)
+    assert shape[1] == (4 if "1.5" in str(image_layout) else 3)
+    latents = random.normal(size=shape).astype(np.float32)
+    noise = random.normal(size=(options["num_inference_steps"], *shape)).astype(np.float32)
+    posterior = random.normal(size=(2, 1, *shape[2:])).astype(np.float32)
+    ours = pipe(
+        PROMPTS,
+        NEGATIVE,
+        image=pictures,
+        scheduler=kind,
+        latents=latents,
+        noise=noise if kind == "dpm" else None,
+        encoder_noise={"image": posterior},
+        output_type="float",
+        progress=False,
+        **SIZE,
+        **options,
+    )
+    theirs = run_reference(
+        CogVideoXImageToVideoPipeline,
+        image_layout,
+        pipe,
+        make_scheduler(kind, pipe.scheduler.config.snr_shift_scale),
+        noise,
+        posterior,
+        monkeypatch,
+        image=pictures,
+        latents=channels_first(latents).movedim(1, 2),
+        **SIZE,
+        **options,
+    )
+    assert ours.frames.shape == theirs.shape == (2, 9, 64, 96, 3)
+    assert theirs.std() > 0.1
+    assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
+
+
+@pytest.mark.parametrize(("sampler", "strength"), [(0, 0.8), (1, 0.5), (2, 1)])
+def test_video_to_video_against_diffusers(text_layout, sampler, strength, monkeypatch):
+    kind, options = SAMPLERS[sampler]
+    pipe = Pipeline.from_pretrained(text_layout, dtype="float32")
+    random = np.random.default_rng(0)
+    clips = [smooth(seed, 9, 80, 120) for seed in (1, 2)]
+    request = GenerationRequest(PROMPTS, video=clips, strength=strength, **SIZE, **options)
+    run = pipe.programs(request)
+    shape = run.size.latent_shape(2)
+    latents, posterior = random.normal(size=(2, *shape)).astype(np.float32)
+    noise = random.normal(size=(len(run.steps), *shape)).astype(np.float32)
+    assert len(run.steps) == int(options["num_inference_steps"] * strength)
+    ours = pipe(
+        PROMPTS,
+        NEGATIVE,
+        video=clips,
+        strength=strength,
+        scheduler=kind,
+        latents=latents,
+        noise=noise if kind == "dpm" else None,
+        encoder_noise={"video": posterior},
+        output_type="float",
+        progress=False,
+        **SIZE,
+        **options,
+    )
+    monkeypatch.setattr(reference_v2v, "randn_tensor", lambda *_, **__: channels_first(latents).movedim(1, 2))
+    theirs = run_reference(
+        CogVideoXVideoToVideoPipeline,
+        text_layout,
+        pipe,
+        make_scheduler(kind, pipe.scheduler.config.snr_shift_scale),
+        noise,
+        posterior,
+        monkeypatch,
+        video=[[Image.fromarray(frame) for frame in clip] for clip in clips],
+        strength=strength,
+        height=64,
+        width=96,
+        **options,
+    )
+    assert ours.frames.shape == theirs.shape == (2, 9, 64, 96, 3)
+    assert theirs.std() > 0.1
+    assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
+
+
+# --- in every kind of run ---
+
+I2V = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("media") / "first frame.png"
+    Image.fromarray(smooth(5, 64, 96)).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """20 frames at 16 per second: 10 at the model's 8."""
+    path = tmp_path_factory.mktemp("media") / "clip.mp4"
+    save_video(path, smooth(6, 20, 64, 96), fps=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def image_model(tmp_path_factory):
+    return save_layout(tmp_path_factory.mktemp("i2v"), "cogvideox1.5-5b-i2v")
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    return save_layout(tmp_path_factory.mktemp("1.5"), "cogvideox1.5-5b")
+
+
+def given(kind, picture, clip):
+    return {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
+    """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
+    model = image_model if kind == "image" else text_model
+    options = {**I2V, "num_inference_steps": 4} | given(kind, picture, clip)
+    pipe = Pipeline.from_pretrained(model, "float32")
+    expected = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
+    assert expected.shape == (1, 9, 64, 96, 3)
+    for change in ({"one_program": True}, {"compiled_loop": True}):
+        found = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options, **change).frames
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    spread = Pipeline.from_pretrained(model, "float32", sharding.make_mesh(2, 2, 2))
+    found = spread(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+    run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
+    size = ["--num-frames", 9, "--height", 64, "--width", 96, "--seed", 3]
+    media = ["--image", picture] if kind == "image" else ["--video", clip]
+    paths("encode", PROMPTS[0], "--model", model, *common, *size, *media)
+    with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+    latents = {"image": {"image_latents": (1, 16, 1, 8, 12)}, "video": {"video_latents": (1, 16, 4, 8, 12)}}[kind]
+    assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
+    strength = [] if kind == "image" else ["--strength", 0.6]
+    paths("denoise", *common, "--steps", 4, *strength)
+    (video,) = paths("decode", "--dtype", "float32", "--dir", run)
+    with TensorFile(run / run_dir.LATENTS_FILE) as file:
+        latents = file.read("latents").transpose(0, 2, 3, 4, 1)
+    found = pipe.decode(latents, output_type="float", progress=False)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    settings = read_metadata(video)["settings"]
+    assert settings[kind][0]["file"] == str(media[1]) and len(settings[kind][0]["sha256"]) == 64
+
+
+def test_the_picture_and_its_options_matter(image_model, picture):
+    pipe = Pipeline.from_pretrained(image_model, "float32")
+
+    def run(image, **change):
+        options = {**I2V, "output_type": "latent", "progress": False} | change
+        return pipe(PROMPTS[0], image=image, **options).frames
+
+    plain, pixels = run(picture), np.asarray(Image.open(picture))
+    assert (run(pixels) == plain).all() and (run(Image.open(picture)) == plain).all()
+    assert np.abs(run(255 - pixels) - plain).max() > 1e-3
+    assert np.abs(run(picture, last_image=pixels[::-1]) - plain).max() > 1e-3
+    assert np.abs(run(picture, image_scale=1.0) - plain).max() > 1e-3
+    assert (run(picture, image_scale=1 / 0.7) == plain).all()
+    wide = np.concatenate([pixels, pixels], 1)
+    assert np.abs(run(wide) - run(wide, fit="stretch")).max() > 1e-3
+    assert (run(wide[:, 48:144]) == run(wide)).all()
+
+
+def test_a_video_is_resampled_and_repeated(text_model, clip, caplog):
+    pipe = Pipeline.from_pretrained(text_model, "float32")  # 16 frames per second, as the clip
+    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, height=64, width=96))
+    assert run.size.num_frames == 17 and "the last 3 of 20 frames are not used" in caplog.text
+    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, num_frames=25, height=64, width=96))
+    assert "its last frame is repeated 5 times" in caplog.text
+    (media,) = run.request.video
+    frames = media.read(25, 64, 96, "crop")
+    assert (frames[19:] == frames[19]).all() and (frames[18] != frames[19]).any()
+
+
+def test_all_of_the_strength_is_text_to_video(text_model, clip):
+    pipe = Pipeline.from_pretrained(text_model, "float32")
+    options = {**I2V, "output_type": "latent", "progress": False, "seed": 2}
+    alone = pipe(PROMPTS[0], **options).frames
+    np.testing.assert_array_equal(pipe(PROMPTS[0], video=clip, strength=1, **options).frames, alone)
+
+
+def test_learned_positions_stay_at_their_size(tmp_path, picture, caplog):
+    """5b-I2V at another size runs on its rotary positions alone."""
+    pipe = Pipeline.from_pretrained(save_layout(tmp_path / "i2v", "cogvideox-5b-i2v"), "float32")
+    options = {"num_frames": 9, "num_inference_steps": 2, "output_type": "latent", "progress": False, "image": picture}
+    assert pipe(PROMPTS[0], height=64, width=96, **options).frames.shape == (1, 3, 8, 12, 16)
+    assert "learned positions" not in caplog.text
+    turned = pipe(PROMPTS[0], height=96, width=64, **options).frames  # as many tokens, another grid
+    assert caplog.text.count("the learned positions are those of 64x96 and are left out at 96x64") == 1
+    pipe.transformer.pos_embedding = None
+    assert (pipe(PROMPTS[0], height=96, width=64, **options).frames == turned).all()
+
+
+# --- bad input ---
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    """File name -> file."""
+    folder = tmp_path_factory.mktemp("bad")
+    pixels = smooth(7, 64, 96)
+    Image.fromarray(pixels).save(folder / "whole.png")
+    (folder / "cut.png").write_bytes((folder / "whole.png").read_bytes()[:300])
+    first, second = Image.fromarray(pixels), Image.fromarray(255 - pixels)
+    first.save(folder / "animated.webp", save_all=True, append_images=[second], lossless=True)
+    first.save(folder / "moving.gif", save_all=True, append_images=[second])
+    Image.new("1", (40000, 40000)).save(folder / "huge.png")
+    (folder / "notes.txt").write_text("not a picture")
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("image", [], "give it a first frame with --image"),
+        ("image", ["--image", "nowhere.png"], "there is no picture nowhere.png"),
+        ("image", ["--image", "{bad}/cut.png"], "cannot read .*cut.png"),
+        ("image", ["--image", "{bad}/animated.webp"], "is animated, 2 frames; .* or it as a video"),
+        ("image", ["--image", "{bad}/moving.gif"], "cannot read .*moving.gif"),
+        ("image", ["--image", "{bad}/huge.png"], "huge.png has more than 33,554,432 pixels"),
+        ("image", ["--image", "{bad}/notes.txt"], "cannot read .*notes.txt"),
+        ("image", ["--image", "{bad}/whole.png", "--image", "{bad}/whole.png"], "image: 2 for 1 prompts"),
+        ("image", ["--image", "{bad}/whole.png", "--strength", "0.5"], "give --video, or leave strength out"),
+        ("image", ["--image", "{bad}/whole.png", "--video", "{bad}/moving.gif"], "takes no video; it takes image"),
+        ("image", ["--image", "{bad}/whole.png", "--image-scale", "0"], "image_scale is 0.0; expected a number above"),
+        ("text", ["--image", "{bad}/whole.png"], "a text-to-video model, which takes no image; it takes video"),
+        ("text", ["--video", "{bad}/empty"], "there are no frames"),
+        ("text", ["--video", "{bad}/notes.txt"], "notes.txt"),
+        ("text", ["--video", "{bad}/moving.gif", "--strength", "1.5"], "strength is 1.5; expected above 0 to 1"),
+        ("text", ["--video", "{bad}/moving.gif", "--strength", "0.01"], "is less than one step; use 0.02 or more"),
+        ("text", ["--strength", "0.5"], "give --video, or leave strength out"),
+        ("text", ["--image-scale", "1"], "image_scale is a factor of an image's latents"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_loads(kind, options, message, image_model, text_model, bad, refused):
+    model = image_model if kind == "image" else text_model
+    err = refused("generate", PROMPTS[0], "--model", model, *[part.format(bad=bad) for part in options])
+    assert re.search(message, err), err
+
+
+def test_python_values_of_other_kinds_are_refused(image_model):
+    pipe = Pipeline.from_pretrained(image_model, "float32")
+    for image, message in ((5, "got int"), (np.zeros((4, 4), np.uint8), r"got uint8 \[4, 4\]")):
+        with pytest.raises(InputError, match=message):
+            pipe(PROMPTS[0], image=image, **I2V)
