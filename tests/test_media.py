@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import (
     AutoencoderKLCogVideoX,
+    CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXTransformer3DModel,
     CogVideoXVideoToVideoPipeline,
@@ -17,7 +18,7 @@ from diffusers.models.autoencoders import vae as reference_vae
 from diffusers.pipelines.cogvideo import pipeline_cogvideox_video2video as reference_v2v
 from diffusers.schedulers import scheduling_dpm_cogvideox
 from PIL import Image
-from reference import make_scheduler, save_layout
+from reference import make_scheduler, make_transformer, save_layout
 from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
@@ -188,6 +189,43 @@ def test_video_to_video_against_diffusers(text_layout, sampler, strength, monkey
     assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
 
 
+@pytest.fixture(scope="module")
+def control_model(tmp_path_factory):
+    transformer = make_transformer("cogvideox-5b", in_channels=32)
+    return save_layout(tmp_path_factory.mktemp("control"), "cogvideox-5b", transformer=transformer)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_control_against_diffusers(control_model, dynamic, monkeypatch):
+    """The reference's control pipeline takes DDIM alone."""
+    pipe = Pipeline.from_pretrained(control_model, dtype="float32")
+    clips = [smooth(seed, 9, 80, 120) for seed in (1, 2)]
+    options = {"num_inference_steps": 4, "guidance_scale": 6.0, "use_dynamic_cfg": dynamic}
+    latents = np.random.default_rng(0).normal(size=(2, 3, 8, 12, 16)).astype(np.float32)
+    how = {"scheduler": "ddim", "latents": latents, "output_type": "float", "progress": False}
+    ours = pipe(PROMPTS, NEGATIVE, control_video=clips, height=64, width=96, **how, **options).frames
+    theirs = run_reference(
+        CogVideoXFunControlPipeline,
+        control_model,
+        pipe,
+        make_scheduler("ddim", pipe.scheduler.config.snr_shift_scale),
+        [],
+        [],
+        monkeypatch,
+        control_video=[[Image.fromarray(frame) for frame in clip] for clip in clips],
+        latents=channels_first(latents).movedim(1, 2),
+        height=64,
+        width=96,
+        **options,
+    )
+    assert ours.shape == theirs.shape == (2, 9, 64, 96, 3)
+    assert theirs.std() > 0.1
+    assert np.abs(ours - theirs).max() < PIXEL_BAR
+    inverted = [255 - clip for clip in clips]
+    other = pipe(PROMPTS, NEGATIVE, control_video=inverted, height=64, width=96, **how, **options).frames
+    assert np.abs(other - ours).max() > 0.01
+
+
 # --- in every kind of run ---
 
 I2V = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
@@ -218,15 +256,12 @@ def text_model(tmp_path_factory):
     return save_layout(tmp_path_factory.mktemp("1.5"), "cogvideox1.5-5b")
 
 
-def given(kind, picture, clip):
-    return {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
-
-
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = image_model if kind == "image" else text_model
-    options = {**I2V, "num_inference_steps": 4} | given(kind, picture, clip)
+    media = {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
+    options = {**I2V, "num_inference_steps": 4} | media
     pipe = Pipeline.from_pretrained(model, "float32")
     expected = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
     assert expected.shape == (1, 9, 64, 96, 3)
@@ -239,8 +274,7 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
 
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 9, "--height", 64, "--width", 96, "--seed", 3]
-    media = ["--image", picture] if kind == "image" else ["--video", clip]
-    paths("encode", PROMPTS[0], "--model", model, *common, *size, *media)
+    paths("encode", PROMPTS[0], "--model", model, *common, *size, f"--{kind}", media[kind])
     with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"image": {"image_latents": (1, 16, 1, 8, 12)}, "video": {"video_latents": (1, 16, 4, 8, 12)}}[kind]
@@ -253,7 +287,7 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     settings = read_metadata(video)["settings"]
-    assert settings[kind][0]["file"] == str(media[1]) and len(settings[kind][0]["sha256"]) == 64
+    assert settings[kind][0]["file"] == str(media[kind]) and len(settings[kind][0]["sha256"]) == 64
 
 
 def test_the_picture_and_its_options_matter(image_model, picture):
@@ -326,7 +360,13 @@ def bad(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("image", [], "give it a first frame with --image"),
+        ("image", [], r"an image-to-video model; give it --image \(image=\)"),
+        ("control", [], r"a control model; give it --control-video \(control_video=\)"),
+        (
+            "control",
+            ["--control-video", "{bad}/whole.png", "--num-frames", "9"],
+            "controls 1 frames .* has 9",
+        ),
         ("image", ["--image", "nowhere.png"], "there is no picture nowhere.png"),
         ("image", ["--image", "{bad}/cut.png"], "cannot read .*cut.png"),
         ("image", ["--image", "{bad}/animated.webp"], "is animated, 2 frames; .* or it as a video"),
@@ -346,8 +386,10 @@ def bad(tmp_path_factory):
         ("text", ["--image-scale", "1"], "image_scale is a factor of an image's latents"),
     ],
 )
-def test_bad_input_is_refused_before_anything_loads(kind, options, message, image_model, text_model, bad, refused):
-    model = image_model if kind == "image" else text_model
+def test_bad_input_is_refused_before_anything_loads(
+    kind, options, message, image_model, text_model, control_model, bad, refused
+):
+    model = {"image": image_model, "text": text_model, "control": control_model}[kind]
     err = refused("generate", PROMPTS[0], "--model", model, *[part.format(bad=bad) for part in options])
     assert re.search(message, err), err
 

@@ -316,11 +316,9 @@ def test_refuses(pipe, change, message):
 
 
 def test_refuses_models_of_other_kinds(tmp_path):
-    for channels in (33, 32):  # inpainting, control
-        transformer = make_transformer("cogvideox-5b", in_channels=channels)
-        layout = save_layout(tmp_path / str(channels), "cogvideox-5b", transformer=transformer)
-        with pytest.raises(InputError, match=f"takes {channels} channels; .* control and inpainting are not supported"):
-            cogvideox_flax.CogVideoXPipeline.from_pretrained(layout)
+    layout = save_layout(tmp_path / "hf", "cogvideox-5b", transformer=make_transformer("cogvideox-5b", in_channels=33))
+    with pytest.raises(InputError, match=r"takes 33 channels; .* inpainting is not supported"):
+        cogvideox_flax.CogVideoXPipeline.from_pretrained(layout)
 
 
 def test_mesh_of_too_many_devices():

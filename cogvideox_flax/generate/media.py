@@ -30,7 +30,7 @@ from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
 
-PICTURES, CLIPS = ("image", "last_image"), ("video",)
+PICTURES, CLIPS = ("image", "last_image"), ("video", "control_video")
 MEDIA = (*PICTURES, *CLIPS)
 """Fields of the request."""
 
@@ -71,8 +71,8 @@ class Media:
         return fit_frames(self.source, height, width, fit)[indices]
 
 
-UNSEEN = Media("a picture", "", 0, 0, 1)
-"""Stands for any picture where a run is only planned."""
+UNSEEN = Media("a picture or clip", "", 0, 0, 0)
+"""Stands for any of them where a run is only planned."""
 
 
 def describe_media(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,17 @@ def resolve_strength(strength: Any, has_video: bool, num_inference_steps: Any) -
 
 
 def describe_fit(name: str, media: Media, num_frames: int, height: int, width: int, fit: str) -> str | None:
-    """What of a picture or clip does not reach the model, as a sentence; None if all of it does."""
+    """What of a picture or clip does not reach the model, as a sentence; None if all of it does.
+
+    Raises:
+        InputError: a control clip is too short.
+    """
+    if media is UNSEEN:
+        return None
+    if name == "control_video" and media.num_frames < num_frames:
+        raise InputError(
+            f"{media.file} controls {media.num_frames} frames at the model's rate; the video has {num_frames}"
+        )
     said = []
     if abs(media.height * width - media.width * height) > 0.01 * media.height * width:
         how = "its middle is used" if fit == "crop" else "it is distorted"

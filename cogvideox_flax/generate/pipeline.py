@@ -253,7 +253,9 @@ class Pipeline(Components):
         request, (frames, noise) = run.request, run.media_shapes(stage)
         index = [known.input for known in run.family.visual(run.manifest.configs)].index(stage.input)
         given = (request.encoder_noise or {}).get(stage.input)
-        if given is None:
+        if not stage.sampled:
+            given = np.zeros(noise, np.float32)
+        elif given is None:
             given = standard_normal(encoder_noise_key(request.seed, index), noise)
         media = getattr(request, stage.input)
         return read_media(media, frames, request.fit), jnp.asarray(given, jnp.float32)

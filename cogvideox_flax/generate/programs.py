@@ -32,6 +32,7 @@ from cogvideox_flax.generate.functions import (
     make_step,
     make_visual,
 )
+from cogvideox_flax.generate.media import CLIPS
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
@@ -99,22 +100,22 @@ class RunPrograms:
         return ProgramSpec(name, make_visual, self._visual_arguments(stage), fast_compile=True)
 
     def _visual_arguments(self, stage: VisualStage) -> tuple[Function, float, int, bool]:
-        is_video = stage.feature == VIDEO_FEATURE
-        scale = stage.scale if is_video or self.request.image_scale is None else self.request.image_scale
-        return stage.encode, scale, self.size.extra_latents if is_video else 0, self.request.tiling
+        is_clip, given = stage.input in CLIPS, self.request.image_scale
+        scale = stage.scale if is_clip or given is None else given
+        return stage.encode, scale, self.size.extra_latents if is_clip else 0, self.request.tiling
 
     def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """[B, F, H, W, 3] of its frames, [B, T, h, w, C] of their latents without the extra ones."""
         size, (batch, latents, *rest) = self.size, self.size.latent_shape(self.request.batch)
-        is_video = stage.feature == VIDEO_FEATURE
-        frames = size.num_frames if is_video else 1
-        count = latents - size.extra_latents if is_video else 1
+        is_clip = stage.input in CLIPS
+        frames = size.num_frames if is_clip else 1
+        count = latents - size.extra_latents if is_clip else 1
         return (batch, frames, size.height, size.width, 3), (batch, count, *rest)
 
     def latents_shape(self, stage: VisualStage) -> tuple[int, ...]:
         """[B, T, h, w, C] of its result."""
         batch, count, *rest = self.media_shapes(stage)[1]
-        return batch, count + (self.size.extra_latents if stage.feature == VIDEO_FEATURE else 0), *rest
+        return batch, count + (self.size.extra_latents if stage.input in CLIPS else 0), *rest
 
     @property
     def initial_noise(self) -> ProgramSpec:

@@ -55,8 +55,8 @@ class GenerationRequest:
     lora: adapters of this run, each a file, "FILE:SCALE", or a mapping with file and scale; None stands for those that
         the pipeline has loaded.
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
-    image, last_image: a path, a PIL image or uint8 [H, W, 3]; video: a path, a folder of PNGs or uint8 [F, H, W, 3] at
-        the model's frame rate. One for all prompts, or a list with one each.
+    image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
+    video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
     encoder_noise: "image", "last_image" or "video" -> standard normal [B, T, h, w, C], in place of random noise, of the
         encoder's posterior. A clip's extra latent frames do not count.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
@@ -121,6 +121,14 @@ class GenerationRequest:
         metavar="FILE",
         repeat=True,
     )
+    control_video: Any = option(  # noqa: RUF009
+        None,
+        "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs",
+        stage="encode",
+        parse=str,
+        metavar="FILE",
+        repeat=True,
+    )
     strength: float | None = option(
         None, "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8", parse=float
     )
@@ -153,7 +161,7 @@ class GenerationRequest:
         Raises:
             InputError: all that this model cannot serve, in one message.
         """
-        from cogvideox_flax.generate.media import MEDIA, resolve_media, resolve_strength
+        from cogvideox_flax.generate.media import CLIPS, MEDIA, UNSEEN, resolve_media, resolve_strength
 
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
@@ -175,8 +183,9 @@ class GenerationRequest:
         with faults.caught():
             given = {name: getattr(self, name) for name in MEDIA}
             filled |= resolve_media(family, configs, given, len(filled.get("prompt", [""])))
-            if num_frames is None and (clips := filled.get("video")):
-                num_frames = family.fit_frames(configs, max(clip.num_frames for clip in clips))
+            lengths = [clip.num_frames for name in CLIPS for clip in filled.get(name, ()) if clip is not UNSEEN]
+            if num_frames is None and lengths:
+                num_frames = family.fit_frames(configs, min(lengths))
         with faults.caught():
             filled["strength"] = resolve_strength(
                 self.strength, self.video is not None, filled.get("num_inference_steps", self.num_inference_steps)
@@ -202,7 +211,8 @@ class GenerationRequest:
                 family.check_tiling(configs)
         faults.raise_all()
         assert size is not None
-        for warning in (*family.size_warnings(configs, size), *result._unused_media(size)):
+        unused = result._unused_media(size)
+        for warning in (*family.size_warnings(configs, size), *unused):
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result
@@ -226,6 +236,7 @@ class ResolvedRequest(GenerationRequest):
         image: list[Media] | None
         last_image: list[Media] | None
         video: list[Media] | None
+        control_video: list[Media] | None
 
     @property
     def batch(self) -> int:

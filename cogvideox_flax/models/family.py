@@ -192,12 +192,14 @@ class VisualStage:
     """How one kind of picture or clip becomes latents.
 
     Attributes:
-        input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts.
+        input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
+            "control_video".
         feature: the name of the result, a feature of the denoiser, except for "video".
         component: what encodes it.
         encode: (module, frames [B, F, H, W, 3] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
         scale: what they are multiplied by.
         required: whether the checkpoint needs it.
+        sampled: whether noise is drawn; otherwise it is 0.
     """
 
     input: str
@@ -206,6 +208,7 @@ class VisualStage:
     encode: Callable[..., Float32[Array, "B T h w C"]]
     scale: float
     required: bool = False
+    sampled: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

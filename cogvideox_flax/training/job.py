@@ -172,7 +172,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
             f"the {family.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
     if any(stage.required for stage in family.visual(manifest.configs)):
-        raise InputError(f"{where} is an image-to-video model; only text-to-video models can be fine-tuned")
+        raise InputError(f"{where} is an image-to-video or control model; only text-to-video models can be fine-tuned")
     known = family.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError, InputError
@@ -92,13 +92,17 @@ class TransformerConfig(Config):
         return (self.patch_size_t or 1) * self.patch_size**2
 
     @property
-    def takes_image(self) -> bool:
-        """Whether the model takes a picture's latents beside the noisy ones.
+    def takes(self) -> Literal["text", "image", "control"] | None:
+        """What the model takes beside noise; None: something unknown.
 
-        Control models have as many channels; but only the image-to-video releases have learned positions beside the
-        rotary ones (1.0) or ofs (1.5).
+        Image-to-video and control models have as many channels; but only the image-to-video releases have learned
+        positions beside the rotary ones (1.0) or ofs (1.5).
         """
-        return self.in_channels == 2 * self.out_channels and (self.learned_positions or self.ofs_width is not None)
+        if self.in_channels == self.out_channels:
+            return "text"
+        if self.in_channels != 2 * self.out_channels:
+            return None
+        return "image" if self.learned_positions or self.ofs_width is not None else "control"
 
     def check_dtype(self, dtype: str | None) -> None:
         """Refuse float16 for the rotary releases (5b and 1.5), which were trained in bfloat16 and overflow in float16.

@@ -23,7 +23,7 @@ from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_rele
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.cogvideox.transformer import Transformer
-from cogvideox_flax.models.cogvideox.visual import encode, with_image
+from cogvideox_flax.models.cogvideox.visual import encode, with_visual
 from cogvideox_flax.models.family import (
     Component,
     Configs,
@@ -104,7 +104,7 @@ def predict(
 ) -> Float32[Array, "B T h w C"]:
     """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0. remat: recompute each block in the backward pass."""
     ofs = None if transformer.config.ofs_width is None else OFS
-    beside = with_image(latents, features)
+    beside = with_visual(latents, features)
     return transformer(beside, features["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
 
 

@@ -86,16 +86,15 @@ def fit_frames(vae: VAEConfig, release: Release | None, count: int) -> int:
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:
-    """Refuse a model whose transformer takes other inputs than noise and a picture (control, inpainting).
+    """Refuse a model whose transformer takes other inputs than text, a picture or a control clip (inpainting).
 
     Raises:
-        InputError: its input channels are neither the VAE's latent channels nor, in an image-to-video model, twice as
-            many.
+        InputError: its input channels are neither the VAE's latent channels nor twice as many.
     """
-    if transformer.in_channels != (2 if transformer.takes_image else 1) * vae.latent_channels:
+    if transformer.takes is None or transformer.out_channels != vae.latent_channels:
         raise InputError(
             f"its transformer takes {transformer.in_channels} channels; text-to-video has {vae.latent_channels}, "
-            f"image-to-video {2 * vae.latent_channels}, and control and inpainting are not supported yet"
+            f"image-to-video and control {2 * vae.latent_channels}, and inpainting is not supported yet"
         )
 
 

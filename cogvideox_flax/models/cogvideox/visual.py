@@ -31,18 +31,18 @@ def sample(
 
 def stages(configs: Configs) -> tuple[VisualStage, ...]:
     """What a checkpoint takes beside prompts."""
-    vae = configs["vae"]
-    factor = 1 / vae.scaling_factor if vae.invert_scale_latents else vae.scaling_factor
-    if configs["transformer"].takes_image:
-        of_image = {"component": "vae", "encode": sample, "scale": factor}
+    vae, kind = configs["vae"], configs["transformer"].takes
+    of_clip = {"component": "vae", "encode": sample, "scale": vae.scaling_factor}
+    # the inverted scale is the picture's alone
+    of_picture = of_clip | {"scale": 1 / vae.scaling_factor if vae.invert_scale_latents else vae.scaling_factor}
+    if kind == "image":
         return (
-            VisualStage(input="image", feature="image_latents", required=True, **of_image),
-            VisualStage(input="last_image", feature="last_image_latents", **of_image),
+            VisualStage(input="image", feature="image_latents", required=True, **of_picture),
+            VisualStage(input="last_image", feature="last_image_latents", **of_picture),
         )
-    # the inverted scale is the image's alone
-    return (
-        VisualStage(input="video", feature="video_latents", component="vae", encode=sample, scale=vae.scaling_factor),
-    )
+    if kind == "control":
+        return (VisualStage(input="control_video", feature="control_latents", required=True, sampled=False, **of_clip),)
+    return (VisualStage(input="video", feature="video_latents", **of_clip),)
 
 
 def check_inputs(configs: Configs, given: Sequence[str]) -> None:
@@ -51,20 +51,24 @@ def check_inputs(configs: Configs, given: Sequence[str]) -> None:
     Raises:
         InputError: with what it takes.
     """
-    known = [stage.input for stage in stages(configs)]
-    if configs["transformer"].takes_image and "image" not in given:
-        raise InputError("this is an image-to-video model: give it a first frame with --image (image=)")
-    if unknown := [name for name in given if name not in known]:
-        kind = "an image-to-video model" if configs["transformer"].takes_image else "a text-to-video model"
-        raise InputError(f"this is {kind}, which takes no {' and no '.join(unknown)}; it takes {', '.join(known)}")
+    known, takes = stages(configs), configs["transformer"].takes
+    kind = {"text": "a text-to-video model", "image": "an image-to-video model", "control": "a control model"}[takes]
+    if missing := [stage.input for stage in known if stage.required and stage.input not in given]:
+        options = " and ".join(f"--{name.replace('_', '-')} ({name}=)" for name in missing)
+        raise InputError(f"this is {kind}; give it {options}")
+    names = [stage.input for stage in known]
+    if unknown := [name for name in given if name not in names]:
+        raise InputError(f"this is {kind}, which takes no {' and no '.join(unknown)}; it takes {', '.join(names)}")
 
 
-def with_image(latents: Float32[Array, "B T h w C"], features: Features) -> Float32[Array, "B T h w D"]:
-    """The noisy latents, and beside them those of the first frame (and the last one), zero elsewhere.
+def with_visual(latents: Float32[Array, "B T h w C"], features: Features) -> Float32[Array, "B T h w D"]:
+    """The noisy latents, and beside them those of a control clip; or of the first (and last) frame, zero elsewhere.
 
-    Source: diffusers `CogVideoXImageToVideoPipeline`. 1.5 has an extra latent frame at the start, which is the image's
-    place too.
+    Source: diffusers `CogVideoXImageToVideoPipeline`, `CogVideoXFunControlPipeline`. 1.5 has an extra latent frame at
+    the start, which is the picture's place too.
     """
+    if (control := features.get("control_latents")) is not None:
+        return jnp.concatenate([latents, control.astype(latents.dtype)], -1)
     if (image := features.get("image_latents")) is None:
         return latents
     beside = jnp.zeros_like(latents).at[:, :1].set(image.astype(latents.dtype))

@@ -1,0 +1,100 @@
+"""How far video to video follows its prompt, and how far its input, at several strengths.
+
+    python -m benchmarks.video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE] [--sheet FILE.png]
+
+Each clip is generated from the true clip of another prompt of the procedural world, and judged by both prompts. "text"
+is text to video with the same noise. PSNR is of the result against its input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from benchmarks.claims import read_prompt
+from benchmarks.fidelity import psnr
+from benchmarks.judge import compare, rates
+from benchmarks.machine import machine
+from benchmarks.prompt_following import SHOWN, Item, make_items
+from benchmarks.seeing import see
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.io.video import save_contact_sheet
+
+STRENGTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
+ON_SHEET = 6
+
+
+def generate(
+    pipe: Pipeline, items: Sequence[Item], strength: float | None, steps: int, batch: int
+) -> UInt8[np.ndarray, "N F H W 3"]:
+    """One video per item, from the clip of the next item; strength None is text to video."""
+    made = []
+    for start in range(0, len(items), batch):
+        part = items[start : start + batch]
+        clips = [items[(item.index + 1) % len(items)].clip.video for item in part]
+        given: dict[str, Any] = {} if strength is None else {"video": clips, "strength": strength}
+        prompts = [item.clip.prompt for item in part]
+        options: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "seed": start,
+            "progress": False,
+            "compiled_loop": True,
+        }
+        made.append(pipe(prompts, **options, **given).frames)
+    return np.concatenate(made)
+
+
+def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict[str, Any]:
+    """Percentages with 95 % intervals of the clips in which all is right, by the prompt and by the input's prompt."""
+    seen = [see(video) for video in videos]
+    inputs = [items[(item.index + 1) % len(items)].clip for item in items]
+
+    def all_right(prompts: list[str]) -> dict[str, Any]:
+        scores = [compare(one, read_prompt(prompt)) for one, prompt in zip(seen, prompts, strict=True)]
+        return dataclasses.asdict(rates(scores)["all"])
+
+    return {
+        "follows its prompt": all_right([item.clip.prompt for item in items]),
+        "keeps its input": all_right([clip.prompt for clip in inputs]),
+        "psnr": float(np.mean([psnr(clip.video, video) for clip, video in zip(inputs, videos, strict=True)])),
+    }
+
+
+def main() -> None:
+    """Print a table; write JSON and a contact sheet: a row for each of some clips and strengths."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: the embedded model")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png")
+    args = parser.parse_args()
+    pipe = Pipeline.from_pretrained(args.model, "float32")
+    items = make_items(args.prompts, seed=0)
+    rows, shown = {}, []
+    for strength in (*STRENGTHS, None):
+        videos = generate(pipe, items, strength, args.steps, args.batch)
+        rows["text" if strength is None else f"{strength:g}"] = judge(items, videos)
+        shown.append(videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)])
+    print("| strength | follows its prompt | keeps its input | PSNR against its input, dB |\n|---|---|---|---|")
+    for name, row in rows.items():
+        cells = [f"{row[k]['percent']:.0f} ({row[k]['low']:.0f}–{row[k]['high']:.0f})" for k in list(row)[:2]]
+        print(f"| {name} | {' | '.join(cells)} | {row['psnr']:.1f} |")
+    settings = {"prompts": args.prompts, "steps": args.steps, "model": args.model or "embedded", "machine": machine()}
+    if args.json is not None:
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
+    if args.sheet is not None:
+        by_clip = np.stack(shown, 1)  # clip, strength, frame
+        save_contact_sheet(args.sheet, by_clip.reshape(-1, *by_clip.shape[3:]), columns=SHOWN * len(shown))
+
+
+if __name__ == "__main__":
+    main()
