@@ -162,12 +162,6 @@ def test_the_dtype_of_a_run_is_decided_by_size(name, changes, dtype):
     assert manifest.default_dtype == dtype
 
 
-def test_learned_positions_take_one_size_only():
-    assert size("cogvideox-5b-i2v").height == 480
-    with pytest.raises(InputError, match="learned its positions at 480x720 only"):
-        size("cogvideox-5b-i2v", height=720, width=480)
-
-
 @pytest.mark.parametrize(
     ("component", "changes", "message"),
     [

@@ -84,12 +84,14 @@ def test_a_flipped_axis_is_seen(frames, axis, motions):
     assert percent(np.flip(frames, axis)[chosen], prompts)["direction"] <= 20
 
 
+@pytest.mark.slow
 def test_another_noise_schedule_is_seen(pipe, frames):
     other = DDIMScheduler(dataclasses.replace(pipe.scheduler.config, snr_shift_scale=0.05))
     found = percent(generate(pipe, scheduler=other))
     assert found["size"] < BARS["size"] - 10 or found["count"] < BARS["count"] - 10, found
 
 
+@pytest.mark.slow
 def test_the_second_sampler_follows_too(pipe):
     found = percent(generate(pipe, scheduler="dpm"))
     for name, least in BARS.items():

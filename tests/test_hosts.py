@@ -241,6 +241,7 @@ def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-3, err_msg=name)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_hosts_that_share_a_disk(layout, tmp_path):
     command = write_training(tmp_path, layout, "lora", SAMPLES)
     with Hosts(tmp_path, *command, "--steps", 3, shared=True) as hosts:

@@ -60,6 +60,7 @@ def test_same_video_on_every_mesh(native, alone, mesh):
     np.testing.assert_allclose(generate(native, sharding.make_mesh(*mesh)), alone, atol=1e-4)
 
 
+@pytest.mark.slow  # the command's way of doing it is in test_hosts
 def test_two_hosts_share_a_run(native, alone, tmp_path):
     """Two processes of four devices each, joined by jax.distributed: both have the whole video, the same as ever."""
     script = Path(__file__).with_name("one_of_two_hosts.py")

@@ -88,6 +88,7 @@ def test_table_fits_the_chip(tokens):
     choose_tile_sizes(tokens, tokens, 64, jnp.bfloat16).check(tokens, 64, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_forecast_of_the_kernel(tmp_path):
     """The benchmark reads a schedule: never below the matrix unit's least, never absurd."""
     out = tmp_path / "attention.json"
