@@ -158,7 +158,7 @@ def _size_warnings(configs: Configs, size: Size) -> list[str]:
 
 
 def _fit_frames(configs: Configs, count: int) -> int:
-    return fit_frames(configs["vae"], find_release(configs), count)
+    return fit_frames(configs["transformer"], configs["vae"], find_release(configs), count)
 
 
 def _workload(configs: Configs, size: Size) -> Workload:
