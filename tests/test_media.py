@@ -326,6 +326,22 @@ def test_all_of_the_strength_is_text_to_video(text_model, clip):
     np.testing.assert_array_equal(pipe(PROMPTS[0], video=clip, strength=1, **options).frames, alone)
 
 
+def test_noise_is_drawn_apart(text_model, clip):
+    """The posterior's noise is not the initial one."""
+    pipe = Pipeline.from_pretrained(text_model, "float32")
+    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, **I2V))
+    _, posterior = run.media(run.visual[0])
+    initial, _ = run.initial_noise.function()(np.uint32(0))
+    assert abs(np.corrcoef(posterior.ravel(), initial[:, 1:].ravel())[0, 1]) < 0.1
+
+
+def test_a_conditioning_of_another_request_is_refused(text_model, clip):
+    pipe = Pipeline.from_pretrained(text_model, "float32")
+    conditioning = pipe.encode(GenerationRequest(PROMPTS[0], **I2V), progress=False)
+    with pytest.raises(InputError, match=r"has no latents of pictures or clips; .* give video_latents"):
+        pipe.denoise(conditioning, GenerationRequest(PROMPTS[0], video=clip, **I2V))
+
+
 def test_learned_positions_stay_at_their_size(tmp_path, picture, caplog):
     """5b-I2V at another size runs on its rotary positions alone."""
     pipe = Pipeline.from_pretrained(save_layout(tmp_path / "i2v", "cogvideox-5b-i2v"), "float32")

@@ -60,4 +60,4 @@ def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingO
         InputError: with the numbers.
     """
     sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
-    profiling.check(request.num_inference_steps, request.compiled_loop or request.one_program)
+    profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)

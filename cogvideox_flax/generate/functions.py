@@ -199,5 +199,5 @@ def noise_key(seed: int) -> Array:
 
 
 def encoder_noise_key(seed: int, index: int) -> Array:
-    """The key of the posterior noise of one of the pictures and clips."""
-    return jax.random.fold_in(jax.random.key(np.uint32(seed)), index)
+    """The key of the posterior noise of one of the pictures and clips; 0 and 1 are those of `make_noise`' split."""
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), 2 + index)

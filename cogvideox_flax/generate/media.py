@@ -68,7 +68,7 @@ class Media:
             return self.source.read(indices.tolist(), height, width, fit)
         if self.source is None:
             raise InputError(f"{self.file} is known by its hash only; give the file again to encode it")
-        return fit_frames(self.source, height, width, fit)[indices]
+        return fit_frames(self.source[:num_frames], height, width, fit)[indices]
 
 
 UNSEEN = Media("a picture or clip", "", 0, 0, 0)

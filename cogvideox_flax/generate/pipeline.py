@@ -25,11 +25,8 @@ from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
     DenoiseState,
     Frames,
-    encoder_noise_key,
     noise_key,
-    standard_normal,
 )
-from cogvideox_flax.generate.media import read_media
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.generate.programs import RunPrograms, decode_arguments, decoding
 from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
@@ -241,24 +238,12 @@ class Pipeline(Components):
 
     def _encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
         """Scaled latents of a picture or clip."""
-        spec, inputs = run.encode_visual(stage), replicate(self._media(run, stage), self.mesh)
+        spec, inputs = run.encode_visual(stage), replicate(run.media(stage), self.mesh)
         latents, finite = self._run(spec, self.component(stage.component), *inputs, progress=progress)
         self.profiling.after_stage(spec.name)
         if not finite:
             raise self._bad("VAE")
         return latents
-
-    def _media(self, run: RunPrograms, stage: VisualStage) -> tuple[Any, Any]:
-        """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
-        request, (frames, noise) = run.request, run.media_shapes(stage)
-        index = [known.input for known in run.family.visual(run.manifest.configs)].index(stage.input)
-        given = (request.encoder_noise or {}).get(stage.input)
-        if not stage.sampled:
-            given = np.zeros(noise, np.float32)
-        elif given is None:
-            given = standard_normal(encoder_noise_key(request.seed, index), noise)
-        media = getattr(request, stage.input)
-        return read_media(media, frames, request.fit), jnp.asarray(given, jnp.float32)
 
     def denoise(
         self,
@@ -283,11 +268,7 @@ class Pipeline(Components):
         """
         run = self.programs(request)
         resolved = run.request
-        if conditioning.guided != resolved.guided or conditioning.batch != resolved.batch:
-            raise InputError(
-                f"the conditioning is of {conditioning.batch} prompts {'with' if conditioning.guided else 'without'} "
-                f"negative prompts; the request has {resolved.batch} and guidance_scale {resolved.guidance_scale:g}"
-            )
+        run.check_conditioning(conditioning)
         if resolved.compiled_loop and state is not None:
             raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
         self._use_loras_of(resolved)
@@ -341,7 +322,7 @@ class Pipeline(Components):
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
         inputs, state = replicate(run.start(None, *self._start_noise(run, progress)), self.mesh)
-        media = {stage.input: self._media(run, stage) for stage in run.visual}
+        media = {stage.input: run.media(stage) for stage in run.visual}
         given = replicate(tokens, self.mesh), replicate(media, self.mesh), inputs, state
         frames, steps_finite, finite = self._run(run.whole_run, models, *given, progress=progress)
         self.profiling.after_stage(run.whole_run.name)

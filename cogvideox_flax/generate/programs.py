@@ -18,12 +18,14 @@ from jaxtyping import Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
     DenoiseInputs,
     DenoiseState,
     Function,
+    encoder_noise_key,
     identity,
     make_decode,
     make_loop,
@@ -31,8 +33,9 @@ from cogvideox_flax.generate.functions import (
     make_run,
     make_step,
     make_visual,
+    standard_normal,
 )
-from cogvideox_flax.generate.media import CLIPS
+from cogvideox_flax.generate.media import CLIPS, read_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
@@ -143,6 +146,37 @@ class RunPrograms:
         return ProgramSpec("whole run", make_run, given)
 
     # --- arguments
+
+    def media(self, stage: VisualStage) -> tuple[Any, Any]:
+        """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
+        request, (frames, noise) = self.request, self.media_shapes(stage)
+        index = [known.input for known in self.family.visual(self.manifest.configs)].index(stage.input)
+        given = (request.encoder_noise or {}).get(stage.input)
+        if not stage.sampled:
+            given = np.zeros(noise, np.float32)
+        elif given is None:
+            given = standard_normal(encoder_noise_key(request.seed, index), noise)
+        return read_media(getattr(request, stage.input), frames, request.fit), jnp.asarray(given, jnp.float32)
+
+    def check_conditioning(self, conditioning: Conditioning) -> None:
+        """Refuse a conditioning that is not this request's.
+
+        Raises:
+            InputError: with the differences.
+        """
+        request = self.request
+        if conditioning.guided != request.guided or conditioning.batch != request.batch:
+            raise InputError(
+                f"the conditioning is of {conditioning.batch} prompts {'with' if conditioning.guided else 'without'} "
+                f"negative prompts; the request has {request.batch} and guidance_scale {request.guidance_scale:g}"
+            )
+        wanted = {stage.feature for stage in self.visual}
+        found = conditioning.pictures.keys() | ({VIDEO_FEATURE} if conditioning.video is not None else set())
+        if found != wanted:
+            raise InputError(
+                f"the conditioning has {', '.join(sorted(found)) or 'no latents of pictures or clips'}; the request's "
+                f"inputs give {', '.join(sorted(wanted)) or 'none'}"
+            )
 
     def start(
         self, conditioning: Conditioning | None, latents: Float32[Any, "B T h w C"], noise_source: Any

@@ -211,8 +211,7 @@ class GenerationRequest:
                 family.check_tiling(configs)
         faults.raise_all()
         assert size is not None
-        unused = result._unused_media(size)
-        for warning in (*family.size_warnings(configs, size), *unused):
+        for warning in (*family.size_warnings(configs, size), *result._unused_media(size)):
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result
