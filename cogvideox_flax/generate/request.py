@@ -161,7 +161,7 @@ class GenerationRequest:
         Raises:
             InputError: all that this model cannot serve, in one message.
         """
-        from cogvideox_flax.generate.media import CLIPS, MEDIA, UNSEEN, resolve_media, resolve_strength
+        from cogvideox_flax.generate.media import MEDIA, frames_of_clips, resolve_media, resolve_strength
 
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
@@ -183,9 +183,7 @@ class GenerationRequest:
         with faults.caught():
             given = {name: getattr(self, name) for name in MEDIA}
             filled |= resolve_media(family, configs, given, len(filled.get("prompt", [""])))
-            lengths = [clip.num_frames for name in CLIPS for clip in filled.get(name, ()) if clip is not UNSEEN]
-            if num_frames is None and lengths:
-                num_frames = family.fit_frames(configs, min(lengths))
+            num_frames = frames_of_clips(family, configs, filled) if num_frames is None else num_frames
         with faults.caught():
             filled["strength"] = resolve_strength(
                 self.strength, self.video is not None, filled.get("num_inference_steps", self.num_inference_steps)
