@@ -17,6 +17,7 @@ import pytest
 from commands import PROMPT, ROOT
 from media import make_clips
 from PIL import Image
+from reference import save_layout
 from safetensors.numpy import load_file
 
 from cogvideox_flax.errors import InputError
@@ -121,6 +122,24 @@ def test_generate_on_hosts_that_share_a_disk(layout, tmp_path):
     assert not re.search("INFO|WARNING|compil|step/s", hosts.said(1))
     assert {path.name for path in tmp_path.iterdir()} == {"cache", "x.npz", "stderr 0", "stderr 1"}
     assert len(list(tmp_path.glob("cache/*/config.json"))) == 1
+
+
+def test_a_picture_is_read_by_process_0(paths, tmp_path):
+    """It is on no other disk; the result is that of one process."""
+    layout = save_layout(tmp_path / "hf", "cogvideox1.5-5b-i2v")
+    (tmp_path / "host 0").mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+    Image.fromarray(pixels).save(tmp_path / "host 0" / "first.png")
+    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2, "--dtype", "float32", *MESH]
+    command = ["generate", PROMPT, "--model", layout, *quick]
+    with Hosts(tmp_path, *command, "--image", "first.png", "--out", "x.npz") as hosts:
+        hosts.succeed()
+    (alone,) = paths(*command, "--image", tmp_path / "host 0" / "first.png", "--out", tmp_path / "alone.npz")
+    latents = [np.load(path)["latents"] for path in (tmp_path / "host 0" / "x.npz", alone)]
+    np.testing.assert_allclose(*latents, atol=1e-4)
+    with Hosts(tmp_path, *command, "--image", "nowhere.png", "--out", "x.npz") as hosts:
+        codes, _ = hosts.finish(60)
+    assert codes == [2, 2] and "there is no picture nowhere.png" in hosts.said(0)
 
 
 LONG = ["generate", PROMPT, "--steps", 400, "--dtype", "float32", *MESH, "--out", "long.npz"]
