@@ -3,6 +3,7 @@
 python -m weights.toy_world RUN                # every stage, in order; ends with RUN/checkpoint
 python -m weights.toy_world RUN vae            # up to one stage
 python -m weights.toy_world RUN --from weights/embedded    # trains an existing checkpoint further
+python -m weights.toy_world RUN image-to-video --from weights/embedded    # with a first frame as an input
 
 RUN is a folder. Each stage resumes where it stopped, and is skipped once it is done.
 """
@@ -22,6 +23,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from weights.toy_world.autoencoder import train_vae, train_vae_images
 from weights.toy_world.diffusion import export, prepare_latents, train_transformer
+from weights.toy_world.image_to_video import export_image_to_video
 from weights.toy_world.settings import CONSTANT_STEPS, RESTART_LOOP, Run
 
 STAGES: dict[str, Callable[[Run], Any]] = {
@@ -30,8 +32,9 @@ STAGES: dict[str, Callable[[Run], Any]] = {
     "latents": prepare_latents,
     "transformer": train_transformer,
     "export": export,
+    "image-to-video": export_image_to_video,
 }
-"""Each stage first runs the unfinished stages before it."""
+"""Each stage first runs the unfinished stages that it needs."""
 
 
 def main() -> int:

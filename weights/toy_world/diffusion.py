@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Key
+from jaxtyping import Array, Float, Float16, Float32, Int, Key
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.schedulers import DDIMScheduler
@@ -72,20 +74,58 @@ def make_tokenizer(run: Run) -> Tokenizer:
 
 def prepare_latents(run: Run) -> LatentCache:
     """The training clips' latents, computed once."""
+    return encode_clips(run, "latents", lambda indices: world_clips(indices, CLIP_SEED))
+
+
+def encode_clips(run: Run, name: str, clips: Callable[[range], Float32[np.ndarray, "B F H W 3"]]) -> LatentCache:
+    """Mean and standard deviation of the latents of the training clips, or of parts of them, in RUN/`name`."""
     vae = train_vae(run)
     encode = jax.jit(lambda vae, video: vae.encode(video))
-    shape = (SHARD, FRAMES, SIZE, SIZE, 3)
-    place = sharding.named(run.mesh, ("batch",), shape, "a shard of clips") if run.mesh is not None else None
 
     def compute(indices: range) -> dict[str, np.ndarray]:
-        video = world_clips(indices, CLIP_SEED)
+        video = clips(indices)
+        place = sharding.named(run.mesh, ("batch",), video.shape, "a shard of clips") if run.mesh is not None else None
         mean, logvar = encode(vae, jax.device_put(video, place))
         std = np.exp(0.5 * np.asarray(logvar))
         return {"mean": np.asarray(mean, np.float16), "std": std.astype(np.float16)}
 
-    sample = hashlib.sha256(world_clips(range(20), CLIP_SEED).tobytes()).hexdigest()  # changes with the world's code
-    meta = {"seed": CLIP_SEED, "clips": sample, "vae": sha256_of(vae), "size": [FRAMES, SIZE, SIZE]}
-    return prepare(run.folder / "latents", CLIPS, compute, shard_size=SHARD, meta=meta)
+    sample = clips(range(20))
+    digest = hashlib.sha256(sample.tobytes()).hexdigest()  # changes with the world's code
+    meta = {"seed": CLIP_SEED, "clips": digest, "vae": sha256_of(vae), "size": [*sample.shape[1:4]]}
+    return prepare(run.folder / name, CLIPS, compute, shard_size=SHARD, meta=meta)
+
+
+def make_batches(
+    run: Run, phase: Phase, first_step: int = 0
+) -> tuple[Callable[[int], tuple[Int[np.ndarray, " B"], dict[str, np.ndarray]]], Int[np.ndarray, " L"]]:
+    """What each step of a phase sees beside latents.
+
+    Args:
+        first_step: steps of earlier phases on the same clips.
+
+    Returns:
+        A function of the step: the indices of its clips, their prompts' token ids and their corners. The ids of the
+        empty prompt.
+    """
+    tokenizer = make_tokenizer(run)
+    scenes, corners = _scenes()
+    shown = oversample(scenes, phase.small_squares)
+
+    def batch(step: int) -> tuple[Int[np.ndarray, " B"], dict[str, np.ndarray]]:
+        step += first_step
+        indices = shown[shuffled_indices(step, batch=DIFFUSION_BATCH, count=len(shown), seed=SEED + 2)]
+        # A clip has a new prompt in every epoch: a fixed wording would be memorised.
+        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
+        return indices, {"ids": tokenizer(prompts), "corners": corners[indices]}
+
+    return batch, tokenizer([""])[0]
+
+
+@cache
+def _scenes() -> tuple[tuple[world.Scene, ...], Float16[np.ndarray, "N T h w"]]:
+    """The scenes of the training clips, and where their corners are."""
+    scenes, tracks = zip(*(world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(CLIPS)), strict=True)
+    return scenes, np.stack([world.corners(track).astype(np.float16) for track in tracks])
 
 
 def diffusion_loss(
@@ -106,11 +146,7 @@ def diffusion_loss(
 
 def train_transformer(run: Run) -> TrainState:
     """Train the transformer and the text encoder together, in all phases of the run."""
-    cache = prepare_latents(run)
-    tokenizer = make_tokenizer(run)
-    empty = tokenizer([""])[0]
-    scenes, tracks = zip(*(world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(len(cache))), strict=True)
-    corners = np.stack([world.corners(track).astype(np.float16) for track in tracks])
+    latents = prepare_latents(run)
     params: Any
     if run.base is not None:
         params = {
@@ -120,19 +156,18 @@ def train_transformer(run: Run) -> TrainState:
     else:
         params = {"text_encoder": TextEncoder(TEXT, rngs=nnx.Rngs(SEED + 4)), "transformer": new_transformer()}
 
-    def batch(step: int, shown: Int[np.ndarray, " N"], first_step: int) -> dict[str, np.ndarray]:
-        step += first_step
-        indices = shown[shuffled_indices(step, batch=DIFFUSION_BATCH, count=len(shown), seed=SEED + 2)]
-        # A clip has a new prompt in every epoch: a fixed wording would be memorised.
-        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
-        return cache.gather(indices) | {"ids": tokenizer(prompts), "corners": corners[indices]}
-
     done = run.steps_before()
     for phase in run.phases:
+        make_batch, empty = make_batches(run, phase, done)
+
+        def batch(step: int, make_batch: Callable[..., Any] = make_batch) -> dict[str, np.ndarray]:
+            indices, rest = make_batch(step)
+            return latents.gather(indices) | rest
+
         trainer = Trainer(
             loss=partial(diffusion_loss, phase=phase),
             frozen=empty,
-            batches=partial(batch, shown=oversample(scenes, phase.small_squares), first_step=done),
+            batches=batch,
             config=phase.config,
             folder=run.folder / phase.name,
             mesh=run.mesh,
@@ -166,17 +201,20 @@ def export(run: Run) -> None:
     files = [run.folder / phase.name / METRICS_FILE for phase in run.phases]
     plot_metrics(files, ("loss", "loss_noisy", "loss_clean"), run.folder / "training.png")
     modules = jax.device_get(state.trained) | {"vae": jax.device_get(train_vae(run))}
-    write_checkpoint(run, modules, run.steps_before() + sum(phase.steps for phase in run.phases))
+    steps = run.steps_before() + sum(phase.steps for phase in run.phases)
+    write_checkpoint(run, run.folder / "checkpoint", TRANSFORMER, modules, steps)
 
 
-def write_checkpoint(run: Run, modules: dict[str, nnx.Module], steps: int) -> None:
-    """Write RUN/checkpoint from the three modules."""
-    parts = {"text_encoder": TEXT, "transformer": TRANSFORMER, "vae": VAE}
+def write_checkpoint(
+    run: Run, folder: Path, transformer: TransformerConfig, modules: dict[str, nnx.Module], steps: int
+) -> None:
+    """Write a native checkpoint from the three modules."""
+    parts = {"text_encoder": TEXT, "transformer": transformer, "vae": VAE}
     configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
     manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE)
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
-    save(run.folder / "checkpoint", manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})
+    save(folder, manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})
 
 
 def sha256_of(module: nnx.Module) -> str:
