@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtyping import Float
 
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.option import Option, Stage, option
 from cogvideox_flax.generate.values import (
     MAX_SEED,
-    MAX_VIDEOS,
     Faults,
-    check_fps,
-    check_num_videos,
+    check_arrays,
     check_prompts,
+    check_values,
     describe_adapter,
-    is_whole,
     parse_lora,
 )
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.io.values import is_finite_number
 
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
@@ -40,8 +37,6 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
-
-OUTPUT_TYPES = ("uint8", "float", "latent")
 
 
 @dataclass(frozen=True)
@@ -198,12 +193,12 @@ class GenerationRequest:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         result = ResolvedRequest(**given | filled)
         with faults.caught():
-            result._check_values()
+            check_values(result)
         with faults.caught():
             sampler = result.sampler(manifest)
             sampler.plan(result.num_inference_steps)
             if size is not None and not faults:
-                result._check_arrays(size, sampler)
+                check_arrays(result, size, sampler)
         if self.tiling:
             with faults.caught():
                 family.check_tiling(configs)
@@ -283,62 +278,6 @@ class ResolvedRequest(GenerationRequest):
         each = [(name, media) for name in MEDIA for media in getattr(self, name) or ()]
         video = (size.num_frames, size.height, size.width)
         return [said for name, media in each if (said := describe_fit(name, media, *video, self.fit))]
-
-    def _check_values(self) -> None:
-        """Refuse values that no model takes, or that do not go together.
-
-        Raises:
-            InputError: all faults in one message.
-        """
-        faults = []
-        if not is_finite_number(self.guidance_scale):
-            faults.append(
-                f"guidance_scale is {shown(self.guidance_scale)}; expected a number (about 6 is usual, 1 is no "
-                "guidance)"
-            )
-        if self.use_dynamic_cfg not in (False, True, "index"):
-            faults.append(f"use_dynamic_cfg is {shown(self.use_dynamic_cfg)}; expected False, True or 'index'")
-        for check, value in ((check_num_videos, self.num_videos), (check_fps, self.fps)):
-            try:
-                check(value)
-            except InputError as e:
-                faults.append(str(e))
-        following = self.num_videos - 1 if is_count(self.num_videos, MAX_VIDEOS) else 0
-        if not is_whole(self.seed) or not 0 <= self.seed <= MAX_SEED - following:
-            less = f" less the {following} that follow" if following else ""
-            faults.append(f"seed is {shown(self.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
-        if self.output_type not in OUTPUT_TYPES:
-            faults.append(f"unknown output_type {self.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
-        if self.one_program and self.output_type == "latent":
-            faults.append('one program ends in frames; leave one_program off for output_type "latent"')
-        if self.fit not in FITS:
-            faults.append(f"fit is {shown(self.fit)}; expected {' or '.join(FITS)}")
-        if self.image_scale is not None and not (is_finite_number(self.image_scale) and self.image_scale > 0):
-            faults.append(f"image_scale is {shown(self.image_scale)}; expected a number above 0")
-        if self.image_scale is not None and self.image is None:
-            faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
-        if self.num_videos != 1 and (self.latents is not None or self.noise is not None):
-            faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
-        if faults:
-            raise InputError("\n".join(faults))
-
-    def _check_arrays(self, size: Size, sampler: Scheduler) -> None:
-        """Refuse initial latents, or noise for the sampler, that do not go with the run.
-
-        Raises:
-            InputError: another shape, or noise for a sampler that takes none.
-        """
-        shape = size.latent_shape(self.batch)
-        if self.latents is not None and tuple(self.latents.shape) != shape:
-            extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
-            raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(self.latents.shape)}")
-        if self.noise is None:
-            return
-        if not sampler.needs_noise:
-            raise InputError(f"noise is for samplers that draw some; {sampler.config.kind} does not")
-        expected = (self.num_inference_steps - self.first_step, *shape)
-        if tuple(self.noise.shape) != expected:
-            raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(self.noise.shape)}")
 
 
 def options(*stages: Stage) -> dict[str, Option]:

@@ -1,4 +1,4 @@
-"""Checks of single values of a request."""
+"""Checks of the values of a request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.generate.request import ResolvedRequest
+    from cogvideox_flax.models.family import Size
+    from cogvideox_flax.schedulers import Scheduler
+
+OUTPUT_TYPES = ("uint8", "float", "latent")
 
 MAX_SEED = 2**32 - 1
 
@@ -115,3 +121,60 @@ def describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_values(request: ResolvedRequest) -> None:
+    """Refuse values that no model takes, or that do not go together.
+
+    Raises:
+        InputError: all faults in one message.
+    """
+    faults = []
+    if not is_finite_number(request.guidance_scale):
+        faults.append(
+            f"guidance_scale is {shown(request.guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
+        )
+    if request.use_dynamic_cfg not in (False, True, "index"):
+        faults.append(f"use_dynamic_cfg is {shown(request.use_dynamic_cfg)}; expected False, True or 'index'")
+    for check, value in ((check_num_videos, request.num_videos), (check_fps, request.fps)):
+        try:
+            check(value)
+        except InputError as e:
+            faults.append(str(e))
+    following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
+    if not is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED - following:
+        less = f" less the {following} that follow" if following else ""
+        faults.append(f"seed is {shown(request.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
+    if request.output_type not in OUTPUT_TYPES:
+        faults.append(f"unknown output_type {request.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
+    if request.one_program and request.output_type == "latent":
+        faults.append('one program ends in frames; leave one_program off for output_type "latent"')
+    if request.fit not in FITS:
+        faults.append(f"fit is {shown(request.fit)}; expected {' or '.join(FITS)}")
+    if request.image_scale is not None and not (is_finite_number(request.image_scale) and request.image_scale > 0):
+        faults.append(f"image_scale is {shown(request.image_scale)}; expected a number above 0")
+    if request.image_scale is not None and request.image is None:
+        faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
+    if request.num_videos != 1 and (request.latents is not None or request.noise is not None):
+        faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
+    if faults:
+        raise InputError("\n".join(faults))
+
+
+def check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> None:
+    """Refuse initial latents, or noise for the sampler, that do not go with the run.
+
+    Raises:
+        InputError: another shape, or noise for a sampler that takes none.
+    """
+    shape = size.latent_shape(request.batch)
+    if request.latents is not None and tuple(request.latents.shape) != shape:
+        extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
+        raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}")
+    if request.noise is None:
+        return
+    if not sampler.needs_noise:
+        raise InputError(f"noise is for samplers that draw some; {sampler.config.kind} does not")
+    expected = (request.num_inference_steps - request.first_step, *shape)
+    if tuple(request.noise.shape) != expected:
+        raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(request.noise.shape)}")
