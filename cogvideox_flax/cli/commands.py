@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PLANNED = (
     *("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "scheduler"),
-    "compiled_loop",
+    *("compiled_loop", "positions", "window", "window_overlap"),
 )
 """Options of a request that a forecast depends on."""
 

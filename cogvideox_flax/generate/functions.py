@@ -14,6 +14,7 @@ from jaxtyping import Array, Float32, Int32, UInt8, UInt32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.windows import Windows, in_windows
 from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.schedulers import Scheduler, StepTable
@@ -64,8 +65,11 @@ def identity(function: Function) -> Function:
     return function
 
 
-def make_step(predict: Function, sampler: Scheduler) -> Callable[..., tuple[DenoiseState, Array]]:
+def make_step(
+    predict: Function, sampler: Scheduler, windows: Windows | None = None
+) -> Callable[..., tuple[DenoiseState, Array]]:
     """One denoising step, to be jitted alone or scanned."""
+    predict = in_windows(predict, windows)
 
     def denoise_step(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
         """Returns the next state, and whether its latents are finite."""
@@ -81,7 +85,7 @@ def make_step(predict: Function, sampler: Scheduler) -> Callable[..., tuple[Deno
         if sampler.needs_noise:
             source = inputs.noise_source
             is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
-            noise = standard_normal(jax.random.fold_in(source, i), x.shape) if is_key else source[i]
+            noise = _noise_of(jax.random.fold_in(source, i), x.shape, windows) if is_key else source[i]
         x, sampler_state = sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
         x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
         return DenoiseState(i + 1, x, sampler_state), jnp.isfinite(x).all()
@@ -89,9 +93,11 @@ def make_step(predict: Function, sampler: Scheduler) -> Callable[..., tuple[Deno
     return denoise_step
 
 
-def make_loop(predict: Function, sampler: Scheduler) -> Callable[..., tuple[DenoiseState, Array]]:
+def make_loop(
+    predict: Function, sampler: Scheduler, windows: Windows | None = None
+) -> Callable[..., tuple[DenoiseState, Array]]:
     """All denoising steps; finite or not is said of each."""
-    step = make_step(predict, sampler)
+    step = make_step(predict, sampler, windows)
 
     def denoise_loop(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
         return jax.lax.scan(lambda state, _: step(model, inputs, state), state, length=len(inputs.steps))
@@ -135,6 +141,7 @@ def make_run(
     extra_latents: int,
     how: tuple[str, bool],
     visual: tuple[tuple[Any, ...], ...] = (),
+    windows: Windows | None = None,
 ) -> Callable[..., tuple[Frames, Array, Array]]:
     """The whole run as one program, tokens to frames.
 
@@ -142,7 +149,7 @@ def make_run(
     visual: of each picture and clip its input, its feature, its component, and the arguments of `make_visual`.
     """
     (denoiser, predict_with), (decoder, decode_with) = predict, decode
-    loop, to_frames = make_loop(predict_with, sampler), make_decode(decode_with, *how)
+    loop, to_frames = make_loop(predict_with, sampler, windows), make_decode(decode_with, *how)
 
     def run(
         models: dict[str, Any],
@@ -178,13 +185,23 @@ def make_run(
     return run
 
 
-def make_noise(shape: tuple[int, ...]) -> Callable[..., tuple[Float32[Array, "B T h w C"], Array]]:
+def make_noise(
+    shape: tuple[int, ...], windows: Windows | None = None
+) -> Callable[..., tuple[Float32[Array, "B T h w C"], Array]]:
     def noise(seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
         """The initial latents of a seed, and the key of the sampler's noise."""
         latent_key, noise_key = jax.random.split(jax.random.key(seed))
-        return standard_normal(latent_key, shape), noise_key
+        return _noise_of(latent_key, shape, windows), noise_key
 
     return noise
+
+
+def _noise_of(key: Array, shape: tuple[int, ...], windows: Windows | None) -> Float32[Array, "B T h w C"]:
+    """Standard normal; in windows that of the first one, repeated."""
+    if windows is None:
+        return standard_normal(key, shape)
+    first = standard_normal(key, (shape[0], windows.length, *shape[2:]))
+    return first[:, np.asarray(windows.noise_order)]
 
 
 def standard_normal(key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:

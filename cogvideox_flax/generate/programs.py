@@ -37,6 +37,7 @@ from cogvideox_flax.generate.functions import (
 )
 from cogvideox_flax.generate.media import CLIPS, read_media
 from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.windows import Windows, resolve_windows
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
@@ -77,6 +78,26 @@ class RunPrograms:
     def steps(self) -> StepTable:
         """The sampler's tables of the steps that are done, on the host."""
         return self.sampler.plan(self.request.num_inference_steps, start=self.request.first_step)
+
+    @cached_property
+    def windows(self) -> Windows | None:
+        """The windows of a long clip; None: it is denoised whole."""
+        return resolve_windows(self.family, self.manifest.configs, self.request, self.size)
+
+    @property
+    def window(self) -> Size:
+        """The size that the denoiser sees at once."""
+        if self.windows is None:
+            return self.size
+        return self.family.resolve_size(
+            self.manifest.configs, self.request.window, self.request.height, self.request.width
+        )
+
+    @property
+    def predict(self) -> Function:
+        """The family's `predict`, with the positions that are asked for."""
+        extended = self.family.positions(self.manifest.configs)
+        return extended.get(self.request.positions, self.family.predict)
 
     @property
     def visual(self) -> list[VisualStage]:
@@ -123,13 +144,13 @@ class RunPrograms:
     @property
     def initial_noise(self) -> ProgramSpec:
         """(seed) -> (latents, the key of the sampler's noise)."""
-        return ProgramSpec("initial noise", make_noise, (self.size.latent_shape(self.request.batch),))
+        return ProgramSpec("initial noise", make_noise, (self.size.latent_shape(self.request.batch), self.windows))
 
     @property
     def denoise(self) -> ProgramSpec:
         """(denoiser, inputs, state) -> (state, finite): a step, or all of them with `compiled_loop`."""
-        tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, self.size).tokens
-        given = self.family.predict, self.sampler
+        tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, self.window).tokens
+        given = self.predict, self.sampler, self.windows
         if self.request.compiled_loop:
             return ProgramSpec("denoising loop", make_loop, given, donate=("state",), tokens=tokens)
         return ProgramSpec("denoising step", make_step, given, tokens=tokens)
@@ -139,10 +160,10 @@ class RunPrograms:
         """(all components, tokens, media, inputs, state) -> (frames, steps finite, finite)."""
         family, request = self.family, self.request
         encoders = tuple((stage.component, stage.encode) for stage in family.text)
-        ends = (family.denoiser, family.predict), (family.decoder, family.decode)
+        ends = (family.denoiser, self.predict), (family.decoder, family.decode)
         how = request.output_type, request.tiling
         visual = tuple((s.input, s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
-        given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual
+        given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, self.windows
         return ProgramSpec("whole run", make_run, given)
 
     # --- arguments

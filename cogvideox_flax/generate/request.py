@@ -142,6 +142,19 @@ class GenerationRequest:
         parse=float,
     )
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
+    positions: str = option(
+        "trained",
+        "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: "
+        "trained",
+        choices={"trained": "trained", "riflex": "riflex"},
+    )
+    window: int | None = option(
+        None,
+        "frames that are denoised at once, such as 49: longer clips are made in overlapping windows, in the memory of "
+        "one; default: the whole clip",
+        parse=int,
+    )
+    window_overlap: int | None = option(None, "frames that two windows share; default: a third of one", parse=int)
     compiled_loop: bool = option(False, "run all steps as one compiled program", recorded=False)
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", stage="decode", recorded=False)
     fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", stage="decode", parse=int)
@@ -157,6 +170,7 @@ class GenerationRequest:
             InputError: all that this model cannot serve, in one message.
         """
         from cogvideox_flax.generate.media import MEDIA, frames_of_clips, resolve_media, resolve_strength
+        from cogvideox_flax.generate.windows import check_long
 
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
             return self
@@ -186,6 +200,7 @@ class GenerationRequest:
         with faults.caught():
             size = family.resolve_size(configs, num_frames, self.height, self.width)
             filled |= size.video
+            shown_size = check_long(family, configs, self, size)
         if self.lora is not None:
             adapters = [self.lora] if isinstance(self.lora, str | os.PathLike) else self.lora
             with faults.caught():
@@ -204,7 +219,7 @@ class GenerationRequest:
                 family.check_tiling(configs)
         faults.raise_all()
         assert size is not None
-        for warning in (*family.size_warnings(configs, size), *result._unused_media(size)):
+        for warning in (*family.size_warnings(configs, shown_size), *result._unused_media(size)):
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result

@@ -244,6 +244,7 @@ class ModelFamily:
         encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
         latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
         decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
+        positions: configs -> name of a way to extend positions to longer clips -> what takes the place of `predict`.
     """
 
     name: str
@@ -273,6 +274,7 @@ class ModelFamily:
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
+    positions: Callable[[Configs], Mapping[str, Callable[..., Float32[Array, "B T h w C"]]]] = lambda configs: {}
 
     @property
     def config_types(self) -> dict[str, type[Config]]:

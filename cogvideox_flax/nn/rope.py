@@ -51,16 +51,42 @@ def axis_positions(
     return time, rows, columns
 
 
-def rotary(grid: tuple[int, int, int], head_dim: int, base: tuple[int, int] | None) -> Rotary:
+def riflex(frequencies: Float32[np.ndarray, " k"], trained: int, length: int) -> Float32[np.ndarray, " k"]:
+    """Frequencies along time for clips longer than those of the training: RIFLEx.
+
+    A video repeats itself after the period of one frequency, the first whose period is longer than the training's
+    clips. That one is lowered, so that the new length is 0.9 of its period; the others stay.
+    Source: RIFLEx (arXiv 2502.15894), section 4.
+
+    Args:
+        frequencies: radians per position, falling.
+        trained, length: positions along time, in training and now.
+    """
+    slow = np.flatnonzero(2 * np.pi / frequencies > trained)
+    if not len(slow):
+        return frequencies
+    lowered = frequencies.copy()
+    lowered[slow[0]] = min(frequencies[slow[0]], np.float32(0.9 * 2 * np.pi / length))
+    return lowered
+
+
+def rotary(
+    grid: tuple[int, int, int], head_dim: int, base: tuple[int, int] | None, riflex_from: int | None = None
+) -> Rotary:
     """cos and sin of each video token's rotation, one per pair of channels, tokens in order t, h, w.
 
     The head is split 2:3:3 between time, height and width. float32 [T*h*w, head_dim / 2] each.
     Source: diffusers `get_3d_rotary_pos_embed`.
+
+    Args:
+        riflex_from: positions along time in training, to lower a frequency by `riflex`; None: as trained.
     """
     dims = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
     parts = []
     for axis, (positions, dim) in enumerate(zip(axis_positions(grid, base), dims, strict=True)):
         frequency = (1.0 / THETA ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
+        if axis == 0 and riflex_from is not None:
+            frequency = riflex(frequency, riflex_from, grid[0])
         angle = np.outer(positions, frequency)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = len(positions)

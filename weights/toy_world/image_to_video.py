@@ -46,7 +46,7 @@ from weights.toy_world.training import train_to_end
 
 IMAGE_TRANSFORMER = replace(TRANSFORMER, in_channels=TRANSFORMER.in_channels + VAE.latent_channels)
 LOOP = LoopConfig(
-    steps=4000,
+    steps=2400,
     seed=SEED + 10,
     ema_decay=0.998,
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),

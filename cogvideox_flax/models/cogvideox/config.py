@@ -92,6 +92,12 @@ class TransformerConfig(Config):
         return (self.patch_size_t or 1) * self.patch_size**2
 
     @property
+    def trained_positions(self) -> int:
+        """Positions along time, tokens, of a clip of `sample_frames`."""
+        latents = (self.sample_frames - 1) // self.temporal_compression + 1
+        return -(-latents // (self.patch_size_t or 1))
+
+    @property
     def takes(self) -> Literal["text", "image", "control"] | None:
         """What the model takes beside noise; None: something unknown.
 

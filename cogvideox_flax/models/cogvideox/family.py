@@ -5,7 +5,7 @@ Source: arXiv 2408.06072.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,29 @@ def predict(
     features: Features,
     timestep: Int[Array, ""] | Int[Array, " B"],
     *,
+    riflex: bool = False,
     remat: bool = False,
 ) -> Float32[Array, "B T h w C"]:
-    """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0. remat: recompute each block in the backward pass."""
+    """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0; riflex, remat: as for `Transformer`."""
     ofs = None if transformer.config.ofs_width is None else OFS
     beside = with_visual(latents, features)
-    return transformer(beside, features["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
+    return transformer(beside, features["prompt_embeds"], timestep, ofs, riflex=riflex, remat=remat).astype(jnp.float32)
+
+
+def predict_riflex(
+    transformer: Transformer,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Int[Array, ""] | Int[Array, " B"],
+) -> Float32[Array, "B T h w C"]:
+    """`predict` with rotary positions extended by RIFLEx."""
+    return predict(transformer, latents, features, timestep, riflex=True)
+
+
+def _positions(configs: Configs) -> dict[str, Callable[..., Any]]:
+    """Learned and sine-cosine positions cannot be extended; a rotary table beside learned ones would not help."""
+    config = configs["transformer"]
+    return {"riflex": predict_riflex} if config.rotary and not config.learned_positions else {}
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
@@ -224,6 +241,7 @@ COGVIDEOX = ModelFamily(
     check_inputs=visual.check_inputs,
     fit_frames=_fit_frames,
     predict=predict,
+    positions=_positions,
     encode=encode,
     latent_scale=lambda configs: configs["vae"].scaling_factor,
     decode=decode,

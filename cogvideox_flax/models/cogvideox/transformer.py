@@ -155,6 +155,7 @@ class Transformer(nnx.Module):
         timestep: Int[Array, "*B"] | int,
         ofs: Float[Array, "*B"] | float | None = None,
         *,
+        riflex: bool = False,
         remat: bool = False,
     ) -> Float32[Array, "B T H W out"]:
         """One evaluation.
@@ -164,6 +165,7 @@ class Transformer(nnx.Module):
             context: text encoder output, all positions attended.
             timestep: 0 to 999, one for all or one per batch element.
             ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
+            riflex: extend rotary positions beyond the frames of the training; see `rope.riflex`.
             remat: for training: store only the input of each block and recompute the block in the backward pass.
 
         Returns:
@@ -172,7 +174,7 @@ class Transformer(nnx.Module):
         Raises:
             InputError: a shape that the release does not support; ofs missing or not supported.
         """
-        tokens = self.embed(latents, context, timestep, ofs)
+        tokens = self.embed(latents, context, timestep, ofs, riflex=riflex)
         return self.head(self.run_blocks(tokens, remat=remat))
 
     def embed(
@@ -181,6 +183,8 @@ class Transformer(nnx.Module):
         context: Float[Array, "B L E"],
         timestep: Int[Array, "*B"] | int,
         ofs: Float[Array, "*B"] | float | None = None,
+        *,
+        riflex: bool = False,
     ) -> Tokens:
         """Tokens with their positions, and the conditioning vector. Arguments and errors as for `__call__`."""
         config = self.config
@@ -205,7 +209,8 @@ class Transformer(nnx.Module):
             x = x + jnp.pad(positions, ((0, padding), (0, 0)))
         rotary = None
         if config.rotary:
-            rotary = rope.rotary(grid, config.head_dim, _rotary_base(config))
+            trained = config.trained_positions if riflex else None
+            rotary = rope.rotary(grid, config.head_dim, _rotary_base(config), trained)
             rotary = rope.pad_rotary(rotary, before=text_length, after=padding)
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
         return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid)

@@ -1,0 +1,140 @@
+"""Clips longer than the model's: denoised in overlapping windows of time, so that memory does not grow with the clip.
+
+Source: MultiDiffusion (arXiv 2302.08113), along time, with the noise of FreeNoise (arXiv 2310.15169).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import PICTURES
+from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.models.family import Configs, Features, ModelFamily, Size
+
+if TYPE_CHECKING:
+    from cogvideox_flax.generate.request import GenerationRequest
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of equal length over the latent frames of a clip.
+
+    frames: latent frames of the clip.
+    length: of a window.
+    overlap: latent frames that two neighbours share, at least; the last window may share more.
+    """
+
+    frames: int
+    length: int
+    overlap: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first latent frame of each window."""
+        step = self.length - self.overlap
+        return (*range(0, self.frames - self.length, step), self.frames - self.length)
+
+    @property
+    def noise_order(self) -> tuple[int, ...]:
+        """Which frame of the first window each latent frame of the clip has its initial noise from.
+
+        Each further step of the windows has the noise of an earlier one, shuffled, so that windows start alike and
+        their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
+        """
+        order, shuffle = list(range(self.length)), np.random.default_rng(0)
+        step = self.length - self.overlap
+        while len(order) < self.frames:
+            order += shuffle.permutation(order[-self.length :][:step]).tolist()
+        return tuple(order[: self.frames])
+
+    def weights(self) -> Float32[np.ndarray, "W L"]:
+        """Of each window's frames: rising and falling over the overlaps, with the sum 1 at each frame of the clip."""
+        ramp = np.minimum(np.arange(self.length) + 1, self.overlap + 1).astype(np.float64)
+        shape = np.minimum(ramp, ramp[::-1])
+        total = np.zeros(self.frames)
+        for start in self.starts:
+            total[start : start + self.length] += shape
+        return np.stack([shape / total[start : start + self.length] for start in self.starts]).astype(np.float32)
+
+
+def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable[..., Float32[Array, "B T h w C"]]:
+    """`predict` of a clip as the weighted mean of its predictions in windows, one after the other.
+
+    Features with a row per latent frame, such as those of a control clip, are cut alike.
+    """
+    if windows is None:
+        return predict
+    starts, weights = np.asarray(windows.starts, np.int32), windows.weights()
+
+    def predict_in_windows(
+        model: Any, latents: Float32[Array, "B T h w C"], features: Features, timestep: Int[Array, ""]
+    ) -> Float32[Array, "B T h w C"]:
+        def cut(x: Array, start: Int[Array, ""]) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, start, windows.length, 1)
+
+        def add(total: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
+            start, weight = window
+            own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.frames else x for n, x in features.items()}
+            prediction = weight[:, None, None, None] * predict(model, cut(latents, start), own, timestep)
+            summed = cut(total, start) + prediction
+            return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
+
+        total = jnp.zeros_like(latents)
+        return jax.lax.scan(add, total, (jnp.asarray(starts), jnp.asarray(weights)))[0]
+
+    return predict_in_windows
+
+
+def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Size:
+    """Check the options of long clips.
+
+    Returns:
+        The size that the denoiser sees at once: of a window, if there are any.
+
+    Raises:
+        InputError: as for `resolve_windows`; positions that this model does not have.
+    """
+    known = ("trained", *family.positions(configs))
+    if request.positions not in known:
+        raise InputError(f"positions is {shown(request.positions)}; this model has {', '.join(known)}")
+    windows = resolve_windows(family, configs, request, size)
+    return size if windows is None else family.resolve_size(configs, request.window, size.height, size.width)
+
+
+def resolve_windows(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Windows | None:
+    """The windows of a request; None where its clip fits into one, or none are asked for.
+
+    Raises:
+        InputError: a window that is no frame count of the model; an overlap that is not below the window, or not a
+            whole number of latent frames, or without a window; pictures, which stand at one place of a clip.
+    """
+    overlap = request.window_overlap
+    if request.window is None:
+        if overlap is not None:
+            raise InputError("window_overlap is of two windows; give --window too, or leave it out")
+        return None
+    try:
+        window = family.resolve_size(configs, request.window, size.height, size.width)
+    except InputError as e:
+        raise InputError(str(e).replace("num_frames", "window")) from e
+    if window.latent_frames >= size.latent_frames:
+        return None
+    per_latent = (window.num_frames - 1) // max(window.latent_frames - window.extra_latents - 1, 1)
+    if overlap is None:
+        overlap = max(window.num_frames // (3 * per_latent), 1) * per_latent
+    if not is_count(overlap, window.num_frames - 1) or overlap % per_latent:
+        raise InputError(
+            f"window_overlap is {shown(overlap)}; expected a multiple of {per_latent} below the window's "
+            f"{window.num_frames} frames"
+        )
+    if any(getattr(request, name) is not None for name in PICTURES):
+        raise InputError("a picture is the start or end of one window; leave the window out where pictures are given")
+    return Windows(size.latent_frames, window.latent_frames, overlap // per_latent)
