@@ -89,6 +89,8 @@ def generate(args: argparse.Namespace) -> None:
                 video = stages.decode(pipe, own, tiling=record.request.tiling, **quiet)
             if hosts.is_first():
                 stages.save_latents(pipe, own, *these) if latents_only else video.save_items(these)
+            elif not latents_only:
+                video.read_along()
     print("\n".join(paths))
 
 
@@ -129,6 +131,7 @@ def decode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.checks import check_model
     from cogvideox_flax.generate.run_dir import VIDEO_FILE, check_folder
     from cogvideox_flax.generate.values import check_fps
+    from cogvideox_flax.generate.windows import check_pieces
     from cogvideox_flax.io.paths import item_paths
 
     before = resume(args)
@@ -146,14 +149,20 @@ def decode(args: argparse.Namespace) -> None:
     hosts.check_mesh(mesh)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     how = {"tiling": bool(args.tiling), "progress": not args.quiet}
-    if args.tiling:
+    long = before.get("window") is not None
+    if long:
+        check_pieces(manifest.model_family, how["tiling"])
+    elif args.tiling:
         manifest.model_family.check_tiling(manifest.configs)
     channels = manifest.model_family.latent_channels(manifest.configs)
     shape = hosts.from_first(lambda: list(stages.read_latents(args.dir, before, channels).shape))
     pipe = load(args, dtype, mesh)
-    pipe.check_decode_memory(tuple(shape), **how)
+    pipe.check_decode_memory(tuple(shape), pieces=long, **how)
     video = stages.decode(pipe, args.dir, fps=args.fps, **how)
-    print("\n".join(map(str, video.save(out) if hosts.is_first() else [])))
+    if hosts.is_first():
+        print("\n".join(map(str, video.save(out))))
+    else:
+        video.read_along()
 
 
 def train(args: argparse.Namespace) -> None:

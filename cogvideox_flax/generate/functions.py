@@ -109,11 +109,15 @@ def make_decode(decode: Function, output_type: str, tiled: bool) -> Callable[...
     """Scaled latents to frames, and whether all of it is finite."""
 
     def decode_frames(model: Any, latents: Float32[Array, "B T h w C"]) -> tuple[Frames, Array]:
-        video = decode(model, latents, tiled)
-        frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
-        return frames, jnp.isfinite(video).all()
+        return to_frames(decode(model, latents, tiled), output_type)
 
     return decode_frames
+
+
+def to_frames(video: Float32[Array, "B F H W 3"], output_type: str) -> tuple[Frames, Array]:
+    """A video in about [-1, 1] as frames, and whether all of it is finite."""
+    frames = to_uint8(video) if output_type == "uint8" else jnp.clip(video / 2 + 0.5, 0, 1)
+    return frames, jnp.isfinite(video).all()
 
 
 def make_visual(

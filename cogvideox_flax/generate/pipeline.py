@@ -14,12 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_run
-from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.decoder import Decoder
 from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, with_progress
 from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
@@ -28,16 +28,11 @@ from cogvideox_flax.generate.functions import (
     noise_key,
 )
 from cogvideox_flax.generate.memory import check_memory
-from cogvideox_flax.generate.programs import RunPrograms, decode_arguments, decoding
+from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult, describe_request
-from cogvideox_flax.io.contents import fingerprint
-from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.models.family import VisualStage
-from cogvideox_flax.runtime.compile import Programs, ProgramSpec
-from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
-from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.schedulers import Scheduler
 
@@ -47,7 +42,7 @@ Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
 
 
-class Pipeline(Components):
+class Pipeline(Decoder):
     """Text to video with a checkpoint of any family.
 
     Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
@@ -64,24 +59,7 @@ class Pipeline(Components):
         family, configs = self.manifest.model_family, self.manifest.configs
         self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
         self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
-        self.profiling = ProfilingOptions()
         self._last: tuple[Any, Any] = (None, None)  # the last request, as given and resolved
-        self._compiled = Programs(dtype, mesh, fingerprint({name: part.to_dict() for name, part in configs.items()}))
-
-    def keep_programs(self, folder: Path) -> None:
-        """Keep compiled programs in a folder, and take those that are there: a second process compiles nothing.
-
-        It applies to programs compiled after this call. A user-defined sampler's are not kept.
-
-        Raises:
-            InputError: others could put programs into the folder, or it cannot be made.
-        """
-        try:
-            self._compiled.cache = CompileCache(folder)
-        except NotPrivateError as e:
-            raise InputError(f"compiled programs cannot be kept in {folder}: {e}; name a folder of your own") from e
-        except OSError as e:
-            raise InputError(f"compiled programs cannot be kept in {folder}: {e.strerror}; name another folder") from e
 
     def resolve(self, request: GenerationRequest) -> ResolvedRequest:
         """The request with every None filled, checked for this model and mesh.
@@ -169,8 +147,10 @@ class Pipeline(Components):
         if request.output_type == "latent":
             return state.latents, done, stopped
         kept = state.latents[:, run.size.extra_latents :]
-        frames = self.decode(kept, output_type=request.output_type, tiling=request.tiling, progress=progress)
-        return frames, done, stopped
+        how: dict[str, Any] = {"output_type": request.output_type, "progress": progress}
+        if run.windows is not None:
+            return np.stack([clip.read() for clip in self.decode_clips(kept, **how)]), done, stopped
+        return self.decode(kept, tiling=request.tiling, **how), done, stopped
 
     def check_memory(
         self, request: GenerationRequest, stages: Sequence[str] = STAGES, *, keep: bool = True, progress: bool = True
@@ -188,16 +168,6 @@ class Pipeline(Components):
             run = self.programs(request)
             programs = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
             check_memory(programs, self._compiled, keep=keep, progress=progress)
-
-    def check_decode_memory(self, shape: tuple[int, ...], *, tiling: bool = False, progress: bool = True) -> None:
-        """The same for the decoder alone and latents [B, T, h, w, C]."""
-        if self.profiling.jit:
-            spec = decoding(self.manifest.model_family, "uint8", tiling)
-            args = decode_arguments(self.manifest, self.dtype, shape, self.mesh)
-            check_memory([("decode", [(spec, args, 1)])], self._compiled, progress=progress)
-
-    def _run(self, spec: ProgramSpec, *args: Any, progress: bool) -> Any:
-        return self._compiled.get(spec)(*args, announce=progress, jit=self.profiling.jit)
 
     def _tokens(self, texts: Sequence[str]) -> dict[str, Any]:
         stages = self.manifest.model_family.text
@@ -294,28 +264,6 @@ class Pipeline(Components):
             latents, key = jnp.array(request.latents, jnp.float32), noise_key(request.seed)  # a copy: it may be donated
         return latents, key if request.noise is None else jnp.asarray(request.noise, jnp.float32)
 
-    def decode(
-        self,
-        latents: Float[Any, "B T h w C"],
-        *,
-        output_type: str = "uint8",
-        tiling: bool = False,
-        progress: bool = True,
-    ) -> Frames:
-        """Scaled latents (extra frames already dropped) to frames: uint8, or float32 in [0, 1] for "float".
-
-        Raises:
-            InputError: the decoder gives NaN or infinity.
-        """
-        spec = decoding(self.manifest.model_family, output_type, tiling)
-        model = self.component(self.manifest.model_family.decoder)
-        z = replicate(jnp.asarray(latents, jnp.float32), self.mesh)
-        frames, finite = self._run(spec, model, z, progress=progress)
-        self.profiling.after_stage(spec.name)
-        if not finite:
-            raise self._bad("VAE")
-        return frames
-
     def _run_as_one_program(self, request: ResolvedRequest, progress: bool) -> tuple[Frames, int]:
         """Tokens to frames as one program; and the number of its steps."""
         run = self.programs(request)
@@ -335,12 +283,6 @@ class Pipeline(Components):
         """What to do about NaN in the latents."""
         sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return sound if self.dtype == "float32" else ""
-
-    def _bad(self, part: str) -> InputError:
-        return InputError(
-            f"the {part} gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the same, download "
-            "the checkpoint again and convert it again."
-        )
 
 
 class CogVideoXPipeline(Pipeline):

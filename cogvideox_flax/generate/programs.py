@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
-from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.abstract import abstract_weights, shape_on
 from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.decoding import decode_programs
 from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
     DenoiseInputs,
@@ -27,7 +28,6 @@ from cogvideox_flax.generate.functions import (
     Function,
     encoder_noise_key,
     identity,
-    make_decode,
     make_loop,
     make_noise,
     make_run,
@@ -41,12 +41,6 @@ from cogvideox_flax.generate.windows import Windows, resolve_windows
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
-
-
-def decoding(family: ModelFamily, output_type: str, tiled: bool) -> ProgramSpec:
-    """(decoder, scaled latents) -> (frames, finite). output_type: "float" gives float32 in [0, 1], else uint8."""
-    given = family.decode, "float" if output_type == "float" else "uint8", tiled
-    return ProgramSpec("VAE decoder", make_decode, given, fast_compile=True)
 
 
 @dataclass(frozen=True)
@@ -228,7 +222,7 @@ class RunPrograms:
         request, configs = self.request, self.manifest.configs
 
         def whole(tree: Any) -> Any:
-            return jax.tree.map(lambda x: _shape(x, mesh), tree)
+            return jax.tree.map(lambda x: shape_on(x, mesh), tree)
 
         def weights(component: str) -> Any:
             return abstract_weights(self.manifest, component, self.dtype, mesh)
@@ -248,8 +242,8 @@ class RunPrograms:
         shape = self.size.latent_shape(request.batch)
         if stage == "decode":
             kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
-            spec = decoding(self.family, request.output_type, request.tiling)
-            return [(spec, decode_arguments(self.manifest, self.dtype, kept, mesh), 1)]
+            how = request.output_type, request.tiling
+            return decode_programs(self.manifest, self.dtype, kept, mesh, how, self.windows is not None)
         features: Any = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in self.family.feature_shapes(configs, request.batch).items()
@@ -273,29 +267,3 @@ class RunPrograms:
     def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         frames, noise = self.media_shapes(stage)
         return jax.ShapeDtypeStruct(frames, jnp.uint8), jax.ShapeDtypeStruct(noise, jnp.float32)
-
-
-def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:
-    """A component's module as shapes, in the dtype and where it will lie."""
-    module = checkpoint.cast(manifest.abstract(component), dtype)
-    if mesh is None:
-        return module
-    rows = manifest.model_family.components[component].sharding
-
-    def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-    return jax.tree_util.tree_map_with_path(place, module)
-
-
-def decode_arguments(manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-    """(decoder, latents) as shapes, for latents [B, T, h, w, C]."""
-    latents = _shape(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)
-    return abstract_weights(manifest, manifest.model_family.decoder, dtype, mesh), latents
-
-
-def _shape(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    """Whole on every device of the mesh."""
-    where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

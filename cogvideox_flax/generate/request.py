@@ -176,16 +176,7 @@ class GenerationRequest:
             return self
         manifest.check_complete("the model")
         family, configs, faults = manifest.model_family, manifest.configs, Faults()
-        defaults = family.defaults(configs)
-        filled: dict[str, Any] = {
-            field.name: getattr(defaults, field.name)
-            for field in dataclasses.fields(defaults)
-            if getattr(self, field.name) is None
-        }
-        if self.guidance_scale is None and manifest.guidance_scale is not None:
-            filled["guidance_scale"] = manifest.guidance_scale
-        if is_finite_number(self.guidance_scale):
-            filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
+        filled = self._recommended(manifest)
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
         size, num_frames = None, self.num_frames
@@ -223,6 +214,20 @@ class GenerationRequest:
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result
+
+    def _recommended(self, manifest: Manifest) -> dict[str, Any]:
+        """What the release's authors, and the checkpoint, recommend for fields that are None."""
+        defaults = manifest.model_family.defaults(manifest.configs)
+        filled: dict[str, Any] = {
+            field.name: getattr(defaults, field.name)
+            for field in dataclasses.fields(defaults)
+            if getattr(self, field.name) is None
+        }
+        if self.guidance_scale is None and manifest.guidance_scale is not None:
+            filled["guidance_scale"] = manifest.guidance_scale
+        if is_finite_number(self.guidance_scale):
+            filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
+        return filled
 
 
 class ResolvedRequest(GenerationRequest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.decoding import DecodedClip
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.io.paths import item_paths
@@ -22,7 +24,8 @@ class GenerationResult:
     """What a run returns.
 
     frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
-        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them).
+        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them); a list of
+        `DecodedClip` from the stages of a long clip.
     fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.
     """
@@ -41,12 +44,19 @@ class GenerationResult:
 
     def save_items(self, paths: list[Path]) -> list[Path]:
         """Write each item to a path of its own; errors as for `save`."""
-        if self.frames.dtype != np.uint8:
-            raise InputError(f"only uint8 frames can be saved; this video holds {self.frames.dtype}")
-        for i, (name, frames) in enumerate(zip(paths, np.asarray(self.frames), strict=True)):
+        if self.frames[0].dtype != np.uint8:
+            raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
+        for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
             save_video(name, frames, self.fps, self.metadata | each)
         return paths
+
+    def read_along(self) -> None:
+        """What a host does that does not save, while process 0 does: frames that are decoded while they are read need
+        all hosts."""
+        for frames in self.frames:
+            if isinstance(frames, DecodedClip):
+                deque(frames.pieces(), maxlen=0)
 
 
 def describe_run(

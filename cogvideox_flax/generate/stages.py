@@ -248,7 +248,7 @@ def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float
 def decode(
     pipe: Pipeline, folder: Path, *, fps: int | None = None, tiling: bool = False, progress: bool = True
 ) -> GenerationResult:
-    """Stage 3: latents to a video, which the caller saves.
+    """Stage 3: latents to a video, which the caller saves. A clip made in windows is decoded while it is saved.
 
     Args:
         fps: default: the run's, else the release's.
@@ -259,9 +259,12 @@ def decode(
     channels = pipe.manifest.model_family.latent_channels(pipe.manifest.configs)
     settings = hosts.from_first(lambda: read_settings(folder))
     latents = hosts.from_first(lambda: read_latents(folder, settings, channels))
-    frames = pipe.decode(latents, tiling=tiling, progress=progress)
+    if settings.get("window") is None:
+        frames: Any = fetch(pipe.decode(latents, tiling=tiling, progress=progress))
+    else:
+        frames = pipe.decode_clips(latents, progress=progress)
     fps = fps or settings.get("fps") or pipe.manifest.model_family.defaults(pipe.manifest.configs).fps
-    return GenerationResult(fetch(frames), fps, _describe(pipe, settings))
+    return GenerationResult(frames, fps, _describe(pipe, settings))
 
 
 def save_latents(pipe: Pipeline, folder: Path, path: Path) -> Path:

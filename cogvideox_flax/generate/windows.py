@@ -106,7 +106,21 @@ def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest
     if request.positions not in known:
         raise InputError(f"positions is {shown(request.positions)}; this model has {', '.join(known)}")
     windows = resolve_windows(family, configs, request, size)
+    if windows is not None:
+        check_pieces(family, request.tiling)
     return size if windows is None else family.resolve_size(configs, request.window, size.height, size.width)
+
+
+def check_pieces(family: ModelFamily, tiled: bool) -> None:
+    """Refuse to decode in pieces where that is not possible.
+
+    Raises:
+        InputError: the family cannot, or tiles are asked for too.
+    """
+    if family.decode_piece is None:
+        raise InputError(f"{family.name} cannot decode a clip in pieces; leave the window out")
+    if tiled:
+        raise InputError("a long clip is decoded in pieces of time, without tiles; leave tiling or the window out")
 
 
 def resolve_windows(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Windows | None:

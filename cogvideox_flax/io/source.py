@@ -13,6 +13,17 @@ Frame = UInt8[np.ndarray, "H W 3"]
 Frames = UInt8[np.ndarray, "F H W 3"]
 
 
+class FrameStream(Protocol):
+    """Frames that are made while they are read; shape and dtype as of an array [F, H, W, 3]."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Frame]: ...
+
+
 @dataclass(frozen=True)
 class VideoInfo:
     """A video's properties.

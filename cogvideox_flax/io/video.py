@@ -27,7 +27,7 @@ from cogvideox_flax.io.formats import EXPECTED, format_of
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
-from cogvideox_flax.io.source import Frames, VideoSource
+from cogvideox_flax.io.source import Frames, FrameStream, VideoSource
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ def check_output_path(path: str | Path) -> None:
         find_ffmpeg()
 
 
-def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str, Any] | None = None) -> None:
+def save_video(
+    path: str | Path, frames: Frames | FrameStream, fps: float, metadata: dict[str, Any] | None = None
+) -> None:
     """Write one video, atomically. Missing directories are created.
 
     An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
@@ -82,7 +84,7 @@ def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str,
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
-        frames: uint8.
+        frames: uint8; a stream is read once, and an mp4 and PNGs hold one frame in memory at a time.
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
@@ -91,14 +93,14 @@ def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str,
         InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
             format does not support, or the disk is full.
     """
-    path, frames = Path(path), _check_frames(frames)
+    path, checked = Path(path), _check_frames(frames)
     check_output_path(path)
     comment = json.dumps(metadata or {})
     if len(comment) > limits.MAX_METADATA_BYTES:
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
     writer = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
-    writer(path, frames, fps, comment)
+    writer(path, checked, fps, comment)
 
 
 def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = None) -> None:
@@ -195,9 +197,9 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _check_frames(frames: Frames) -> Frames:
-    frames = np.asarray(frames)
-    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+def _check_frames(frames: Any) -> Any:
+    frames = frames if hasattr(frames, "dtype") else np.asarray(frames)
+    if frames.dtype != np.uint8 or len(frames.shape) != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise InputError(f"frames must be uint8 [F, H, W, 3]; got {frames.dtype} {list(frames.shape)}")
     return frames
 

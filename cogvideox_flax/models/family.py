@@ -244,6 +244,9 @@ class ModelFamily:
         encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
         latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
         decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
+        decoder_pieces: latent frames of a clip -> those of each of its pieces; all but the first are equal.
+        decode_piece: (decoder, scaled latents of a piece, cache of the piece before or None) -> (video, cache):
+            together exactly `decode`. Caches are [..., B, T, H, W, C], split as `sharding.spatial_split` says.
         positions: configs -> name of a way to extend positions to longer clips -> what takes the place of `predict`.
     """
 
@@ -274,6 +277,8 @@ class ModelFamily:
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
+    decoder_pieces: Callable[[int], Sequence[int]] = lambda frames: [frames]
+    decode_piece: Callable[..., tuple[Float32[Array, "B F H W 3"], Any]] | None = None
     positions: Callable[[Configs], Mapping[str, Callable[..., Float32[Array, "B T h w C"]]]] = lambda configs: {}
 
     @property

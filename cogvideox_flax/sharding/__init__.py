@@ -5,7 +5,13 @@ splits the batch, and height and width over the other axes. Code outside this pa
 """
 
 from cogvideox_flax.sharding.sequence_parallel import pad_tokens, sequence_parallel_attention
-from cogvideox_flax.sharding.spatial_parallel import Padding, spatial_parallel_conv, spatial_split
+from cogvideox_flax.sharding.spatial_parallel import (
+    Padding,
+    spatial_constrain,
+    spatial_layout,
+    spatial_parallel_conv,
+    spatial_split,
+)
 from cogvideox_flax.sharding.tables import (
     AXES,
     REPLICATED,
@@ -45,6 +51,8 @@ __all__ = [
     "parameter_sharding",
     "parse_mesh",
     "sequence_parallel_attention",
+    "spatial_constrain",
+    "spatial_layout",
     "spatial_parallel_conv",
     "spatial_split",
 ]

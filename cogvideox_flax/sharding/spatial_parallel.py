@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from cogvideox_flax.sharding.tables import RULES
@@ -44,21 +44,46 @@ def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Flo
     if mesh.empty or mesh.size == 1:
         yield x
         return
-    sizes = dict(mesh.shape)
-    batch = RULES["batch"]
-    split_batch = x.shape[0] > 1 and x.shape[0] % sizes[batch] == 0
-    free = {name: n for name, n in sizes.items() if n > 1 and not (split_batch and name == batch)}
-    height, width = x.shape[HEIGHT] // factor, x.shape[WIDTH] // factor
-    rows, columns = _split(height, width, tuple(free.items()))
-    parts = math.prod(sizes[name] for name in rows + columns)
-    if parts < math.prod(free.values()):
-        _log_idle(height, width, math.prod(free.values()), parts)
-    layout = PartitionSpec(batch if split_batch else None, None, rows or None, columns or None)
+    layout = spatial_layout(mesh, x.shape, factor=factor)
     token = _layout.set(layout)
     try:
         yield jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout))
     finally:
         _layout.reset(token)
+
+
+def spatial_layout(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], ndim: int = 5, *, factor: int = 1
+) -> PartitionSpec:
+    """How `spatial_split` places x of a shape [B, T, H, W, C], and what is computed from it inside the context.
+
+    Args:
+        ndim: of the array to place, [..., B, T, H, W, C].
+        factor: as for `spatial_split`.
+    """
+    sizes = dict(mesh.shape)
+    batch = RULES["batch"]
+    split_batch = shape[0] > 1 and shape[0] % sizes[batch] == 0
+    free = {name: n for name, n in sizes.items() if n > 1 and not (split_batch and name == batch)}
+    height, width = shape[HEIGHT] // factor, shape[WIDTH] // factor
+    rows, columns = _split(height, width, tuple(free.items()))
+    parts = math.prod(sizes[name] for name in rows + columns)
+    if parts < math.prod(free.values()):
+        _log_idle(height, width, math.prod(free.values()), parts)
+    return PartitionSpec(*[None] * (ndim - 5), batch if split_batch else None, None, rows or None, columns or None)
+
+
+def spatial_constrain(tree: Any) -> Any:
+    """Arrays [..., B, T, H, W, C], computed inside `spatial_split`, split as it says."""
+    layout, mesh = _layout.get(), jax.sharding.get_abstract_mesh()
+    if layout is None:
+        return tree
+
+    def place(x: Array) -> Array:
+        where = NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 5), *layout))
+        return jax.lax.with_sharding_constraint(x, where)
+
+    return jax.tree.map(place, tree)
 
 
 @cache

@@ -279,6 +279,16 @@ class Autoencoder(nnx.Module):
         run = partial(_in_chunks, self.decoder, size=DECODE_CHUNK)
         return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), layout, slicing, 1)
 
+    def decode_piece(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
+        """A part of `decode`: the next of the chunks that `chunk_sizes` gives.
+
+        Args:
+            cache: of the chunk before; None for the first.
+        """
+        with sharding.spatial_split(z.astype(self.decoder.conv_in.kernel.dtype)) as z:
+            video, cache = self.decoder(z, cache)
+            return video, sharding.spatial_constrain(cache)
+
 
 def _check(x: Array, name: str, channels: int, factor: int) -> None:
     if x.ndim != 5 or x.shape[-1] != channels:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
 from cogvideox_flax.models.cogvideox import sharding, visual
-from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
@@ -130,6 +130,16 @@ def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) ->
     tiling = Tiling.official(vae.config) if tiled else None
     video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, slicing=len(latents) > 1)
     return video.astype(jnp.float32)
+
+
+def decode_piece(vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: Any) -> tuple[Any, Any]:
+    """`decode` of a piece of a clip, of `decoder_pieces`: its video, and the cache for the next piece."""
+    video, cache = vae.decode_piece(latents / vae.config.scaling_factor, cache)
+    return video.astype(jnp.float32), cache
+
+
+def _decoder_pieces(frames: int) -> list[int]:
+    return chunk_sizes(frames, DECODE_CHUNK)
 
 
 def _tokenize(tokenizer: Tokenizer, prompts: Sequence[str]) -> Int32[np.ndarray, "B L"]:
@@ -245,4 +255,6 @@ COGVIDEOX = ModelFamily(
     encode=encode,
     latent_scale=lambda configs: configs["vae"].scaling_factor,
     decode=decode,
+    decoder_pieces=_decoder_pieces,
+    decode_piece=decode_piece,
 )
