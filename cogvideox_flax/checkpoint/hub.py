@@ -36,6 +36,14 @@ log = logging.getLogger(__name__)
 EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 """The small checkpoint that comes with the source tree, and with an installed package."""
 
+EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
+"""The name of the small image-to-video checkpoint that comes with it."""
+
+_BY_NAME = {
+    "embedded": EMBEDDED,
+    EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video"),
+}
+
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
     """The native checkpoint that `where` names.
@@ -45,7 +53,8 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
     hub id belongs to one commit and does not need the downloaded files.
 
     Args:
-        where: directory or hub id; None for the embedded checkpoint.
+        where: directory or hub id; None or "embedded" for the embedded checkpoint, "embedded-image-to-video" for the
+            one that takes a first frame.
         revision: for a hub id: branch, tag or commit.
         progress: progress bars on stderr.
 
@@ -105,12 +114,13 @@ def _is_model(folder: Path) -> bool:
 
 def _local(where: str | Path | None, revision: str | None) -> Path | None:
     """The model directory that `where` names, native or in the Hugging Face layout; None: it may be a hub id."""
-    if where is None:
-        path = EMBEDDED
+    if where is None or (where in _BY_NAME and not os.path.exists(where)):
+        path = _BY_NAME[str(where or "embedded")]
         if not is_native(path):
             raise InputError(
-                f"no model was named, and there is no embedded checkpoint in {path}. Name one with --model: a "
-                "converted directory, one in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
+                f"{'no model was named, and ' if where is None else ''}there is no embedded checkpoint in {path}. Name "
+                "one with --model: a converted directory, one in the Hugging Face layout, or a hub id such as "
+                "zai-org/CogVideoX-2b"
             )
     else:
         path = expand_user(where)

@@ -115,6 +115,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 def peek(args: argparse.Namespace) -> Manifest:
     from cogvideox_flax.checkpoint import hub
 
+    if args.model is None and getattr(args, "image", None):
+        args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
     return hosts.first_host_first(lambda: hub.peek(args.model, args.revision, progress=not args.quiet))
 
 

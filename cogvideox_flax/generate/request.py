@@ -94,7 +94,8 @@ class GenerationRequest:
     )
     image: Any = option(  # noqa: RUF009
         None,
-        "the first frame, for image-to-video models: PNG, JPEG or WebP; once for all prompts, or once for each",
+        "the first frame, for image-to-video models (without --model the embedded one): PNG, JPEG or WebP; once for "
+        "all prompts, or once for each",
         stage="encode",
         parse=str,
         metavar="FILE",

@@ -293,6 +293,17 @@ def _track(thing: Thing, rng: np.random.Generator, frames: int) -> Track:
     return Track(radius, (start[0], start[1]), (velocity[0], velocity[1]))
 
 
+def stays_inside(thing: Thing, start: tuple[float, float], frames: int = FRAMES) -> bool:
+    """Whether a thing that starts there, and moves as it says, stays inside the frame."""
+    speed = SPEEDS[thing.speed] if thing.speed else 0.0
+    end = [at + (frames - 1) * speed * d for at, d in zip(start, MOTIONS[thing.motion], strict=True)]
+    left, up, right, down = _extent(thing.shape, SIZES[thing.size])
+    return all(
+        MARGIN + before <= min(a, b) and max(a, b) <= UNIT - MARGIN - after
+        for a, b, before, after in zip(start, end, (left, up), (right, down), strict=True)
+    )
+
+
 def _on_grid(rng: np.random.Generator, low: float, high: float) -> float:
     """A multiple of GRID between low and high."""
     return GRID * float(rng.integers(math.ceil(low / GRID), math.floor(high / GRID) + 1))

@@ -1,0 +1,138 @@
+"""Image to video on the procedural world: is the object kept, and does it move as the prompt says?
+
+    python -m benchmarks.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--json FILE] [--sheet FILE.png]
+
+The pictures are first frames of clips, half of them of combinations that training never shows. Modes:
+
+    same    the prompt describes the clip that the frame is from
+    other   one object; the prompt says another motion, one that the object can make from where it is
+    silent  as "same", with a picture of the background alone: what the prompt alone gives (one object)
+
+"kept" is colour, shape, size, number and background of the frame in the video, "moves" direction and speed of the
+prompt, "all" both. PSNR is of the video's first frame against the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from benchmarks.claims import Claims, ThingClaims
+from benchmarks.fidelity import psnr
+from benchmarks.judge import Rate, compare, wilson
+from benchmarks.machine import machine
+from benchmarks.prompt_following import FIRST_SEED, SHOWN
+from benchmarks.seeing import see
+from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.io.video import save_contact_sheet
+from weights.toy_world import world
+
+KEPT, MOVES = ("colour", "shape", "size", "count", "background"), ("direction", "speed")
+ON_SHEET = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A picture, a prompt, and the scene that both describe."""
+
+    picture: UInt8[np.ndarray, "H W 3"]
+    prompt: str
+    scene: world.Scene
+
+
+def make_items(count: int, mode: str, seed: int = 0) -> list[Item]:
+    """The first half of trained combinations, the second half held out."""
+    items: list[Item] = []
+    index = 0
+    while len(items) < count:
+        split: world.Split = "train" if len(items) < count - count // 2 else "held_out"
+        rng = np.random.default_rng([FIRST_SEED + seed, index, 1])
+        scene, tracks = world.tracks_of_clip(FIRST_SEED + seed, index, split)
+        index += 1
+        picture = world.render(scene, tracks, 1)[0]
+        if mode != "same" and len(scene.things) > 1:
+            continue
+        if mode == "silent":
+            picture = np.broadcast_to(np.array(world.BACKGROUNDS[scene.background], np.uint8), picture.shape)
+        if mode == "other":
+            (thing,), (track,) = scene.things, tracks
+            motions = [(m, s) for m in world.MOTIONS if m != "still" for s in world.SPEEDS] + [("still", None)]
+            others = [dataclasses.replace(thing, motion=m, speed=s) for m, s in motions if m != thing.motion]
+            others = [other for other in others if world.stays_inside(other, track.start)]
+            if not others:
+                continue
+            scene = world.Scene((others[rng.integers(len(others))],), scene.background)
+        items.append(Item(picture, world.describe(scene, rng), scene))
+    return items
+
+
+def generate(pipe: Pipeline, items: Sequence[Item], steps: int, batch: int) -> UInt8[np.ndarray, "N F H W 3"]:
+    made = []
+    for start in range(0, len(items), batch):
+        part = items[start : start + batch]
+        options: dict[str, Any] = {
+            "num_inference_steps": steps,
+            "seed": start,
+            "progress": False,
+            "compiled_loop": True,
+        }
+        made.append(pipe([item.prompt for item in part], image=[item.picture for item in part], **options).frames)
+    return np.concatenate(made)
+
+
+def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict[str, Any]:
+    """The rates of each attribute, of what is kept, of the motion, and of all; the mean PSNR of the first frames."""
+    scores = []
+    for item, video in zip(items, videos, strict=True):
+        things = tuple(ThingClaims(**dataclasses.asdict(thing)) for thing in item.scene.things)
+        found = compare(see(video), Claims(things, item.scene.background))
+        found = {name: value for name, value in found.items() if name != "all"}
+        kept, moves = (all(found[name] for name in names if name in found) for names in (KEPT, MOVES))
+        scores.append(found | {"kept": kept, "moves": moves, "all": kept and moves})
+    names = (*KEPT, *MOVES, "kept", "moves", "all")
+    values = {name: [score[name] for score in scores if name in score] for name in names}
+    rates: dict[str, Rate] = {name: wilson(sum(found), len(found)) for name, found in values.items()}
+    first = [psnr(item.picture[None], video[:1]) for item, video in zip(items, videos, strict=True)]
+    return {"rates": {name: dataclasses.asdict(rate) for name, rate in rates.items()}, "psnr": float(np.mean(first))}
+
+
+def main() -> None:
+    """Print a table; write JSON and a contact sheet: picture and frames of the first items of each mode."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=hub.EMBEDDED_IMAGE_TO_VIDEO)
+    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png")
+    args = parser.parse_args()
+    pipe = Pipeline.from_pretrained(args.model, "float32")
+    rows, shown = {}, []
+    for mode in ("same", "other", "silent"):
+        items = make_items(args.prompts, mode)
+        videos = generate(pipe, items, args.steps, args.batch)
+        rows[mode] = judge(items, videos)
+        some = videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)]
+        shown += [np.stack([item.picture, *video]) for item, video in zip(items[:ON_SHEET], some, strict=False)]
+    names = list(rows["same"]["rates"])
+    print(f"| prompt | {' | '.join(names)} | PSNR, dB |\n{'|---' * (len(names) + 2)}|")
+    for mode, row in rows.items():
+        cells = [f"{r['percent']:.0f} ({r['low']:.0f}–{r['high']:.0f})" for r in row["rates"].values()]
+        print(f"| {mode} | {' | '.join(cells)} | {row['psnr']:.1f} |")
+    settings = {"prompts": args.prompts, "steps": args.steps, "model": str(args.model), "machine": machine()}
+    if args.json is not None:
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
+    if args.sheet is not None:
+        save_contact_sheet(args.sheet, np.concatenate(shown), columns=2 * (SHOWN + 1))
+
+
+if __name__ == "__main__":
+    main()
