@@ -321,6 +321,7 @@ TINY = ModelFamily(
     ),
     check_inputs=lambda configs, given: None,
     fit_frames=lambda configs, count: (count - 1) // 4 * 4 + 1,
+    longest=lambda configs: 17,
     predict=predict,
     encode=encode,
     latent_scale=lambda configs: 1.0,

@@ -123,10 +123,15 @@ def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any
     return found
 
 
-def frames_of_clips(family: ModelFamily, configs: Configs, found: Mapping[str, Any]) -> int | None:
-    """The frame count that goes with the clips of `resolve_media`; None if there are none."""
+def frames_of_clips(family: ModelFamily, configs: Configs, found: Mapping[str, Any], any_length: bool) -> int | None:
+    """The frame count that goes with the clips of `resolve_media`; None if there are none.
+
+    any_length: also beyond what the model was trained on.
+    """
     lengths = [clip.num_frames for name in CLIPS for clip in found.get(name, ()) if clip is not UNSEEN]
-    return family.fit_frames(configs, min(lengths)) if lengths else None
+    if not lengths:
+        return None
+    return family.fit_frames(configs, min(lengths) if any_length else min(*lengths, family.longest(configs)))
 
 
 def _check(name: str, value: Any, fps: float) -> Media:

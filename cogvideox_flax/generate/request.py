@@ -184,7 +184,8 @@ class GenerationRequest:
         with faults.caught():
             given = {name: getattr(self, name) for name in MEDIA}
             filled |= resolve_media(family, configs, given, len(filled.get("prompt", [""])))
-            num_frames = frames_of_clips(family, configs, filled) if num_frames is None else num_frames
+            if num_frames is None:
+                num_frames = frames_of_clips(family, configs, filled, any_length=self.window is not None)
         with faults.caught():
             filled["strength"] = resolve_strength(
                 self.strength, self.video is not None, filled.get("num_inference_steps", self.num_inference_steps)

@@ -238,6 +238,7 @@ class ModelFamily:
         visual: configs -> the pictures and clips that the checkpoint takes.
         check_inputs: (configs, names of the given ones) -> raises InputError if these are not what it takes.
         fit_frames: (configs, n) -> the largest supported number of frames of at most n, or the smallest.
+        longest: configs -> the most frames that the model was trained on.
         predict: (denoiser, latents, features, timestep or one per item, remat=False) -> the prediction, float32.
             features: of the text, and of the pictures.
             remat: recompute each block in the backward pass.
@@ -273,6 +274,7 @@ class ModelFamily:
     visual: Callable[[Configs], tuple[VisualStage, ...]]
     check_inputs: Callable[[Configs, Sequence[str]], None]
     fit_frames: Callable[[Configs, int], int]
+    longest: Callable[[Configs], int]
     predict: Callable[..., Float32[Array, "B T h w C"]]
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]

@@ -185,7 +185,12 @@ def _size_warnings(configs: Configs, size: Size) -> list[str]:
 
 
 def _fit_frames(configs: Configs, count: int) -> int:
-    return fit_frames(configs["transformer"], configs["vae"], find_release(configs), count)
+    return fit_frames(configs["vae"], count)
+
+
+def _longest(configs: Configs) -> int:
+    release = find_release(configs)
+    return configs["transformer"].sample_frames if release is None else release.max_frames
 
 
 def _workload(configs: Configs, size: Size) -> Workload:
@@ -250,6 +255,7 @@ COGVIDEOX = ModelFamily(
     visual=visual.stages,
     check_inputs=visual.check_inputs,
     fit_frames=_fit_frames,
+    longest=_longest,
     predict=predict,
     positions=_positions,
     encode=encode,

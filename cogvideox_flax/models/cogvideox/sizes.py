@@ -78,11 +78,10 @@ def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, hei
     return faults
 
 
-def fit_frames(transformer: TransformerConfig, vae: VAEConfig, release: Release | None, count: int) -> int:
-    """The largest frame count that a model was trained on, of at most `count`; at least its smallest."""
+def fit_frames(vae: VAEConfig, count: int) -> int:
+    """The largest supported frame count of at most `count`; at least the smallest."""
     period = 2 * vae.temporal_compression
-    most = min(count, transformer.sample_frames if release is None else release.max_frames)
-    return max(most - 1, 0) // period * period + 1
+    return max(count - 1, 0) // period * period + 1
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:
