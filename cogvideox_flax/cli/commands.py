@@ -196,7 +196,10 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model_family.visual(manifest.configs) if s.required}
+    family = manifest.model_family
+    needed: dict[str, Any] = {s.input: [UNSEEN] for s in family.visual(manifest.configs) if s.required}
+    if (sampler := family.samplers.get(args.scheduler)) is not None and sampler.needs_video:
+        needed["video"] = [UNSEEN]
     request = GenerationRequest([""] * args.prompts, **given_options(args), **needed).resolve(manifest)
     run = RunPrograms(manifest, request, args.dtype or manifest.default_dtype)
     if args.mesh:

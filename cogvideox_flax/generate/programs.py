@@ -194,7 +194,7 @@ class RunPrograms:
         scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
         inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source)
         if conditioning is not None and conditioning.video is not None:
-            latents = self.sampler.add_noise(conditioning.video, latents, timesteps[0])
+            latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
 
     def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[ProgramSpec, tuple[Any, ...], int]]:
