@@ -251,7 +251,8 @@ class RunPrograms:
 
     def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         frames, noise = self.media_shapes(stage)
-        return jax.ShapeDtypeStruct(frames, jnp.uint8), jax.ShapeDtypeStruct(noise, jnp.float32)
+        dtype = np.result_type(*(each.dtype for each in getattr(self.request, stage.input)))
+        return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)
 
 
 def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:

@@ -27,7 +27,7 @@ from cogvideox_flax.io.formats import EXPECTED, format_of
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
-from cogvideox_flax.io.source import Frames, VideoSource
+from cogvideox_flax.io.source import Frames, FrameStream, VideoSource
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,9 @@ def check_output_path(path: str | Path) -> None:
         find_ffmpeg()
 
 
-def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str, Any] | None = None) -> None:
+def save_video(
+    path: str | Path, frames: Frames | FrameStream, fps: float, metadata: dict[str, Any] | None = None
+) -> None:
     """Write one video, atomically. Missing directories are created.
 
     An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
@@ -82,7 +84,7 @@ def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str,
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
-        frames: uint8.
+        frames: uint8; or a stream of them, of which an mp4 or PNGs hold one part in memory.
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
@@ -91,7 +93,8 @@ def save_video(path: str | Path, frames: Frames, fps: float, metadata: dict[str,
         InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
             format does not support, or the disk is full.
     """
-    path, frames = Path(path), _check_frames(frames)
+    path = Path(path)
+    frames = frames if isinstance(frames, FrameStream) else _check_frames(frames)
     check_output_path(path)
     comment = json.dumps(metadata or {})
     if len(comment) > limits.MAX_METADATA_BYTES:
@@ -202,15 +205,15 @@ def _check_frames(frames: Frames) -> Frames:
     return frames
 
 
-def _atomic(write: Callable[[Path, Frames, float, str], None]) -> Callable[[Path, Frames, float, str], None]:
-    def write_complete(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def _atomic(write: Callable[[Path, Any, float, str], None]) -> Callable[[Path, Any, float, str], None]:
+    def write_complete(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
         with atomic_write(path) as partial:
             write(partial, frames, fps, comment)
 
     return write_complete
 
 
-_WRITERS: dict[str, Callable[[Path, Frames, float, str], None]] = {
+_WRITERS: dict[str, Callable[[Path, Any, float, str], None]] = {
     ".mp4": _atomic(write_mp4),
     ".gif": _atomic(write_gif),
     ".png": write_sequence,
