@@ -24,6 +24,7 @@ from cogvideox_flax.cli.setup import (
     load,
     open_run,
     peek,
+    profiling_options,
     read_prompts,
     resume,
 )
@@ -154,6 +155,36 @@ def decode(args: argparse.Namespace) -> None:
     pipe.check_decode_memory(tuple(shape), **how)
     video = stages.decode(pipe, args.dir, fps=args.fps, **how)
     print("\n".join(map(str, video.save(out) if hosts.is_first() else [])))
+
+
+def upscale(args: argparse.Namespace) -> None:
+    """A clip enlarged by a model that was fine-tuned for it, written as its frames are finished."""
+    from cogvideox_flax.generate import upscale as upscaling
+    from cogvideox_flax.generate.checks import check_model, check_run
+    from cogvideox_flax.io.source import FrameStream
+    from cogvideox_flax.io.video import open_video, save_video
+
+    check_output([args.out])
+    source = open_video(args.clip)
+    manifest = peek(args)
+    dtype = args.dtype or manifest.default_dtype
+    mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
+    check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    names = [field.name for field in dataclasses.fields(upscaling.UpscaleOptions)]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    plan = upscaling.plan_upscale(manifest, source.info, upscaling.UpscaleOptions(**given))
+    if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
+        check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    check_run(plan.request, mesh, profiling_options(args))
+    pipe, how = load(args, dtype, mesh), {"progress": not args.quiet}
+    upscaling.check_memory(pipe, plan, **how)
+    parts = upscaling.upscale_frames(source, plan, upscaling.tile_runner(pipe, plan, not args.quiet), **how)
+    fps = plan.clip.fps or manifest.model_family.defaults(manifest.configs).fps
+    try:
+        save_video(args.out, FrameStream(plan.shape, parts), fps, upscaling.describe(plan, pipe, args.clip))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("\nstopped; nothing was written") from None
+    print(args.out)
 
 
 def train(args: argparse.Namespace) -> None:
