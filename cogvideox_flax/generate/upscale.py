@@ -146,7 +146,11 @@ def _check_options(options: UpscaleOptions) -> None:
         value = getattr(options, name)
         if value != 0 and not is_count(value, limits.MAX_FRAMES):
             faults.append(f"{name} is {shown(value)}; expected a whole number of 0 or more")
-    for name, side in zip(("height", "width"), options.tile or (), strict=False):
+    sides: Any = () if options.tile is None else options.tile
+    if options.tile is not None and not (isinstance(sides, tuple | list) and len(sides) == 2):
+        faults.append(f"tile is {shown(sides)}; expected (height, width) in pixels")
+        sides = ()
+    for name, side in zip(("height", "width"), sides, strict=False):
         if not is_count(side, limits.MAX_PIXELS) or side % SIDE_STEP:
             faults.append(f"the tile's {name} is {shown(side)}; expected a multiple of {SIDE_STEP} pixels")
         elif not faults and options.overlap >= side:
@@ -249,7 +253,7 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
 def upscale_frames(
     source: VideoSource, plan: UpscalePlan, run_tile: RunTile, *, progress: bool = True
 ) -> Iterator[UInt8[np.ndarray, "F H W 3"]]:
-    """The frames of the result, some at a time, in order; peak memory is that of about two chunks of them.
+    """The frames of the result, some at a time, in order. Peak memory is about a chunk of them in float32.
 
     Raises:
         InputError: a frame cannot be decoded.
@@ -270,10 +274,10 @@ def upscale_frames(
             clip = _read(source, plan, start)
             chunk = _upscale_chunk(clip, plan, run)[:, :height, :width]
             if len(starts) > 1:
-                chunk = chunk * over_time[i][:, None, None, None]
+                chunk *= over_time[i][:, None, None, None]
                 chunk[: len(pending)] += pending
             finished = (starts[i + 1] if i + 1 < len(starts) else count) - start
-            yield np.round(255 * np.clip(chunk[:finished], 0, 1)).astype(np.uint8)
+            yield np.stack([np.round(255 * np.clip(frame, 0, 1)).astype(np.uint8) for frame in chunk[:finished]])
             pending = chunk[finished:].copy()
 
 
