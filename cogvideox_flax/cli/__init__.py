@@ -60,5 +60,5 @@ def _outcome(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, OSError) and (reason := describe_file_error(error)) is not None:
         return 2, f"error: {reason}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, "\nstopped; the same command goes on from what was finished"
+        return 130, str(error) or "\nstopped; the same command goes on from what was finished"
     return 1, None

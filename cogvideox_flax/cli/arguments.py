@@ -34,6 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
         return sub
 
     _add_run_commands(command)
+    larger = "a clip enlarged in one step, by a model that was fine-tuned for it (DOVE)"
+    _add_upscale(command("upscale", commands.upscale, larger, "model", "profiling"))
     _add_train(command("train", commands.train, "fine-tune a model on a folder of clips", "hosts"))
     forecast = "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
     _add_plan(command("plan", commands.plan, forecast))
@@ -133,6 +135,22 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
 
 
+def _add_upscale(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("clip", type=_path, metavar="CLIP", help="a video file or a folder of PNGs")
+    sub.add_argument("--out", type=_path, required=True, help=".mp4, .gif, frames/%%04d.png or a directory of PNGs")
+    sub.add_argument("--scale", type=int, help="factor of both sides; default: 4")
+    tile = "of the result, multiples of 16 pixels; default: whole frames"
+    sub.add_argument("--tile", type=_tile, metavar="HxW", help=tile)
+    sub.add_argument("--overlap", type=int, metavar="PIXELS", help="that neighbouring tiles share; default: 32")
+    chunk = "8 n + 1, done at once; default: as many as the release was trained on"
+    sub.add_argument("--chunk", type=int, metavar="FRAMES", help=chunk)
+    shared = "that neighbouring chunks share; default: 8"
+    sub.add_argument("--chunk-overlap", type=int, metavar="FRAMES", help=shared)
+    sub.add_argument("--seed", type=int, help="of the encoder's noise; default: 0")
+    tiling = "encode and decode in the VAE's own tiles too: less memory, slightly different"
+    sub.add_argument("--tiling", action="store_const", const=True, help=tiling)
+
+
 def _add_train(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--config", type=_path, required=True, help="a TOML file, see docs/training.md")
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
@@ -188,6 +206,14 @@ def _path(text: str) -> Path:
         return expand_user(text)
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
+
+
+def _tile(text: str) -> tuple[int, int]:
+    """'480x720' -> (480, 720)."""
+    height, found, width = text.lower().partition("x")
+    if not (found and height.isdecimal() and width.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH, such as 512x512; got {text!r}")
+    return int(height), int(width)
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from cogvideox_flax.cli.setup import (
     load,
     open_run,
     peek,
+    profiling_options,
     read_prompts,
     resume,
 )
@@ -165,6 +166,36 @@ def decode(args: argparse.Namespace) -> None:
         video.read_along()
 
 
+def upscale(args: argparse.Namespace) -> None:
+    """A clip enlarged by a model that was fine-tuned for it, written as its frames are finished."""
+    from cogvideox_flax.generate import upscale as upscaling
+    from cogvideox_flax.generate.checks import check_model, check_run
+    from cogvideox_flax.io.source import FrameStream
+    from cogvideox_flax.io.video import open_video, save_video
+
+    check_output([args.out])
+    source = open_video(args.clip)
+    manifest = peek(args)
+    dtype = args.dtype or manifest.default_dtype
+    mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
+    check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    names = [field.name for field in dataclasses.fields(upscaling.UpscaleOptions)]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    plan = upscaling.plan_upscale(manifest, source.info, upscaling.UpscaleOptions(**given))
+    if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
+        check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    check_run(plan.request, mesh, profiling_options(args))
+    pipe, how = load(args, dtype, mesh), {"progress": not args.quiet}
+    upscaling.check_memory(pipe, plan, **how)
+    parts = upscaling.upscale_frames(source, plan, upscaling.tile_runner(pipe, plan, not args.quiet), **how)
+    fps = plan.clip.fps or manifest.model_family.defaults(manifest.configs).fps
+    try:
+        save_video(args.out, FrameStream(plan.shape, parts), fps, upscaling.describe(plan, pipe, args.clip))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("\nstopped; nothing was written") from None
+    print(args.out)
+
+
 def train(args: argparse.Namespace) -> None:
     """Fine-tune, or with --check say what that would be."""
     try:
@@ -205,7 +236,10 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model_family.visual(manifest.configs) if s.required}
+    family = manifest.model_family
+    needed: dict[str, Any] = {s.input: [UNSEEN] for s in family.visual(manifest.configs) if s.required}
+    if (sampler := family.samplers.get(args.scheduler)) is not None and sampler.needs_video:
+        needed["video"] = [UNSEEN]
     request = GenerationRequest([""] * args.prompts, **given_options(args), **needed).resolve(manifest)
     run = RunPrograms(manifest, request, args.dtype or manifest.default_dtype)
     if args.mesh:

@@ -180,8 +180,8 @@ def make_run(
         positive = {name: value[-batch:] for name, value in features.items()}
         inputs = dataclasses.replace(inputs, conditioning=Conditioning(positive, negative, latents, video))
         if video is not None:
-            noised = sampler.add_noise(video, state.latents, inputs.steps.timesteps[0])
-            state = dataclasses.replace(state, latents=noised)
+            first = sampler.start_from(video, state.latents, inputs.steps.timesteps[0])
+            state = dataclasses.replace(state, latents=first)
         state, steps_finite = loop(models[denoiser], inputs, state)
         frames, finite = to_frames(models[decoder], state.latents[:, extra_latents:])
         return frames, steps_finite, finite

@@ -57,6 +57,11 @@ class Media:
         """All but the frames, as JSON values."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"}
 
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its frames: uint8, or float32 in [0, 255] where a caller within the library has such."""
+        return self.source.dtype if isinstance(self.source, np.ndarray) else np.dtype(np.uint8)
+
     def read(self, num_frames: int, height: int, width: int, fit: str) -> Frames:
         """The first `num_frames` frames in this size; the last one is repeated where there are fewer.
 
@@ -68,6 +73,8 @@ class Media:
             return self.source.read(indices.tolist(), height, width, fit)
         if self.source is None:
             raise InputError(f"{self.file} is known by its hash only; give the file again to encode it")
+        if self.source.shape[1:3] == (height, width):
+            return self.source[indices]
         return fit_frames(self.source[:num_frames], height, width, fit)[indices]
 
 

@@ -202,11 +202,11 @@ class Pipeline(Decoder):
                     raise self._bad("text encoder")
                 found[name] |= features
             self.profiling.after_stage(spec.name)
-        latents = {stage.feature: self._encode_visual(run, stage, progress) for stage in run.visual}
+        latents = {stage.feature: self.encode_visual(run, stage, progress) for stage in run.visual}
         video = latents.pop(VIDEO_FEATURE, None)
         return Conditioning(**found, pictures=latents, video=video)
 
-    def _encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
+    def encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
         """Scaled latents of a picture or clip."""
         spec, inputs = run.encode_visual(stage), replicate(run.media(stage), self.mesh)
         latents, finite = self._run(spec, self.component(stage.component), *inputs, progress=progress)

@@ -209,7 +209,7 @@ class RunPrograms:
         scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
         inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source)
         if conditioning is not None and conditioning.video is not None:
-            latents = self.sampler.add_noise(conditioning.video, latents, timesteps[0])
+            latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
 
     def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[ProgramSpec, tuple[Any, ...], int]]:
@@ -266,4 +266,5 @@ class RunPrograms:
 
     def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         frames, noise = self.media_shapes(stage)
-        return jax.ShapeDtypeStruct(frames, jnp.uint8), jax.ShapeDtypeStruct(noise, jnp.float32)
+        dtype = np.result_type(*(each.dtype for each in getattr(self.request, stage.input)))
+        return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)

@@ -19,6 +19,7 @@ from cogvideox_flax.generate.values import (
     check_prompts,
     check_values,
     describe_adapter,
+    fixed_settings,
     parse_lora,
 )
 from cogvideox_flax.io.clips import FITS
@@ -76,7 +77,7 @@ class GenerationRequest:
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
-        None, "the sampler, ddim or dpm; default: the release's", parse=str
+        None, "the sampler, ddim, dpm or one_step (models that restore a clip); default: the release's", parse=str
     )
     seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
@@ -178,6 +179,7 @@ class GenerationRequest:
         manifest.check_complete("the model")
         family, configs, faults = manifest.model_family, manifest.configs, Faults()
         filled = self._recommended(manifest)
+        filled |= fixed_settings(self, family, faults)
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
         size, num_frames = None, self.num_frames
@@ -188,7 +190,9 @@ class GenerationRequest:
                 num_frames = frames_of_clips(family, configs, filled, any_length=self.window is not None)
         with faults.caught():
             filled["strength"] = resolve_strength(
-                self.strength, self.video is not None, filled.get("num_inference_steps", self.num_inference_steps)
+                filled.get("strength", self.strength),
+                self.video is not None,
+                filled.get("num_inference_steps", self.num_inference_steps),
             )
         with faults.caught():
             size = family.resolve_size(configs, num_frames, self.height, self.width)
@@ -212,7 +216,9 @@ class GenerationRequest:
                 family.check_tiling(configs)
         faults.raise_all()
         assert size is not None
-        for warning in (*family.size_warnings(configs, shown_size), *result._unused_media(size)):
+        # a model that restores clips was trained at sizes of its own, which its release does not tell
+        untrained = [] if sampler.needs_video else family.size_warnings(configs, shown_size)
+        for warning in (*untrained, *result._unused_media(size)):
             log.warning(warning)
         object.__setattr__(result, "_resolved_for", configs)
         return result

@@ -15,6 +15,7 @@ from cogvideox_flax.generate.decoding import DecodedClip
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.io.paths import item_paths
+from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.version import __version__
 
@@ -48,6 +49,8 @@ class GenerationResult:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
+            if isinstance(frames, DecodedClip):
+                frames = FrameStream(frames.shape, frames.pieces())
             save_video(name, frames, self.fps, self.metadata | each)
         return paths
 

@@ -16,8 +16,8 @@ from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.generate.request import ResolvedRequest
-    from cogvideox_flax.models.family import Size
+    from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+    from cogvideox_flax.models.family import ModelFamily, Size
     from cogvideox_flax.schedulers import Scheduler
 
 OUTPUT_TYPES = ("uint8", "float", "latent")
@@ -102,6 +102,27 @@ def parse_lora(text: str) -> dict[str, Any]:
         return {"file": file, "scale": float(scale)} if file else {"file": text, "scale": 1.0}
     except ValueError:
         return {"file": text, "scale": 1.0}
+
+
+def fixed_settings(request: GenerationRequest, family: ModelFamily, faults: Faults) -> dict[str, Any]:
+    """The fields that the request's sampler fixes, with their values.
+
+    Args:
+        faults: where other values of the request go, and the lack of a clip that the sampler starts from.
+    """
+    named = family.samplers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
+    if named is None or not named.fixed:  # an unknown name is refused where the sampler is made
+        return {}
+    given = {name: getattr(request, name) for name in named.fixed}
+    lacks_video = named.needs_video and request.video is None
+    with faults.caught():
+        if wrong := [name for name, value in given.items() if value is not None and value != named.fixed[name]]:
+            needed = ", ".join(f"{name} {named.fixed[name]} (got {shown(given[name])})" for name in wrong)
+            raise InputError(f"the {named.kind} sampler needs {needed}; leave these out, or take another scheduler")
+    with faults.caught():
+        if lacks_video:
+            raise InputError(f"the {named.kind} sampler starts from a clip; give --video, or take another scheduler")
+    return {name: value for name, value in named.fixed.items() if not (lacks_video and name == "strength")}
 
 
 def describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:

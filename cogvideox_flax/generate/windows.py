@@ -5,6 +5,7 @@ Source: MultiDiffusion (arXiv 2302.08113), along time, with the noise of FreeNoi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float32, Int
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import PICTURES
+from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.models.family import Configs, Features, ModelFamily, Size
 
@@ -29,7 +31,7 @@ class Windows:
 
     frames: latent frames of the clip.
     length: of a window.
-    overlap: latent frames that two neighbours share, at least; the last window may share more.
+    overlap: latent frames that two neighbours share, at least.
     """
 
     frames: int
@@ -37,32 +39,26 @@ class Windows:
     overlap: int
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def starts(self) -> list[int]:
         """The first latent frame of each window."""
-        step = self.length - self.overlap
-        return (*range(0, self.frames - self.length, step), self.frames - self.length)
+        return window_starts(self.frames, self.length, self.overlap)
 
     @property
-    def noise_order(self) -> tuple[int, ...]:
-        """Which frame of the first window each latent frame of the clip has its initial noise from.
+    def weights(self) -> Float32[np.ndarray, "W L"]:
+        """Of each window's frames: linear over the overlaps, with the sum 1 at each frame of the clip."""
+        return window_weights(self.frames, self.length, self.overlap)
 
-        Each further step of the windows has the noise of an earlier one, shuffled, so that windows start alike and
-        their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
+    @property
+    def noise_order(self) -> list[int]:
+        """Which frame of the first window each latent frame of the clip has its noise from.
+
+        The frames that a window has beyond the one before have the noise of those that it has no more, shuffled, so
+        that windows start alike and their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
         """
         order, shuffle = list(range(self.length)), np.random.default_rng(0)
-        step = self.length - self.overlap
-        while len(order) < self.frames:
-            order += shuffle.permutation(order[-self.length :][:step]).tolist()
-        return tuple(order[: self.frames])
-
-    def weights(self) -> Float32[np.ndarray, "W L"]:
-        """Of each window's frames: rising and falling over the overlaps, with the sum 1 at each frame of the clip."""
-        ramp = np.minimum(np.arange(self.length) + 1, self.overlap + 1).astype(np.float64)
-        shape = np.minimum(ramp, ramp[::-1])
-        total = np.zeros(self.frames)
-        for start in self.starts:
-            total[start : start + self.length] += shape
-        return np.stack([shape / total[start : start + self.length] for start in self.starts]).astype(np.float32)
+        for before, start in itertools.pairwise(self.starts):
+            order += shuffle.permutation(order[before:start]).tolist()
+        return order
 
 
 def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable[..., Float32[Array, "B T h w C"]]:
@@ -72,7 +68,7 @@ def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable
     """
     if windows is None:
         return predict
-    starts, weights = np.asarray(windows.starts, np.int32), windows.weights()
+    starts, weights = np.asarray(windows.starts, np.int32), windows.weights
 
     def predict_in_windows(
         model: Any, latents: Float32[Array, "B T h w C"], features: Features, timestep: Int[Array, ""]

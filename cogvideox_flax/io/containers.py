@@ -23,7 +23,7 @@ from jaxtyping import Int64
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.ffmpeg import Ffmpeg, FfmpegError, FfmpegTimeout
-from cogvideox_flax.io.source import Frame, Frames, VideoInfo
+from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Container:
             return process.finish()
 
 
-def write_mp4(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
     """H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
 
     Args:

@@ -20,7 +20,7 @@ from PIL import Image
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.pillow import open_picture
-from cogvideox_flax.io.source import Frame, Frames, VideoInfo
+from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 _MAX_SIDE = 2**16 - 1  # the format's own
 _EXTENSION, _IMAGE, _END = b"!", b",", b";"
@@ -84,7 +84,7 @@ class Gif:
         return self._blocks.comment.decode(errors="replace")
 
 
-def write_gif(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
     """256 colours per frame; times in hundredths of a second; equal consecutive frames are merged.
 
     Raises:

@@ -17,7 +17,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
 from cogvideox_flax.io.formats import PNG_SIGNATURE
 from cogvideox_flax.io.pillow import open_picture, to_rgb
-from cogvideox_flax.io.source import Frame, Frames, VideoInfo
+from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 NUMBER = re.compile(r"%0?\d*d")
 """A pattern's number field."""
@@ -97,7 +97,7 @@ def write_picture(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool
         Image.fromarray(frame).save(partial, format="PNG", pnginfo=info)
 
 
-def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def write_sequence(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
     """A PNG for each frame, numbered from 0. Remaining frames of an earlier, longer sequence are removed.
 
     Args:
@@ -116,7 +116,7 @@ def write_sequence(path: Path, frames: Frames, fps: float, comment: str) -> None
         file_of(i).unlink()
 
 
-def write_directory(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def write_directory(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
     """Write a new directory, then exchange it with an existing directory of frames."""
     with atomic_directory(path) as partial:
         write_sequence(partial / "%04d.png", frames, fps, comment)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,15 +13,24 @@ Frame = UInt8[np.ndarray, "H W 3"]
 Frames = UInt8[np.ndarray, "F H W 3"]
 
 
-class FrameStream(Protocol):
-    """Frames that are made while they are read; shape and dtype as of an array [F, H, W, 3]."""
+class FrameStream:
+    """Frames that are made while they are written, and read once, in place of an array of all of them.
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    Args:
+        shape: [F, H, W, 3].
+        parts: uint8 [n, H, W, 3], in order; together all frames.
+    """
 
-    def __len__(self) -> int: ...
+    def __init__(self, shape: tuple[int, ...], parts: Iterable[Frames]):
+        self.shape = shape
+        self._parts = parts
 
-    def __iter__(self) -> Iterator[Frame]: ...
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Frame]:
+        for part in self._parts:
+            yield from part
 
 
 @dataclass(frozen=True)

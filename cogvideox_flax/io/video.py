@@ -84,7 +84,7 @@ def save_video(
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
-        frames: uint8; a stream is read once, and an mp4 and PNGs hold one frame in memory at a time.
+        frames: uint8; or a stream of them, of which an mp4 or PNGs hold one part in memory.
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
@@ -93,14 +93,15 @@ def save_video(
         InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
             format does not support, or the disk is full.
     """
-    path, checked = Path(path), _check_frames(frames)
+    path = Path(path)
+    frames = frames if isinstance(frames, FrameStream) else _check_frames(frames)
     check_output_path(path)
     comment = json.dumps(metadata or {})
     if len(comment) > limits.MAX_METADATA_BYTES:
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
     writer = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
-    writer(path, checked, fps, comment)
+    writer(path, frames, fps, comment)
 
 
 def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = None) -> None:
@@ -197,22 +198,22 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _check_frames(frames: Any) -> Any:
-    frames = frames if hasattr(frames, "dtype") else np.asarray(frames)
-    if frames.dtype != np.uint8 or len(frames.shape) != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
+def _check_frames(frames: Frames) -> Frames:
+    frames = np.asarray(frames)
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise InputError(f"frames must be uint8 [F, H, W, 3]; got {frames.dtype} {list(frames.shape)}")
     return frames
 
 
-def _atomic(write: Callable[[Path, Frames, float, str], None]) -> Callable[[Path, Frames, float, str], None]:
-    def write_complete(path: Path, frames: Frames, fps: float, comment: str) -> None:
+def _atomic(write: Callable[[Path, Any, float, str], None]) -> Callable[[Path, Any, float, str], None]:
+    def write_complete(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
         with atomic_write(path) as partial:
             write(partial, frames, fps, comment)
 
     return write_complete
 
 
-_WRITERS: dict[str, Callable[[Path, Frames, float, str], None]] = {
+_WRITERS: dict[str, Callable[[Path, Any, float, str], None]] = {
     ".mp4": _atomic(write_mp4),
     ".gif": _atomic(write_gif),
     ".png": write_sequence,

@@ -1,4 +1,6 @@
-"""The samplers: DDIM and the second-order DPM solver, on CogVideoX's shifted zero-terminal-SNR noise schedule.
+"""The samplers: DDIM, the second-order DPM solver and one of a single step, on CogVideoX's noise schedule.
+
+The schedule is shifted, with zero terminal SNR.
 
 Everything that depends on the schedule is computed once, in float64, on the host (`Scheduler.plan`); a step is then one
 linear combination with coefficients looked up by the step's index. Notation: abar is the cumulative product of 1 -
@@ -13,14 +15,16 @@ from cogvideox_flax.schedulers.base import Scheduler, StepTable
 from cogvideox_flax.schedulers.ddim import DDIMScheduler
 from cogvideox_flax.schedulers.dpm import DPMScheduler
 from cogvideox_flax.schedulers.guidance import guidance_scales
+from cogvideox_flax.schedulers.one_step import OneStepScheduler
 
-SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in (DDIMScheduler, DPMScheduler)}
+SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in (DDIMScheduler, DPMScheduler, OneStepScheduler)}
 
 
 __all__ = [
     "SCHEDULERS",
     "DDIMScheduler",
     "DPMScheduler",
+    "OneStepScheduler",
     "Scheduler",
     "StepTable",
     "guidance_scales",

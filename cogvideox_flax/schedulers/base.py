@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +51,14 @@ class Scheduler:
         config: the schedule; its `kind` is that of the class.
         alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
         needs_noise: whether `step` consumes fresh noise.
+        needs_video: whether a run starts from a clip, never from noise.
+        fixed: field of a request -> the only value that it serves, for those of which there is one.
     """
 
     kind: ClassVar[str]
     needs_noise: ClassVar[bool]
+    needs_video: ClassVar[bool] = False
+    fixed: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: SchedulerConfig):
         self.config = replace(config, kind=self.kind)
@@ -141,6 +146,12 @@ class Scheduler:
         """
         signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
         return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+
+    def start_from(
+        self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
+    ) -> Float[Array, "B ..."]:
+        """The sample with which a run from a clip begins: the clip's latents, noised to the first timestep."""
+        return self.add_noise(latents, noise, timestep)
 
     def velocity(
         self,

@@ -1,0 +1,315 @@
+"""Upscaling of clips in one step, by a text-to-video model that was fine-tuned for it: DOVE (arXiv 2505.16239).
+
+A clip is enlarged bilinearly, encoded, restored by one step of the denoiser at timestep 399 with an empty prompt, and
+decoded. Large frames are cut into tiles of one size, long clips into chunks of one length: one compiled program serves
+all of them, and memory does not grow with the clip. Overlaps are blended linearly.
+
+Source: inference_script.py of github.com/zhengchen1999/DOVE. It differs in what is outside of the model: there the
+seams lie in the middle of overlaps, and the last tile of a row is larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Num, UInt8
+from tqdm import tqdm
+
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.functions import VIDEO_FEATURE
+from cogvideox_flax.generate.media import Media
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.result import describe_run
+from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
+from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.io.video import open_video
+from cogvideox_flax.runtime.global_arrays import fetch
+from cogvideox_flax.runtime.terminal import stoppable
+
+SIDE_STEP, FRAME_STEP = 16, 8
+"""The clip is padded to a multiple of 16 pixels before it is enlarged, and to 8 n + 1 frames, as in the source."""
+MAX_SCALE = 16
+SAMPLER = "one_step"
+
+RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 3"]]
+"""One tile of one chunk, in [0, 255] -> restored, in [0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpscaleOptions:
+    """How to upscale.
+
+    scale: the factor of both sides, 1 to 16; the released model was trained for 4.
+    tile: (height, width) of a tile of the result in pixels, multiples of 16; None: whole frames.
+    overlap: pixels that neighbouring tiles share at least.
+    chunk: frames of a part of the clip, 8 n + 1; None: the clip, or what the release was trained on if that is less.
+    chunk_overlap: frames that neighbouring chunks share at least.
+    seed: of the noise of the encoder's posterior, the same for each tile.
+    tiling: encode and decode each tile in the VAE's own tiles: less memory, slightly different.
+    """
+
+    scale: int = 4
+    tile: tuple[int, int] | None = None
+    overlap: int = 32
+    chunk: int | None = None
+    chunk_overlap: int = 8
+    seed: int = 0
+    tiling: bool = False
+
+
+@dataclass(frozen=True)
+class UpscalePlan:
+    """What is done with a clip, known without weights.
+
+    clip: its own properties.
+    padded: (frames, height, width) of the enlarged clip with its padding.
+    window: (frames, height, width) of a tile of a chunk.
+    overlaps: of windows, along the same axes.
+    request: of one window; the clip in it is a stand-in.
+    """
+
+    clip: VideoInfo
+    scale: int
+    padded: tuple[int, int, int]
+    window: tuple[int, int, int]
+    overlaps: tuple[int, int, int]
+    request: ResolvedRequest
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[F, H, W, 3] of the result."""
+        return self.clip.num_frames, self.clip.height * self.scale, self.clip.width * self.scale, 3
+
+    @property
+    def starts(self) -> list[list[int]]:
+        """Where windows begin, along each axis."""
+        return [window_starts(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
+
+    @property
+    def weights(self) -> list[Float32[np.ndarray, "N window"]]:
+        """Of each window's positions, along each axis."""
+        return [window_weights(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
+
+
+def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -> UpscalePlan:
+    """Lay out the windows of a clip, and check everything that needs no weights.
+
+    Raises:
+        InputError: not a text-to-video model, options out of range, or a result beyond `io.limits`.
+    """
+    family, configs = manifest.model_family, manifest.configs
+    if "video" not in [stage.input for stage in family.visual(configs)] or SAMPLER not in family.samplers:
+        raise InputError(
+            "upscaling starts from a clip's latents, which takes a text-to-video model fine-tuned for it, such as "
+            "DOVE; this model takes other inputs"
+        )
+    _check_options(options)
+    height, width = (-(-side // SIDE_STEP) * SIDE_STEP * options.scale for side in (clip.height, clip.width))
+    limits.check_count(Path("the clip"), clip.num_frames)
+    limits.check_size(Path("the upscaled clip"), height, width)
+    frames = -(-(clip.num_frames - 1) // FRAME_STEP) * FRAME_STEP + 1
+    tile_height, tile_width = options.tile or (height, width)
+    chunk = options.chunk or family.fit_frames(configs, min(frames, family.longest(configs)))
+    window = min(chunk, frames), min(tile_height, height), min(tile_width, width)
+    padded = clip.num_frames if window[0] < clip.num_frames else frames, height, width
+    overlaps = tuple(
+        overlap if part < whole else 0
+        for overlap, part, whole in zip((options.chunk_overlap, *[options.overlap] * 2), window, padded, strict=True)
+    )
+    if overlaps[0] >= window[0]:
+        raise InputError(
+            f"chunks of {window[0]} frames overlap by {overlaps[0]}; expected fewer. Use longer chunks or a smaller "
+            "overlap"
+        )
+    stand_in = Media("a tile", "", window[1], window[2], window[0], np.empty((0, *window[1:], 3), np.float32))
+    how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
+    how |= {"scheduler": SAMPLER, "seed": options.seed, "tiling": options.tiling}
+    request = GenerationRequest("", video=[stand_in], output_type="float", **how).resolve(manifest)
+    return UpscalePlan(clip, options.scale, padded, window, overlaps, request)  # type: ignore[arg-type]
+
+
+def _check_options(options: UpscaleOptions) -> None:
+    faults = []
+    if not is_count(options.scale, MAX_SCALE):
+        faults.append(f"scale is {shown(options.scale)}; expected a whole number from 1 to {MAX_SCALE}")
+    for name in ("overlap", "chunk_overlap"):
+        value = getattr(options, name)
+        if value != 0 and not is_count(value, limits.MAX_FRAMES):
+            faults.append(f"{name} is {shown(value)}; expected a whole number of 0 or more")
+    sides: Any = () if options.tile is None else options.tile
+    if options.tile is not None and not (isinstance(sides, tuple | list) and len(sides) == 2):
+        faults.append(f"tile is {shown(sides)}; expected (height, width) in pixels")
+        sides = ()
+    for name, side in zip(("height", "width"), sides, strict=False):
+        if not is_count(side, limits.MAX_PIXELS) or side % SIDE_STEP:
+            faults.append(f"the tile's {name} is {shown(side)}; expected a multiple of {SIDE_STEP} pixels")
+        elif not faults and options.overlap >= side:
+            faults.append(f"overlap is {options.overlap}; expected less than the tile's {name}, {side}")
+    if options.chunk is not None and not (
+        is_count(options.chunk, limits.MAX_FRAMES) and options.chunk % FRAME_STEP == 1
+    ):
+        faults.append(f"chunk is {shown(options.chunk)}; expected {FRAME_STEP} n + 1 frames, such as 33")
+    if faults:
+        raise InputError("\n".join(faults))
+
+
+def upscale(
+    pipe: Pipeline,
+    video: str | Path | Frames,
+    options: UpscaleOptions | None = None,
+    *,
+    progress: bool = True,
+) -> UInt8[np.ndarray, "F H W 3"]:
+    """Upscale a clip, in memory; `upscale_frames` gives the frames as they are finished.
+
+    Args:
+        pipe: a text-to-video model that was fine-tuned for it.
+        video: a path, a folder of PNGs or uint8 [F, h, w, 3].
+        progress: say what is compiled and show a bar, on stderr.
+
+    Returns:
+        uint8 frames of the clip's count and `scale` times its size.
+
+    Raises:
+        InputError: as for `plan_upscale`, before anything is loaded; or a frame cannot be decoded.
+    """
+    source = _Array(video) if isinstance(video, np.ndarray) else open_video(video)
+    plan = plan_upscale(pipe.manifest, source.info, options or UpscaleOptions())
+    check_memory(pipe, plan, progress=progress)
+    return np.concatenate(list(upscale_frames(source, plan, tile_runner(pipe, plan, progress), progress=progress)))
+
+
+@dataclass(frozen=True)
+class _Array:
+    """A `VideoSource` of frames in memory."""
+
+    array: Frames
+
+    def __post_init__(self) -> None:
+        if self.array.dtype != np.uint8 or self.array.ndim != 4 or self.array.shape[-1] != 3:
+            found = f"{self.array.dtype} {list(self.array.shape)}"
+            raise InputError(f"a video must be a path, a folder of PNGs or uint8 [F, H, W, 3]; got {found}")
+
+    @property
+    def info(self) -> VideoInfo:
+        return VideoInfo(len(self.array), 0, *self.array.shape[1:3])
+
+    def frames(self, indices: Any) -> Iterator[tuple[int, Frames]]:
+        return ((i, self.array[i]) for i in indices)
+
+    def comment(self) -> str:
+        return ""
+
+
+def check_memory(pipe: Pipeline, plan: UpscalePlan, *, progress: bool = True) -> None:
+    """Compile what a window needs before anything is loaded, and refuse what the devices cannot hold.
+
+    The text encoder leaves before the denoiser comes; the denoiser stays while the decoder works.
+
+    Raises:
+        InputError: with the numbers and what to change.
+    """
+    try:
+        pipe.check_memory(plan.request, ["encode"], keep=False, progress=progress)
+        pipe.check_memory(plan.request, ["denoise", "decode"], progress=progress)
+    except InputError as e:
+        raise InputError(f"{e} Here: smaller tiles (--tile 512x512) or shorter chunks (--chunk 17).") from e
+
+
+def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> RunTile:
+    """What upscales one window with a pipeline. The empty prompt is encoded once, with the first window."""
+    text: list[Conditioning] = []
+
+    def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
+        frames, height, width, _ = tile.shape
+        request = plan.request.varied(video=[Media("a tile", "", height, width, frames, tile)])
+        run, first = pipe.programs(request), not text
+        if first:
+            text.append(pipe.encode(request, progress=progress))
+            pipe.release(*(stage.component for stage in pipe.manifest.model_family.text))
+            conditioning = text[0]
+        else:
+            (stage,) = run.visual
+            assert stage.feature == VIDEO_FEATURE
+            conditioning = dataclasses.replace(text[0], video=pipe.encode_visual(run, stage, False))
+        *_, state = pipe.denoise(conditioning, request, progress=progress and first)
+        latents = state.latents[:, run.size.extra_latents :]
+        how = {"tiling": request.tiling, "progress": progress and first}
+        return fetch(pipe.decode(latents, output_type="float", **how))[0]
+
+    return run_tile
+
+
+def upscale_frames(
+    source: VideoSource, plan: UpscalePlan, run_tile: RunTile, *, progress: bool = True
+) -> Iterator[UInt8[np.ndarray, "F H W 3"]]:
+    """The frames of the result, some at a time, in order. Peak memory is about a chunk of them in float32.
+
+    Raises:
+        InputError: a frame cannot be decoded.
+    """
+    (starts, tops, lefts), (over_time, *_) = plan.starts, plan.weights
+    count, height, width, _ = plan.shape
+    pending = np.zeros((0, height, width, 3), np.float32)
+    total = len(starts) * len(tops) * len(lefts)
+    with tqdm(total=total, desc="upscaling", unit="tile", disable=not progress) as bar, stoppable() as check:
+        for i, start in enumerate(starts):
+
+            def run(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
+                check()
+                done = run_tile(tile)
+                bar.update()
+                return done
+
+            clip = _read(source, plan, start)
+            chunk = _upscale_chunk(clip, plan, run)[:, :height, :width]
+            if len(starts) > 1:
+                chunk *= over_time[i][:, None, None, None]
+                chunk[: len(pending)] += pending
+            finished = (starts[i + 1] if i + 1 < len(starts) else count) - start
+            yield np.stack([np.round(255 * np.clip(frame, 0, 1)).astype(np.uint8) for frame in chunk[:finished]])
+            pending = chunk[finished:].copy()
+
+
+def describe(plan: UpscalePlan, pipe: Pipeline, clip: Path) -> dict[str, Any]:
+    """What is stored with the result."""
+    settings = {"video": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
+    settings |= {"scheduler": SAMPLER, "dtype": pipe.dtype, "tiling": plan.request.tiling}
+    prompts = {"prompt": plan.request.prompt, "negative_prompt": plan.request.negative_prompt}
+    return describe_run(pipe.manifest, pipe.native_dir.name, prompts, plan.request.seed, settings)
+
+
+def _read(source: VideoSource, plan: UpscalePlan, start: int) -> UInt8[np.ndarray, "F h w 3"]:
+    """The frames of a chunk: the last one repeated, and zeros at the right and at the bottom."""
+    info, frames = plan.clip, plan.window[0]
+    stop = min(start + frames, info.num_frames)
+    clip = np.zeros((frames, *(side // plan.scale for side in plan.padded[1:]), 3), np.uint8)
+    for i, frame in source.frames(range(start, stop)):
+        clip[i - start, : info.height, : info.width] = frame
+    clip[stop - start :] = clip[stop - start - 1]
+    return clip
+
+
+def _upscale_chunk(
+    clip: Num[np.ndarray, "F h w 3"], plan: UpscalePlan, run_tile: RunTile
+) -> Float32[np.ndarray, "F H W 3"]:
+    """A padded chunk enlarged, restored tile by tile and blended; in [0, 1]."""
+    (_, tops, lefts), (_, down, across) = plan.starts, plan.weights
+    _, height, width = plan.window
+    result = np.zeros((len(clip), *plan.padded[1:], 3), np.float32)
+    for top, by_row in zip(tops, down, strict=True):
+        for left, by_column in zip(lefts, across, strict=True):
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            tile = run_tile(enlarge(clip, plan.scale, rows, columns))
+            result[:, rows, columns] += tile * (by_row[:, None] * by_column)[:, :, None]
+    return result

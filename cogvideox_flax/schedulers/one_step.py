@@ -1,0 +1,77 @@
+"""The one-step sampler of models that restore a clip, such as DOVE (arXiv 2505.16239)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.schedulers.base import Scheduler, StepTable
+
+TIMESTEP = 399
+"""Of the only step. Source: `sr_noise_step` of the authors' inference_script.py."""
+
+
+class OneStepScheduler(Scheduler):
+    """From the latents of a clip to x0 in one step; no noise is added and none is drawn. Its state is None.
+
+    The clip's latents take the place of a sample at timestep 399: x0 = sqrt(abar) latents - sqrt(1 - abar) v.
+    """
+
+    kind = "one_step"
+    needs_noise = False
+    needs_video = True
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "num_inference_steps": 1,
+        "guidance_scale": 1.0,
+        "use_dynamic_cfg": False,
+        "strength": 1.0,
+    }
+
+    def plan(self, num_inference_steps: int = 1, *, start: int = 0) -> StepTable:
+        """The table of the only step.
+
+        Raises:
+            InputError: another number of steps, a start other than 0, or a schedule that ends before timestep 399.
+        """
+        if (num_inference_steps, start) != (1, 0):
+            raise InputError(
+                f"num_inference_steps is {num_inference_steps} and start {start}; the {self.kind} sampler does 1 step "
+                "from 0"
+            )
+        if self.num_train_timesteps <= TIMESTEP:
+            raise InputError(
+                f"the noise schedule has {self.num_train_timesteps} timesteps; the {self.kind} sampler needs more than "
+                f"{TIMESTEP}. Use another scheduler"
+            )
+        here = self.alphas_cumprod[[TIMESTEP]]
+        zero = np.zeros_like(here)
+        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here), "from_x0": zero + 1}
+        tables |= {"from_sample": zero, "from_previous_x0": zero, "from_noise": zero}
+        timesteps = np.array([TIMESTEP], np.int32)
+        return StepTable(timesteps=timesteps, **{name: table.astype(np.float32) for name, table in tables.items()})
+
+    def init_state(self, sample: Float[Array, "*shape"]) -> None:
+        return None
+
+    def step(
+        self,
+        plan: StepTable,
+        i: int | Int[Array, ""],
+        prediction: Float[Array, "*shape"],
+        sample: Float[Array, "*shape"],
+        state: Float32[Array, "*shape"] | None = None,
+        noise: Float[Array, "*shape"] | None = None,
+    ) -> tuple[Float[Array, "*shape"], None]:
+        c = plan.row(i)
+        x0 = c.signal * sample.astype(jnp.float32) - c.sigma * prediction.astype(jnp.float32)
+        return x0.astype(sample.dtype), None
+
+    def start_from(
+        self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
+    ) -> Float[Array, "B ..."]:
+        return latents
