@@ -274,6 +274,7 @@ def test_bad_clips_and_models_are_refused(refused, model, image_model, film, tmp
     out = ["--out", tmp_path / "v.mp4"]
     for given, message in (("notes.mp4", "its contents are none of"), ("empty", "no frames"), ("no.mp4", "no video")):
         assert message in refused("upscale", tmp_path / given, "--model", model, *out)
+    assert "name one with --model" in refused("upscale", film, *out)
     assert "takes a text-to-video model" in refused("upscale", film, "--model", image_model, *out)
     monkeypatch.setattr(upscaling.limits, "MAX_PIXELS", 5000)
     assert "has 16,384 pixels" in refused("upscale", film, "--model", model, *out)

@@ -173,17 +173,19 @@ def upscale(args: argparse.Namespace) -> None:
     from cogvideox_flax.io.source import FrameStream
     from cogvideox_flax.io.video import open_video, save_video
 
+    if args.model is None:
+        raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
     check_output([args.out])
     source = open_video(args.clip)
     manifest = peek(args)
     dtype = args.dtype or manifest.default_dtype
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
-    check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+    check_model(manifest, args.model, dtype, mesh)
     names = [field.name for field in dataclasses.fields(upscaling.UpscaleOptions)]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     plan = upscaling.plan_upscale(manifest, source.info, upscaling.UpscaleOptions(**given))
     if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
-        check_model(manifest, args.model or EMBEDDED, dtype, mesh)
+        check_model(manifest, args.model, dtype, mesh)
     check_run(plan.request, mesh, profiling_options(args))
     pipe, how = load(args, dtype, mesh), {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
