@@ -104,14 +104,18 @@ def predict(
 ) -> Float32[Array, "B T h w C"]:
     """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0. remat: recompute each block in the backward pass."""
     ofs = None if transformer.config.ofs_width is None else OFS
-    beside = with_visual(latents, features)
+    beside = with_visual(latents, features, transformer.config)
     return transformer(beside, features["prompt_embeds"], timestep, ofs, remat=remat).astype(jnp.float32)
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
-    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles."""
+    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles.
+
+    An even number of latents, of which diffusers makes 4 T frames, is decoded as VideoX-Fun does, to 4 (T - 1) + 1.
+    """
     tiling = Tiling.official(vae.config) if tiled else None
-    video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, slicing=len(latents) > 1)
+    how = {"slicing": len(latents) > 1, "first_alone": latents.shape[1] % 2 == 0}
+    video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, **how)
     return video.astype(jnp.float32)
 
 
@@ -130,10 +134,10 @@ def _feature_shapes(configs: Configs, batch: int) -> dict[str, tuple[int, ...]]:
 
 def _defaults(configs: Configs) -> Defaults:
     """The release's defaults; for an unreleased architecture, those that all releases share."""
-    release = find_release(configs)
+    release, transformer = find_release(configs), configs["transformer"]
     if release is None:
         return Defaults(
-            fps=16 if configs["transformer"].patch_size_t else 8,
+            fps=16 if transformer.patch_size_t and transformer.takes != "inpaint" else 8,
             num_inference_steps=50,
             guidance_scale=6.0,
             use_dynamic_cfg=False,
