@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -62,13 +63,15 @@ def decode_programs(
         return [(decoding(family, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
     spec = decoding_piece(family, how[0])
     sizes = family.decoder_pieces(shape[1])
+    runs = Counter((size, i > 0) for i, size in enumerate(sizes))
     found: Programs = []
     cache = None
-    for i, size in enumerate(sizes[:2]):
+    for (size, _), count in runs.items():
         latents = shape_on(jax.ShapeDtypeStruct((1, size, *shape[2:]), jnp.float32), mesh)
-        found.append((spec, (model, latents, cache), shape[0] * (1 if i == 0 else len(sizes) - 1)))
-        *_, cache = jax.eval_shape(spec.function(), model, latents, cache)
-        cache = jax.tree.map(partial(_cache_on, mesh=mesh, latents=latents.shape), cache)
+        found.append((spec, (model, latents, cache), shape[0] * count))
+        if cache is None:
+            *_, cache = jax.eval_shape(spec.function(), model, latents, None)
+            cache = jax.tree.map(partial(_cache_on, mesh=mesh, latents=latents.shape), cache)
     return found
 
 

@@ -126,9 +126,9 @@ def make_visual(
     """Frames to scaled latents, and whether all of it is finite."""
 
     def encode_visual(
-        model: Any, frames: UInt8[Array, "B F H W 3"], noise: Float32[Array, "B T h w C"]
+        model: Any, frames: UInt8[Array, "B F H W C"], noise: Float32[Array, "B T h w C"]
     ) -> tuple[Float32[Array, "B T h w C"], Array]:
-        """noise: standard normal, of the posterior."""
+        """frames, noise: as the stage's `encode` takes them, but for the range."""
         latents = scale * encode(model, frames.astype(jnp.float32) / 127.5 - 1, noise, tiled=tiled)
         # the extra frames are copies of the first, as in fine-tuning
         latents = jnp.concatenate([*[latents[:, :1]] * extra_latents, latents], 1)

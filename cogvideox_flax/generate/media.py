@@ -31,7 +31,8 @@ from cogvideox_flax.runtime import hosts
 log = logging.getLogger(__name__)
 
 PICTURES, CLIPS = ("image", "last_image"), ("video", "control_video")
-MEDIA = (*PICTURES, *CLIPS)
+MASK = "mask"
+MEDIA = (*PICTURES, *CLIPS, MASK)
 """Fields of the request."""
 
 
@@ -127,6 +128,8 @@ def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any
         if len(values) not in (1, batch):
             raise InputError(f"{name}: {len(values)} for {batch} prompts; give one for all, or one each")
         found[name] = [_check(name, value, fps) for value in values]
+    if MASK in found:
+        _check_masks(found[MASK], found["video"])
     return found
 
 
@@ -147,7 +150,8 @@ def _check(name: str, value: Any, fps: float) -> Media:
     made: list[Media] = []
 
     def check() -> dict[str, Any]:
-        made.append(_open_picture(value) if name in PICTURES else _open_clip(value, fps))
+        is_picture = name in PICTURES or (name == MASK and _is_picture(value))
+        made.append(_open_picture(value) if is_picture else _open_clip(value, fps))
         return made[0].facts()
 
     facts = hosts.from_first(check)
@@ -179,6 +183,45 @@ def _open_clip(value: Any, fps: float) -> Media:
     return _media("an array", value, None)
 
 
+def _is_picture(mask: Any) -> bool:
+    """Whether a mask is one picture, and not a clip.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if isinstance(mask, str | os.PathLike):
+        path = expand_user(os.fspath(mask))
+        return path.is_file() and path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")
+    if not isinstance(mask, Image.Image | np.ndarray):
+        raise InputError(
+            f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"
+        )
+    return isinstance(mask, Image.Image) or mask.ndim == 3
+
+
+def _check_masks(masks: Sequence[Media], videos: Sequence[Media]) -> None:
+    """Refuse masks that do not lie on their videos.
+
+    Raises:
+        InputError: another length or another aspect ratio.
+    """
+    count = max(len(masks), len(videos))
+    for i in range(count):
+        mask, video = masks[i % len(masks)], videos[i % len(videos)]
+        if mask is UNSEEN or video is UNSEEN:
+            continue
+        if mask.num_frames not in (1, video.num_frames):
+            raise InputError(
+                f"the mask {mask.file} has {mask.num_frames} frames at the model's rate, the video {video.file} has "
+                f"{video.num_frames}; give as many, or one picture for all frames"
+            )
+        if abs(mask.height * video.width - mask.width * video.height) > 0.01 * mask.height * video.width:
+            raise InputError(
+                f"the mask {mask.file} is {mask.width}x{mask.height}, the video {video.file} "
+                f"{video.width}x{video.height}; give a mask of the video's aspect ratio"
+            )
+
+
 def _media(name: str, frames: Frames, digest: Callable[[], str] | None) -> Media:
     count, height, width, _ = frames.shape
     limits.check_size(Path(name), height, width)
@@ -191,8 +234,10 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
-def resolve_strength(strength: Any, has_video: bool, num_inference_steps: Any) -> float | None:
+def resolve_strength(strength: Any, has_video: bool, has_mask: bool, num_inference_steps: Any) -> float | None:
     """The share of the steps that a run from a video does; None for a run from noise.
+
+    The default is 0.8; with a mask, which says what is kept, it is 1.
 
     Raises:
         InputError: out of range, too small for one step, or given without a video.
@@ -201,7 +246,7 @@ def resolve_strength(strength: Any, has_video: bool, num_inference_steps: Any) -
         if strength is not None:
             raise InputError("strength is how far a given video is changed; give --video, or leave strength out")
         return None
-    value = 0.8 if strength is None else strength
+    value = (1.0 if has_mask else 0.8) if strength is None else strength
     if not is_finite_number(value) or not 0 < value <= 1:
         raise InputError(f"strength is {shown(value)}; expected above 0 to 1 (1 forgets the video)")
     if is_count(num_inference_steps, 10**6) and int(num_inference_steps * value) < 1:
@@ -212,13 +257,24 @@ def resolve_strength(strength: Any, has_video: bool, num_inference_steps: Any) -
     return float(value)
 
 
+def check_image_scale(family: ModelFamily, configs: Configs, image_scale: Any) -> None:
+    """Refuse a factor of the picture's latents for a model that sees the picture in a masked video.
+
+    Raises:
+        InputError: that is the case.
+    """
+    masked = any(stage.input == "image" and stage.mask_channels for stage in family.visual(configs))
+    if masked and image_scale is not None:
+        raise InputError("image_scale is for image-to-video models; leave it out")
+
+
 def describe_fit(name: str, media: Media, num_frames: int, height: int, width: int, fit: str) -> str | None:
     """What of a picture or clip does not reach the model, as a sentence; None if all of it does.
 
     Raises:
         InputError: a control clip is too short.
     """
-    if media is UNSEEN:
+    if media is UNSEEN or name == MASK:  # a mask is like its video, of which it was said
         return None
     if name == "control_video" and media.num_frames < num_frames:
         raise InputError(
@@ -240,3 +296,31 @@ def read_media(media: Sequence[Media], shape: Sequence[int], fit: str) -> UInt8[
     batch, num_frames, height, width, _ = shape
     frames = hosts.from_first(lambda: np.stack([each.read(num_frames, height, width, fit) for each in media]))
     return np.repeat(frames, batch // len(media), 0)
+
+
+def read_masked(
+    given: Mapping[str, Sequence[Media] | None], shape: Sequence[int], fit: str
+) -> UInt8[np.ndarray, "B F H W 4"]:
+    """A video and its mask: a request's video with its mask; or its pictures, with everything else masked.
+
+    Args:
+        given: field of the request -> its pictures or clips.
+        shape: [B, F, H, W, 4].
+
+    Returns:
+        The last channel is 255 where the video is made anew, else 0.
+    """
+    batch, num_frames, height, width, _ = shape
+    frames = np.zeros(shape, np.uint8)
+    frames[..., 3] = 255
+    if (video := given["video"]) is not None:
+        frames[..., :3] = read_media(video, (*shape[:4], 3), fit)
+        if (mask := given[MASK]) is not None:
+            # thresholded in grey after it was resized, as in the reference
+            grey = read_media(mask, (*shape[:4], 3), fit) @ np.array([0.299, 0.587, 0.114], np.float32)
+            frames[..., 3] = np.where(grey >= 127.5, 255, 0)
+    for name, at in (("image", 0), ("last_image", num_frames - 1)):
+        if (picture := given[name]) is not None:
+            frames[:, at, ..., :3] = read_media(picture, (batch, 1, height, width, 3), fit)[:, 0]
+            frames[:, at, ..., 3] = 0
+    return frames

@@ -35,7 +35,7 @@ from cogvideox_flax.generate.functions import (
     make_visual,
     standard_normal,
 )
-from cogvideox_flax.generate.media import CLIPS, read_media
+from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.windows import Windows, resolve_windows
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
@@ -113,27 +113,29 @@ class RunPrograms:
         return ProgramSpec(stage.component.replace("_", " "), identity, (stage.encode,), tokens=tokens)
 
     def encode_visual(self, stage: VisualStage) -> ProgramSpec:
-        """(encoder, frames uint8 [B, F, H, W, 3], noise [B, T, h, w, C]) -> (latents, finite)."""
+        """(encoder, frames uint8 [B, F, H, W, 3 or 4], noise) -> (latents, finite)."""
         name = f"{stage.input.replace('_', ' ')} encoder"
         return ProgramSpec(name, make_visual, self._visual_arguments(stage), fast_compile=True)
 
     def _visual_arguments(self, stage: VisualStage) -> tuple[Function, float, int, bool]:
-        is_clip, given = stage.input in CLIPS, self.request.image_scale
+        is_clip, given = _is_clip(stage), self.request.image_scale
         scale = stage.scale if is_clip or given is None else given
         return stage.encode, scale, self.size.extra_latents if is_clip else 0, self.request.tiling
 
     def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """[B, F, H, W, 3] of its frames, [B, T, h, w, C] of their latents without the extra ones."""
+        """[B, F, H, W, 3] of its frames (4 with a mask), and the shape of its noise: that of the frames, or of their
+        latents without the extra ones."""
         size, (batch, latents, *rest) = self.size, self.size.latent_shape(self.request.batch)
-        is_clip = stage.input in CLIPS
-        frames = size.num_frames if is_clip else 1
+        is_clip = _is_clip(stage)
+        frames = batch, size.num_frames if is_clip else 1, size.height, size.width
         count = latents - size.extra_latents if is_clip else 1
-        return (batch, frames, size.height, size.width, 3), (batch, count, *rest)
+        noise = (*frames, 3) if stage.noise == "frames" else (batch, count, *rest)
+        return (*frames, 4 if stage.mask_channels else 3), noise
 
     def latents_shape(self, stage: VisualStage) -> tuple[int, ...]:
         """[B, T, h, w, C] of its result."""
-        batch, count, *rest = self.media_shapes(stage)[1]
-        return batch, count + (self.size.extra_latents if stage.input in CLIPS else 0), *rest
+        batch, count, height, width, channels = self.size.latent_shape(self.request.batch)
+        return batch, count if _is_clip(stage) else 1, height, width, channels + stage.mask_channels
 
     @property
     def initial_noise(self) -> ProgramSpec:
@@ -167,11 +169,15 @@ class RunPrograms:
         request, (frames, noise) = self.request, self.media_shapes(stage)
         index = [known.input for known in self.family.visual(self.manifest.configs)].index(stage.input)
         given = (request.encoder_noise or {}).get(stage.input)
-        if not stage.sampled:
+        if stage.noise is None:
             given = np.zeros(noise, np.float32)
         elif given is None:
             given = standard_normal(encoder_noise_key(request.seed, index), noise)
-        return read_media(getattr(request, stage.input), frames, request.fit), jnp.asarray(given, jnp.float32)
+        if stage.mask_channels:
+            read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
+        else:
+            read = read_media(getattr(request, stage.input), frames, request.fit)
+        return read, jnp.asarray(given, jnp.float32)
 
     def check_conditioning(self, conditioning: Conditioning) -> None:
         """Refuse a conditioning that is not this request's.
@@ -266,5 +272,11 @@ class RunPrograms:
 
     def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         frames, noise = self.media_shapes(stage)
-        dtype = np.result_type(*(each.dtype for each in getattr(self.request, stage.input)))
+        media = [] if stage.mask_channels else getattr(self.request, stage.input)  # a mask's frames are uint8
+        dtype = np.result_type(np.uint8, *(each.dtype for each in media))
         return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)
+
+
+def _is_clip(stage: VisualStage) -> bool:
+    """Whether its frames are those of a whole video, and not one picture."""
+    return stage.input in CLIPS or stage.mask_channels > 0

@@ -53,8 +53,10 @@ class GenerationRequest:
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
-    encoder_noise: "image", "last_image" or "video" -> standard normal [B, T, h, w, C], in place of random noise, of the
-        encoder's posterior. A clip's extra latent frames do not count.
+    mask: a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3] for all frames of the video; as many.
+    encoder_noise: "image", "last_image", "video" or "mask" -> standard normal [B, T, h, w, C], in place of random
+        noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
+        models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask", to the video.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
     The others say it in their help.
     """
@@ -95,8 +97,8 @@ class GenerationRequest:
     )
     image: Any = option(  # noqa: RUF009
         None,
-        "the first frame, for image-to-video models (without --model the embedded one): PNG, JPEG or WebP; once for "
-        "all prompts, or once for each",
+        "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG or "
+        "WebP; once for all prompts, or once for each",
         stage="encode",
         parse=str,
         metavar="FILE",
@@ -104,7 +106,7 @@ class GenerationRequest:
     )
     last_image: Any = option(  # noqa: RUF009
         None,
-        "the last frame too, for checkpoints trained on both",
+        "the last frame too, for inpainting models and checkpoints trained on both",
         stage="encode",
         parse=str,
         metavar="FILE",
@@ -112,7 +114,7 @@ class GenerationRequest:
     )
     video: Any = option(  # noqa: RUF009
         None,
-        "a clip to start from, for text-to-video models: a video file or a folder of PNGs",
+        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs",
         stage="encode",
         parse=str,
         metavar="FILE",
@@ -126,8 +128,19 @@ class GenerationRequest:
         metavar="FILE",
         repeat=True,
     )
+    mask: Any = option(  # noqa: RUF009
+        None,
+        "what of the video is made anew, for inpainting models: white is, black stays; a video file, a folder of PNGs, "
+        "or one picture for all frames",
+        stage="encode",
+        parse=str,
+        metavar="FILE",
+        repeat=True,
+    )
     strength: float | None = option(
-        None, "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8", parse=float
+        None,
+        "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8, with a mask 1",
+        parse=float,
     )
     fit: str = option(
         "crop",
@@ -171,7 +184,7 @@ class GenerationRequest:
         Raises:
             InputError: all that this model cannot serve, in one message.
         """
-        from cogvideox_flax.generate.media import MEDIA, frames_of_clips, resolve_media, resolve_strength
+        from cogvideox_flax.generate import media
         from cogvideox_flax.generate.windows import check_long
 
         if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
@@ -184,16 +197,15 @@ class GenerationRequest:
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
         size, num_frames = None, self.num_frames
         with faults.caught():
-            given = {name: getattr(self, name) for name in MEDIA}
-            filled |= resolve_media(family, configs, given, len(filled.get("prompt", [""])))
+            given = {name: getattr(self, name) for name in media.MEDIA}
+            filled |= media.resolve_media(family, configs, given, len(filled.get("prompt", [""])))
             if num_frames is None:
-                num_frames = frames_of_clips(family, configs, filled, any_length=self.window is not None)
+                num_frames = media.frames_of_clips(family, configs, filled, any_length=self.window is not None)
+            media.check_image_scale(family, configs, self.image_scale)
         with faults.caught():
-            filled["strength"] = resolve_strength(
-                filled.get("strength", self.strength),
-                self.video is not None,
-                filled.get("num_inference_steps", self.num_inference_steps),
-            )
+            steps = filled.get("num_inference_steps", self.num_inference_steps)
+            strength, has = filled.get("strength", self.strength), (self.video is not None, self.mask is not None)
+            filled["strength"] = media.resolve_strength(strength, *has, steps)
         with faults.caught():
             size = family.resolve_size(configs, num_frames, self.height, self.width)
             filled |= size.video
@@ -257,6 +269,7 @@ class ResolvedRequest(GenerationRequest):
         last_image: list[Media] | None
         video: list[Media] | None
         control_video: list[Media] | None
+        mask: list[Media] | None
 
     @property
     def batch(self) -> int:

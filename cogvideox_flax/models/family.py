@@ -193,13 +193,16 @@ class VisualStage:
 
     Attributes:
         input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
-            "control_video".
+            "control_video"; "mask". Without it there is no such stage.
         feature: the name of the result, a feature of the denoiser, except for "video".
         component: what encodes it.
-        encode: (module, frames [B, F, H, W, 3] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
+        encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
         scale: what they are multiplied by.
         required: whether the checkpoint needs it.
-        sampled: whether noise is drawn; otherwise it is 0.
+        noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
+        mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
+            video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
+            that picture (and last_image), masked elsewhere; with "mask" it is the request's video and mask.
     """
 
     input: str
@@ -208,7 +211,8 @@ class VisualStage:
     encode: Callable[..., Float32[Array, "B T h w C"]]
     scale: float
     required: bool = False
-    sampled: bool = True
+    noise: Literal["latents", "frames"] | None = "latents"
+    mask_channels: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -245,7 +249,7 @@ class ModelFamily:
         encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
         latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
         decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
-        decoder_pieces: latent frames of a clip -> those of each of its pieces; all but the first are equal.
+        decoder_pieces: latent frames of a clip -> those of each of its pieces, of few different lengths.
         decode_piece: (decoder, scaled latents of a piece, cache of the piece before or None) -> (video, cache):
             together exactly `decode`. Caches are [..., B, T, H, W, C], split as `sharding.spatial_split` says.
         positions: configs -> name of a way to extend positions to longer clips -> what takes the place of `predict`.

@@ -171,8 +171,10 @@ def check(config: TrainingConfig) -> FinetuneJob:
         raise InputError(
             f"the {family.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
-    if any(stage.required for stage in family.visual(manifest.configs)):
-        raise InputError(f"{where} is an image-to-video or control model; only text-to-video models can be fine-tuned")
+    if any(stage.required or stage.mask_channels for stage in family.visual(manifest.configs)):
+        raise InputError(
+            f"{where} is an image-to-video, control or inpainting model; only text-to-video models can be fine-tuned"
+        )
     known = family.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))

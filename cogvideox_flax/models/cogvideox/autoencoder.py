@@ -18,12 +18,13 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, in_chunks, sizes_after_first
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.tiling import TileLayout, Tiling, tiled
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
-from cogvideox_flax.nn.resample import double_frames, halve_frames, repeat_space
+from cogvideox_flax.nn.resample import double_frames, halve_frames, repeat_frames, repeat_space
 from cogvideox_flax.nn.stack import stack
 
 ENCODE_CHUNK = 8
@@ -39,12 +40,6 @@ FIXED_EPS = 1e-6
 
 Cache = Any
 """A pytree of feature caches: the last two padded input frames of every causal convolution."""
-
-
-def chunk_sizes(n: int, size: int) -> list[int]:
-    """n frames in chunks of `size`, with the remainder in the first: 13, 2 -> 3, 2, 2, 2, 2, 2."""
-    later = max(n // size, 1) - 1
-    return [n - later * size] + [size] * later
 
 
 class ResNetBlock(nnx.Module):
@@ -145,11 +140,13 @@ class UpBlock(ResNetBlocks):
     def __call__(
         self, x: Float[Array, "B t H W I"], cache: Cache, z: Float[Array, "B l h w L"]
     ) -> tuple[Float[Array, "B T 2H 2W O"], Cache]:
+        is_first = cache is None
         x, cache = self.run(x, cache, z)
         if self.up is not None:
             x = self.up(repeat_space(x, 2 * x.shape[2], 2 * x.shape[3]))
             # The reference repeats frames first and convolves each copy: the same result with twice the work.
-            x = double_frames(x) if self.temporal else x
+            if self.temporal:
+                x = double_frames(x) if is_first else repeat_frames(x, 2 * x.shape[1])
         return x, cache
 
 
@@ -253,13 +250,18 @@ class Autoencoder(nnx.Module):
         factor = self.config.spatial_compression
         _check(video, "video", self.config.in_channels, factor)
         layout = _layout(tiling, Tiling.encode_layout, factor)
-        run = partial(_in_chunks, self.encoder, size=ENCODE_CHUNK)
+        run = partial(in_chunks, self.encoder, sizes=chunk_sizes(video.shape[1], ENCODE_CHUNK))
         moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), layout, slicing, factor)
         mean, logvar = jnp.split(moments, 2, -1)
         return mean, logvar.clip(*LOGVAR_RANGE)
 
     def decode(
-        self, z: Float[Array, "B T h w L"], *, tiling: Tiling | None = None, slicing: bool = False
+        self,
+        z: Float[Array, "B T h w L"],
+        *,
+        tiling: Tiling | None = None,
+        slicing: bool = False,
+        first_alone: bool = False,
     ) -> Float[Array, "B F H W 3"]:
         """The video of a latent.
 
@@ -267,6 +269,7 @@ class Autoencoder(nnx.Module):
             z: raw, i.e. already divided by the scaling factor. Odd T give 4 (T - 1) + 1 frames, even T give 4 T.
             tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
             slicing: one clip of the batch after the other: the same result in less memory.
+            first_alone: the first latent is a chunk of its own, so that any T gives 4 (T - 1) + 1 frames.
 
         Returns:
             Video in about [-1, 1], not clipped, in the parameters' dtype.
@@ -276,7 +279,8 @@ class Autoencoder(nnx.Module):
         """
         _check(z, "latent", self.config.latent_channels, 1)
         layout = _layout(tiling, Tiling.decode_layout, self.config.spatial_compression)
-        run = partial(_in_chunks, self.decoder, size=DECODE_CHUNK)
+        sizes = (sizes_after_first if first_alone else chunk_sizes)(z.shape[1], DECODE_CHUNK)
+        run = partial(in_chunks, self.decoder, sizes=sizes)
         return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), layout, slicing, 1)
 
     def decode_piece(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
@@ -323,21 +327,6 @@ def _run(run: Callable[[Array], Array], x: Array, layout: TileLayout | None, sli
     if not slicing:
         return whole(x)
     return jax.lax.map(lambda clip: whole(clip[None])[0], x)
-
-
-def _in_chunks(part: Encoder | Decoder, x: Float[Array, "B T H W C"], size: int) -> Array:
-    """Run `part` on a whole clip, chunk by chunk with its cache.
-
-    The first chunk has no cache and its own length; the others are equal and scanned, so a clip of any length needs two
-    compiled bodies.
-    """
-    first, *later = chunk_sizes(x.shape[1], size)
-    y, cache = part(x[:, :first], None)
-    if not later:
-        return y
-    chunks = jnp.moveaxis(x[:, first:].reshape(x.shape[0], len(later), size, *x.shape[2:]), 1, 0)
-    _, ys = jax.lax.scan(lambda cache, chunk: part(chunk, cache)[::-1], cache, chunks)
-    return jnp.concatenate([y, jnp.moveaxis(ys, 0, 1).reshape(y.shape[0], -1, *y.shape[2:])], 1)
 
 
 def _scan(resnets: ResNetBlock, x: Array, cache: Cache, *z: Array) -> tuple[Array, Cache]:

@@ -15,6 +15,7 @@ class TransformerConfig(Config):
     """The 3D diffusion transformer (diffusers `CogVideoXTransformer3DModel`).
 
     The training size: `sample_height`, `sample_width` in latent pixels, `sample_frames` in video frames.
+    `add_noise_in_inpaint_model`: an inpainting model was trained on a masked video with some noise.
     """
 
     layers: int = 30
@@ -39,6 +40,7 @@ class TransformerConfig(Config):
     spatial_interpolation_scale: float = 1.875
     temporal_interpolation_scale: float = 1.0
     norm_eps: float = 1e-5
+    add_noise_in_inpaint_model: bool = False
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -80,6 +82,7 @@ class TransformerConfig(Config):
             spatial_interpolation_scale=raw.get("spatial_interpolation_scale", 1.875),
             temporal_interpolation_scale=raw.get("temporal_interpolation_scale", 1.0),
             norm_eps=raw.get("norm_eps", 1e-5),
+            add_noise_in_inpaint_model=raw.get("add_noise_in_inpaint_model", False),
         )
 
     @property
@@ -98,14 +101,16 @@ class TransformerConfig(Config):
         return -(-latents // (self.patch_size_t or 1))
 
     @property
-    def takes(self) -> Literal["text", "image", "control"] | None:
+    def takes(self) -> Literal["text", "image", "control", "inpaint"] | None:
         """What the model takes beside noise; None: something unknown.
 
         Image-to-video and control models have as many channels; but only the image-to-video releases have learned
-        positions beside the rotary ones (1.0) or ofs (1.5).
+        positions beside the rotary ones (1.0) or ofs (1.5). Inpainting models have one channel more, for the mask.
         """
         if self.in_channels == self.out_channels:
             return "text"
+        if self.in_channels == 2 * self.out_channels + 1:
+            return "inpaint"
         if self.in_channels != 2 * self.out_channels:
             return None
         return "image" if self.learned_positions or self.ofs_width is not None else "control"

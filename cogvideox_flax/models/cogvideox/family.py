@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
 from cogvideox_flax.models.cogvideox import sharding, visual
-from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder, chunk_sizes
+from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder
+from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, sizes_after_first
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
@@ -105,7 +106,7 @@ def predict(
 ) -> Float32[Array, "B T h w C"]:
     """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0; riflex, remat: as for `Transformer`."""
     ofs = None if transformer.config.ofs_width is None else OFS
-    beside = with_visual(latents, features)
+    beside = with_visual(latents, features, transformer.config)
     return transformer(beside, features["prompt_embeds"], timestep, ofs, riflex=riflex, remat=remat).astype(jnp.float32)
 
 
@@ -126,9 +127,13 @@ def _positions(configs: Configs) -> dict[str, Callable[..., Any]]:
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
-    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles."""
+    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles.
+
+    An even number of latents, of which diffusers makes 4 T frames, is decoded as VideoX-Fun does, to 4 (T - 1) + 1.
+    """
     tiling = Tiling.official(vae.config) if tiled else None
-    video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, slicing=len(latents) > 1)
+    how = {"slicing": len(latents) > 1, "first_alone": latents.shape[1] % 2 == 0}
+    video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, **how)
     return video.astype(jnp.float32)
 
 
@@ -139,7 +144,7 @@ def decode_piece(vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: An
 
 
 def _decoder_pieces(frames: int) -> list[int]:
-    return chunk_sizes(frames, DECODE_CHUNK)
+    return (chunk_sizes if frames % 2 else sizes_after_first)(frames, DECODE_CHUNK)
 
 
 def _tokenize(tokenizer: Tokenizer, prompts: Sequence[str]) -> Int32[np.ndarray, "B L"]:
@@ -157,10 +162,10 @@ def _feature_shapes(configs: Configs, batch: int) -> dict[str, tuple[int, ...]]:
 
 def _defaults(configs: Configs) -> Defaults:
     """The release's defaults; for an unreleased architecture, those that all releases share."""
-    release = find_release(configs)
+    release, transformer = find_release(configs), configs["transformer"]
     if release is None:
         return Defaults(
-            fps=16 if configs["transformer"].patch_size_t else 8,
+            fps=16 if transformer.patch_size_t and transformer.takes != "inpaint" else 8,
             num_inference_steps=50,
             guidance_scale=6.0,
             use_dynamic_cfg=False,
@@ -185,7 +190,7 @@ def _size_warnings(configs: Configs, size: Size) -> list[str]:
 
 
 def _fit_frames(configs: Configs, count: int) -> int:
-    return fit_frames(configs["vae"], count)
+    return fit_frames(configs["transformer"], configs["vae"], count)
 
 
 def _longest(configs: Configs) -> int:

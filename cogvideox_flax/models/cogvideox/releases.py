@@ -93,7 +93,8 @@ def find_release(configs: Mapping[str, Any]) -> Release | None:
     """
 
     def architecture(config: TransformerConfig) -> TransformerConfig:
-        return dataclasses.replace(config, sample_height=1, sample_width=1, sample_frames=1)
+        unused = {"add_noise_in_inpaint_model": False}  # by all releases
+        return dataclasses.replace(config, sample_height=1, sample_width=1, sample_frames=1, **unused)
 
     if (transformer := configs.get("transformer")) is None:
         return None

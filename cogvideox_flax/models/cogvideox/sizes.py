@@ -28,7 +28,7 @@ def resolve_size(
     """
     scale = vae.spatial_compression
     if num_frames is None:
-        num_frames = release.num_frames if release else transformer.sample_frames
+        num_frames = release.num_frames if release else fit_frames(transformer, vae, transformer.sample_frames)
     if height is None:
         height = release.height if release else transformer.sample_height * scale
     if width is None:
@@ -55,13 +55,13 @@ def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, hei
     """Why a model cannot take a size, each with the nearest that it can."""
     scale = vae.spatial_compression
     faults = []
-    # the decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
-    period = 2 * vae.temporal_compression
-    if num_frames < 1 or num_frames % period != 1:
-        below = max((num_frames - 1) // period, 0) * period + 1
+    first, period = _frame_rule(transformer, vae)
+    if num_frames < first or (num_frames - first) % period:
+        below = max((num_frames - first) // period, 0) * period + first
         faults.append(
-            f"num_frames is {num_frames}; it must be {period} n + 1. "
-            + (f"Nearest: {below} and {below + period}" if num_frames > 1 else f"Smallest: 1 and {1 + period}")
+            f"num_frames is {num_frames}; it must be {period} n + {first}. "
+            + (f"Nearest: {below}" if num_frames > first else f"Smallest: {first}")
+            + f" and {below + period}"
         )
     step = scale * transformer.patch_size
     for name, value in (("height", height), ("width", width)):
@@ -78,22 +78,32 @@ def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, hei
     return faults
 
 
-def fit_frames(vae: VAEConfig, count: int) -> int:
+def _frame_rule(transformer: TransformerConfig, vae: VAEConfig) -> tuple[int, int]:
+    """The smallest frame count, and the step to the next."""
+    c, patch = vae.temporal_compression, transformer.patch_size_t or 1
+    if transformer.takes == "inpaint" and patch > 1:  # these have no extra latent frames
+        return c * (patch - 1) + 1, c * patch
+    # diffusers' decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
+    return 1, 2 * c
+
+
+def fit_frames(transformer: TransformerConfig, vae: VAEConfig, count: int) -> int:
     """The largest supported frame count of at most `count`; at least the smallest."""
-    period = 2 * vae.temporal_compression
-    return max(count - 1, 0) // period * period + 1
+    first, period = _frame_rule(transformer, vae)
+    return max(count - first, 0) // period * period + first
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:
-    """Refuse a model whose transformer takes other inputs than text, a picture or a control clip (inpainting).
+    """Refuse a model whose transformer takes inputs of another kind than those of `TransformerConfig.takes`.
 
     Raises:
-        InputError: its input channels are neither the VAE's latent channels nor twice as many.
+        InputError: its input channels are not those of a known kind of model.
     """
     if transformer.takes is None or transformer.out_channels != vae.latent_channels:
         raise InputError(
             f"its transformer takes {transformer.in_channels} channels; text-to-video has {vae.latent_channels}, "
-            f"image-to-video and control {2 * vae.latent_channels}, and inpainting is not supported yet"
+            f"image-to-video and control {2 * vae.latent_channels}, inpainting {2 * vae.latent_channels + 1}; take a "
+            "checkpoint of one of these kinds"
         )
 
 

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.family import Configs, Features, VisualStage
+
+INPUTS = {
+    "text": ("a text-to-video model", ("video",)),
+    "image": ("an image-to-video model", ("image", "last_image")),
+    "control": ("a control model", ("control_video",)),
+    "inpaint": ("an inpainting model", ("image", "last_image", "video", "mask")),
+}
+"""What a transformer takes -> its name, and the inputs that go with it."""
+
+INPAINT_NOISE = 0.0563
+"""The standard deviation of the noise in the masked video of models that were trained with some, as in VideoX-Fun."""
 
 
 def encode(
@@ -29,10 +43,67 @@ def sample(
     return mean + jnp.exp(0.5 * logvar) * noise
 
 
+def shrink_mask(mask: Float32[Array, "B F H W C"], latents: tuple[int, int, int]) -> Float32[Array, "B T h w C"]:
+    """A mask in the size (T, h, w) of latents, linear: the first frame alone, then the others.
+
+    Source: VideoX-Fun `resize_mask`, which is F.interpolate without antialiasing.
+    """
+    frames, height, width = latents
+
+    def resize(x: Float32[Array, "B F H W C"], count: int) -> Float32[Array, "B T h w C"]:
+        shape = (x.shape[0], count, height, width, x.shape[-1])
+        return jax.image.resize(x, shape, "linear", antialias=False)
+
+    first = resize(mask[:, :1], 1)
+    return jnp.concatenate([first, resize(mask[:, 1:], frames - 1)], 1) if frames > 1 else first
+
+
+def masked_latents(
+    vae: Autoencoder, video: Float32[Array, "B F H W 4"], noise: Float32[Array, ...], *, tiled: bool
+) -> Float32[Array, "B T h w C+1"]:
+    """What is kept of a video: 1 - mask in the size of the latents, then the mean of the latents, not scaled.
+
+    Args:
+        video: pixels in [-1, 1], then the mask: above 0 is made anew, which the VAE sees as black.
+        noise: not used.
+
+    Returns:
+        Zeros for a video that is made anew all over.
+    """
+    pixels, mask = _masked(video)
+    return _encode_masked(vae, pixels, mask, tiled)
+
+
+def noisy_masked_latents(
+    vae: Autoencoder, video: Float32[Array, "B F H W 4"], noise: Float32[Array, "B F H W 3"], *, tiled: bool
+) -> Float32[Array, "B T h w C+1"]:
+    """`masked_latents`, with some noise in all pixels that are not black.
+
+    Source: VideoX-Fun `add_noise_to_reference_video`.
+    """
+    pixels, mask = _masked(video)
+    pixels = pixels + jnp.where(pixels == -1, 0, INPAINT_NOISE * noise)
+    return _encode_masked(vae, pixels, mask, tiled)
+
+
+def _masked(video: Float32[Array, "B F H W 4"]) -> tuple[Float32[Array, "B F H W 3"], Float32[Array, "B F H W 1"]]:
+    mask = (video[..., 3:] > 0).astype(jnp.float32)
+    return jnp.where(mask > 0, -1, video[..., :3]), mask
+
+
+def _encode_masked(
+    vae: Autoencoder, pixels: Float32[Array, "B F H W 3"], mask: Float32[Array, "B F H W 1"], tiled: bool
+) -> Float32[Array, "B T h w C+1"]:
+    mean = encode(vae, pixels, tiled=tiled)[0].astype(jnp.float32)
+    _, frames, height, width, _ = mean.shape
+    kept = jnp.concatenate([shrink_mask(1 - mask, (frames, height, width)), mean], -1)
+    return jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept)
+
+
 def stages(configs: Configs) -> tuple[VisualStage, ...]:
     """What a checkpoint takes beside prompts."""
     vae, kind = configs["vae"], configs["transformer"].takes
-    of_clip = {"component": "vae", "encode": sample, "scale": vae.scaling_factor}
+    of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "scale": vae.scaling_factor}
     # the inverted scale is the picture's alone
     of_picture = of_clip | {"scale": 1 / vae.scaling_factor if vae.invert_scale_latents else vae.scaling_factor}
     if kind == "image":
@@ -41,7 +112,16 @@ def stages(configs: Configs) -> tuple[VisualStage, ...]:
             VisualStage(input="last_image", feature="last_image_latents", **of_picture),
         )
     if kind == "control":
-        return (VisualStage(input="control_video", feature="control_latents", required=True, sampled=False, **of_clip),)
+        return (VisualStage(input="control_video", feature="control_latents", required=True, noise=None, **of_clip),)
+    if kind == "inpaint":
+        noisy = configs["transformer"].add_noise_in_inpaint_model
+        encoder, noise = (noisy_masked_latents, "frames") if noisy else (masked_latents, None)
+        masked = of_clip | {"feature": "inpaint_latents", "encode": encoder, "noise": noise, "mask_channels": 1}
+        return (
+            VisualStage(input="image", **masked),
+            VisualStage(input="mask", **masked),
+            VisualStage(input="video", feature="video_latents", **of_clip),
+        )
     return (VisualStage(input="video", feature="video_latents", **of_clip),)
 
 
@@ -51,22 +131,38 @@ def check_inputs(configs: Configs, given: Sequence[str]) -> None:
     Raises:
         InputError: with what it takes.
     """
-    known, takes = stages(configs), configs["transformer"].takes
-    kind = {"text": "a text-to-video model", "image": "an image-to-video model", "control": "a control model"}[takes]
-    if missing := [stage.input for stage in known if stage.required and stage.input not in given]:
+    takes = configs["transformer"].takes
+    kind, names = INPUTS[takes]
+    if missing := [stage.input for stage in stages(configs) if stage.required and stage.input not in given]:
         options = " and ".join(f"--{name.replace('_', '-')} ({name}=)" for name in missing)
         raise InputError(f"this is {kind}; give it {options}")
-    names = [stage.input for stage in known]
     if unknown := [name for name in given if name not in names]:
         raise InputError(f"this is {kind}, which takes no {' and no '.join(unknown)}; it takes {', '.join(names)}")
+    if takes != "inpaint":
+        return
+    if "image" in given and "video" in given:
+        raise InputError("image and video are both given; give --image to start from a picture, or --video for a clip")
+    for name, needed in (("mask", "video"), ("last_image", "image")):
+        if name in given and needed not in given:
+            raise InputError(
+                f"{name} goes with {needed}; give --{needed} ({needed}=) too, or leave {name.replace('_', '-')} out"
+            )
 
 
-def with_visual(latents: Float32[Array, "B T h w C"], features: Features) -> Float32[Array, "B T h w D"]:
-    """The noisy latents, and beside them those of a control clip; or of the first (and last) frame, zero elsewhere.
+def with_visual(
+    latents: Float32[Array, "B T h w C"], features: Features, config: TransformerConfig
+) -> Float32[Array, "B T h w D"]:
+    """The noisy latents, and beside them those of a control clip; or of the first (and last) frame, zero elsewhere; or
+    the mask and the masked video, zero where there are none.
 
-    Source: diffusers `CogVideoXImageToVideoPipeline`, `CogVideoXFunControlPipeline`. 1.5 has an extra latent frame at
-    the start, which is the picture's place too.
+    Source: diffusers `CogVideoXImageToVideoPipeline`, `CogVideoXFunControlPipeline`; VideoX-Fun
+    `CogVideoXFunInpaintPipeline`. 1.5 has an extra latent frame at the start, which is the picture's place too.
     """
+    if config.takes == "inpaint":
+        kept = features.get("inpaint_latents")
+        if kept is None:
+            kept = jnp.zeros((*latents.shape[:-1], config.in_channels - config.out_channels))
+        return jnp.concatenate([latents, kept.astype(latents.dtype)], -1)
     if (control := features.get("control_latents")) is not None:
         return jnp.concatenate([latents, control.astype(latents.dtype)], -1)
     if (image := features.get("image_latents")) is None:
