@@ -10,15 +10,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from benchmarks import image_to_video
 from benchmarks.judge import rates, score
 from benchmarks.prompt_following import make_items
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.cli import main
+from cogvideox_flax.io.video import read_video
 from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.schedulers import DDIMScheduler
 
 STEPS = 20
+IMAGE_TO_VIDEO = hub.EMBEDDED.with_name("embedded_image_to_video")
 ITEMS = make_items(24, seed=77)  # half of them combinations that training never showed
 PROMPTS = [item.clip.prompt for item in ITEMS]
 
@@ -105,3 +110,32 @@ def test_a_mesh_gives_the_same_videos(frames):
     again = generate(on_mesh, PROMPTS[:count])
     difference = abs(again.astype(int) - frames[:count].astype(int))
     assert difference.mean() < 0.05 and np.percentile(difference, 99.9) <= 2
+
+
+# --- image to video
+
+
+@pytest.mark.skipif(not IMAGE_TO_VIDEO.is_dir(), reason=f"no embedded checkpoint at {IMAGE_TO_VIDEO}")
+def test_a_picture_is_continued_as_the_prompt_says():
+    """The object of the picture stays what it is; the prompt says how it moves, also where the picture's clip moved
+    otherwise."""
+    pipe = CogVideoXPipeline.from_pretrained(hub.EMBEDDED_IMAGE_TO_VIDEO, dtype="float32")
+    for mode, bars in (("same", {"kept": 60, "moves": 75}), ("other", {"kept": 60, "moves": 65})):
+        items = image_to_video.make_items(16, mode, seed=77)
+        found = image_to_video.judge(items, image_to_video.generate(pipe, items, STEPS, batch=16))
+        percent = {name: rate["percent"] for name, rate in found["rates"].items()}
+        assert all(percent[name] >= bar for name, bar in bars.items()), (mode, percent)
+        assert found["psnr"] > 20
+
+
+@pytest.mark.skipif(not IMAGE_TO_VIDEO.is_dir(), reason=f"no embedded checkpoint at {IMAGE_TO_VIDEO}")
+def test_a_picture_without_a_model_takes_the_embedded_one(tmp_path, monkeypatch, capsys):
+    """As on a fresh machine: no model is named; stages on disk remember which it was."""
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(image_to_video.make_items(1, "same")[0].picture).save("first.png")
+    options = ["--image", "first.png", "--steps", "2", "--dtype", "float32"]
+    assert main(["generate", "a red circle moves up", *options]) == 0
+    assert read_video("video.mp4")[0].shape == (17, 64, 64, 3)
+    assert main(["encode", "a red circle moves up", "--image", "first.png", "--dir", "run"]) == 0
+    assert main(["denoise", "--dir", "run", "--steps", "2"]) == 0
+    assert '"embedded-image-to-video"' in (tmp_path / "run" / "generation_config.json").read_text()

@@ -10,16 +10,18 @@ import torch
 from flax import nnx
 from reference import relative_error
 
-from cogvideox_flax.checkpoint import hub, read_manifest
+from cogvideox_flax.checkpoint import hub, load_text_encoder, load_transformer, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.models.cogvideox.family import predict
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.objectives import velocity_loss
 from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise
 from weights.toy_world.diffusion import oversample
+from weights.toy_world.image_to_video import IMAGE_TRANSFORMER, image_to_video_loss, train_image_to_video, widen
 from weights.toy_world.objectives import TimestepDensity, reconstruction
 from weights.toy_world.settings import Run
 
@@ -110,3 +112,26 @@ def test_every_round_has_a_folder_of_its_own(tmp_path):
     assert again.steps_before() >= 26_500
     with pytest.raises(InputError, match="1 round or more; got 0"):
         Run(tmp_path, rounds=0)
+
+
+def test_image_to_video_starts_from_the_same_prediction():
+    """The picture's weights are 0 at first; then the loss depends on it, and the text encoder is not trained."""
+    transformer = load_transformer(hub.EMBEDDED, dtype="float32")
+    wide = widen(transformer)
+    assert wide.config.takes == "image" and wide.config == IMAGE_TRANSFORMER
+    x, image = (jax.random.normal(jax.random.key(i), (2, n, 8, 8, 16)) for i, n in ((0, 5), (1, 1)))
+    features = {"prompt_embeds": jax.random.normal(jax.random.key(2), (2, 24, 128))}
+    same = predict(transformer, x, features, jnp.int32(500))
+    np.testing.assert_array_equal(predict(wide, x, features | {"image_latents": image}, jnp.int32(500)), same)
+
+    batch = {"mean": x, "std": 0.1 * jnp.ones_like(x), "image_mean": image, "image_std": 0.1 * jnp.ones_like(image)}
+    batch |= {"ids": jnp.ones((2, 24), jnp.int32), "corners": jnp.zeros((2, 5, 8, 8))}
+    frozen = {"empty": jnp.zeros(24, jnp.int32), "text_encoder": load_text_encoder(hub.EMBEDDED, dtype="float32")}
+    gradient = jax.grad(lambda params: image_to_video_loss(params, frozen, batch, jax.random.key(3))[0])
+    kernel = gradient({"transformer": wide})["transformer"].patch_embed.kernel[...].reshape(4, 32, -1)
+    assert float(jnp.abs(kernel[:, 16:]).max()) > 1e-6
+
+
+def test_image_to_video_needs_a_base(tmp_path):
+    with pytest.raises(InputError, match="give it with --from"):
+        train_image_to_video(Run(tmp_path))

@@ -142,6 +142,18 @@ def test_a_picture_is_read_by_process_0(paths, tmp_path):
     assert codes == [2, 2] and "there is no picture nowhere.png" in hosts.said(0)
 
 
+@pytest.mark.slow
+def test_a_long_clip_is_streamed_by_all_hosts(layout, paths, tmp_path):
+    """Decoding in pieces needs every host, also those that write nothing."""
+    size = ["--num-frames", 17, "--window", 9, "--height", 64, "--width", 96, "--steps", 1]
+    command = ["generate", PROMPT, "--model", layout, *size, "--dtype", "float32", *MESH]
+    with Hosts(tmp_path, *command, "--out", "frames") as hosts:
+        hosts.succeed()
+    (alone,) = paths(*command, "--out", tmp_path / "alone")
+    frames = [read_video(path)[0].astype(int) for path in (hosts.folders[0] / "frames", alone)]
+    assert frames[0].shape == (17, 64, 96, 3) and np.abs(frames[0] - frames[1]).max() <= 1
+
+
 LONG = ["generate", PROMPT, "--steps", 400, "--dtype", "float32", *MESH, "--out", "long.npz"]
 """A run of the embedded model that is stopped."""
 
