@@ -16,7 +16,7 @@ from commands import tree
 from media import CAPTION, make_clips
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from reference import save_layout
+from reference import make_transformer, save_layout
 from safetensors.numpy import load_file
 
 from cogvideox_flax import checkpoint
@@ -310,9 +310,10 @@ def test_hostile_clips_are_refused_in_a_line_each(write, run, tmp_path):
         assert part in fault
 
 
-def test_image_to_video_models_are_refused(write, tmp_path, home):
-    layout = save_layout(tmp_path / "i2v", "cogvideox1.5-5b-i2v")
-    with pytest.raises(InputError, match="image-to-video"):
+@pytest.mark.parametrize(("release", "channels"), [("cogvideox1.5-5b-i2v", 32), ("cogvideox-5b", 33)])
+def test_image_to_video_and_inpainting_models_are_refused(write, tmp_path, home, release, channels):
+    layout = save_layout(tmp_path / "hf", release, transformer=make_transformer(release, in_channels=channels))
+    with pytest.raises(InputError, match="image-to-video, control or inpainting"):
         check(read_config(write(model=layout)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,12 +14,19 @@ from diffusers.models import upsampling
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 from diffusers.schedulers import scheduling_dpm_cogvideox
+from PIL import Image
 from reference import make_scheduler, make_transformer, save_layout
 from test_media import NEGATIVE, PIXEL_BAR, PROMPTS, channels_first, smooth
 from transformers import T5EncoderModel
 
-from cogvideox_flax import Pipeline
+from cogvideox_flax import GenerationRequest, Pipeline, sharding
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import run_dir
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.io.video import read_metadata, save_video
+from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.visual import INPAINT_NOISE, shrink_mask
+from cogvideox_flax.models.registry import RELEASES
 
 pytest_plugins = ["commands"]
 
@@ -240,3 +248,151 @@ def test_the_mask_shrinks_as_in_torch(num_frames, height, width):
     np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-6)
     pixels = mask[0].reshape(size[1], 8, size[2], 8)[:, 3:5, :, 3:5].mean((1, 3))
     np.testing.assert_allclose(ours[0], pixels, atol=1e-6)
+
+
+# --- in every kind of run
+
+RUN = {"num_frames": 13, "height": HEIGHT, "width": WIDTH, "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """13 frames at the model's 8 per second."""
+    path = tmp_path_factory.mktemp("media") / "clip.mp4"
+    save_video(path, smooth(6, 13, HEIGHT, WIDTH), fps=8)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mask(tmp_path_factory):
+    path = tmp_path_factory.mktemp("media") / "mask.png"
+    Image.fromarray(as_frames(squares(1, HEIGHT, WIDTH))[0]).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory):
+    path = tmp_path_factory.mktemp("media") / "first.png"
+    Image.fromarray(smooth(5, HEIGHT, WIDTH)).save(path)
+    return path
+
+
+def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path):
+    """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
+    model = models["cogvideox1.5-5b"]
+    options = {**RUN, "num_inference_steps": 4, "video": clip, "mask": mask, "strength": 0.6}
+    pipe = Pipeline.from_pretrained(model, "float32")
+    expected = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
+    assert expected.shape == (1, 13, HEIGHT, WIDTH, 3)
+    for change in ({"one_program": True}, {"compiled_loop": True}):
+        found = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options, **change).frames
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    spread = Pipeline.from_pretrained(model, "float32", sharding.make_mesh(2, 2, 2))
+    found = spread(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+    run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
+    size = ["--num-frames", 13, "--height", HEIGHT, "--width", WIDTH, "--seed", 3]
+    paths("encode", PROMPTS[0], "--model", model, *common, *size, "--video", clip, "--mask", mask)
+    with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+    latents = {"inpaint_latents": (1, 17, 4, 8, 12), "video_latents": (1, 16, 4, 8, 12)}
+    assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
+    paths("denoise", *common, "--steps", 4, "--strength", 0.6)
+    (video,) = paths("decode", "--dtype", "float32", "--dir", run)
+    with TensorFile(run / run_dir.LATENTS_FILE) as file:
+        latents = file.read("latents").transpose(0, 2, 3, 4, 1)
+    found = pipe.decode(latents, output_type="float", progress=False)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    settings = read_metadata(video)["settings"]
+    assert settings["mask"][0]["file"] == str(mask) and len(settings["mask"][0]["sha256"]) == 64
+
+
+def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
+    pipe = Pipeline.from_pretrained(models["cogvideox1.5-5b"], "float32")
+    for media, inputs in (({"video": clip, "mask": mask}, ["mask", "video"]), ({"image": picture}, ["image"])):
+        run = pipe.programs(GenerationRequest(PROMPTS[:1], **RUN, **media))
+        assert [stage.input for stage in run.visual] == inputs
+        planned = [args[1:] for _, args, _ in run.abstract("encode")][-len(inputs) :]
+        for stage, shapes in zip(run.visual, planned, strict=True):
+            assert [x.shape for x in run.media(stage)] == [x.shape for x in shapes]
+        ((_, (_, denoise_inputs, _), _),) = run.abstract("denoise")
+        assert denoise_inputs.conditioning.pictures["inpaint_latents"].shape == (1, 4, 8, 12, 17)
+
+
+def test_the_config_is_read(models):
+    pipe = Pipeline.from_pretrained(models["cogvideox1.5-5b"], "float32")
+    config = pipe.manifest.configs["transformer"]
+    assert config.takes == "inpaint" and config.add_noise_in_inpaint_model
+    resolved = pipe.resolve(GenerationRequest(PROMPTS[:1]))
+    assert (resolved.num_frames, resolved.fps, resolved.strength) == (5, 8, None)  # its sample_frames are 9
+    released = RELEASES["cogvideox-5b"].configs["transformer"].to_dict()
+    assert TransformerConfig.from_dict(released | {"add_noise_in_inpaint_model": True}).takes == "text"
+
+
+def test_masks_of_every_kind(models, clip, mask, tmp_path):
+    pipe = Pipeline.from_pretrained(models["cogvideox-2b"], "float32")
+
+    def run(**media):
+        options = {**RUN, "num_frames": 9, "output_type": "latent", "progress": False}
+        return pipe(PROMPTS[0], **options, **media).frames
+
+    pixels = np.asarray(Image.open(mask))
+    plain = run(video=clip, mask=mask)
+    Image.fromarray(pixels).save(tmp_path / "mask.webp", lossless=True)
+    save_video(tmp_path / "frames", np.repeat(pixels[None], 13, 0), fps=8)
+    grey = np.where(pixels > 0, 128, 127).astype(np.uint8)
+    for same in (pixels, Image.open(mask), tmp_path / "mask.webp", tmp_path / "frames", grey):
+        np.testing.assert_array_equal(run(video=clip, mask=same), plain)
+    assert np.abs(run(video=clip, mask=255 - pixels) - plain).max() > 1e-3
+    nothing = run()
+    assert np.abs(plain - nothing).max() > 1e-3
+    white = np.full_like(pixels, 255)
+    np.testing.assert_array_equal(run(video=clip, mask=white), nothing)  # all of it is made anew
+    np.testing.assert_array_equal(run(video=clip, strength=1), nothing)
+
+
+# --- bad input
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    return save_layout(tmp_path_factory.mktemp("text"), "cogvideox-2b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("1.0", ["--mask", "{mask}"], r"mask goes with video; give --video \(video=\) too"),
+        ("1.0", ["--last-image", "{picture}"], r"last_image goes with image; give --image \(image=\) too"),
+        ("1.0", ["--image", "{picture}", "--video", "{clip}"], "image and video are both given"),
+        ("1.0", ["--image", "{picture}", "--strength", "0.5"], "give --video, or leave strength out"),
+        ("1.0", ["--image", "{picture}", "--image-scale", "1"], "image_scale is for image-to-video models"),
+        ("1.0", ["--control-video", "{clip}"], "an inpainting model, which takes no control_video; it takes image, "),
+        ("1.0", ["--video", "{clip}", "--mask", "{bad}/short"], "has 2 frames at the model's rate, .* has 13"),
+        ("1.0", ["--video", "{clip}", "--mask", "{bad}/wide.png"], "is 96x32, .* 96x64; give a mask of"),
+        ("1.0", ["--video", "{clip}", "--mask", "nowhere.png"], "there are no frames nowhere.png"),
+        ("1.0", ["--video", "{clip}", "--mask", "{bad}/cut.png"], "cannot read .*cut.png"),
+        ("text", ["--video", "{clip}", "--mask", "{mask}"], "a text-to-video model, which takes no mask"),
+        ("1.5", ["--num-frames", "9"], r"num_frames is 9; it must be 8 n \+ 5. Nearest: 5 and 13"),
+        ("1.5", ["--num-frames", "1"], "Smallest: 5 and 13"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_loads(
+    kind, options, message, models, text_model, clip, mask, picture, tmp_path_factory, refused
+):
+    bad = tmp_path_factory.mktemp("bad")
+    Image.fromarray(as_frames(squares(1, 32, 96))[0]).save(bad / "wide.png")
+    (bad / "cut.png").write_bytes(mask.read_bytes()[:60])
+    save_video(bad / "short", as_frames(squares(2, HEIGHT, WIDTH)), fps=8)
+    model = {"1.0": models["cogvideox-2b"], "1.5": models["cogvideox1.5-5b"], "text": text_model}[kind]
+    names = {"bad": bad, "clip": clip, "mask": mask, "picture": picture}
+    err = refused("generate", PROMPTS[0], "--model", model, *[part.format(**names) for part in options])
+    assert re.search(message, err), err
+
+
+def test_python_values_of_other_kinds_are_refused(models, clip):
+    pipe = Pipeline.from_pretrained(models["cogvideox-2b"], "float32")
+    for mask, message in ((5, "a mask must be .* got int"), (np.zeros((4, 4), np.uint8), r"got uint8 \[4, 4\]")):
+        with pytest.raises(InputError, match=message):
+            pipe(PROMPTS[0], video=clip, mask=mask, **RUN)

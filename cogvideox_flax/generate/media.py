@@ -317,8 +317,9 @@ def read_masked(
         frames[..., :3] = read_media(video, (*shape[:4], 3), fit)
         if (mask := given[MASK]) is not None:
             # thresholded in grey after it was resized, as in the reference
-            grey = read_media(mask, (*shape[:4], 3), fit) @ np.array([0.299, 0.587, 0.114], np.float32)
-            frames[..., 3] = np.where(grey >= 127.5, 255, 0)
+            red, green, blue = np.moveaxis(read_media(mask, (*shape[:4], 3), fit), -1, 0)
+            grey = (red * np.uint16(77) + green * np.uint16(150) + blue * np.uint16(29)) >> 8  # Rec. 601
+            frames[..., 3] = np.where(grey >= 128, 255, 0)
     for name, at in (("image", 0), ("last_image", num_frames - 1)):
         if (picture := given[name]) is not None:
             frames[:, at, ..., :3] = read_media(picture, (batch, 1, height, width, 3), fit)[:, 0]
