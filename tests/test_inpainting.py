@@ -172,12 +172,12 @@ DPM = {"num_inference_steps": 3, "guidance_scale": 6.0, "use_dynamic_cfg": True}
     [
         ("cogvideox-2b", ["image"], "ddim", DDIM),
         ("cogvideox-5b", ["image", "last_image"], "dpm", DPM),
-        ("cogvideox-5b", ["video", "mask"], "ddim", DDIM),
-        ("cogvideox-2b", ["video", "mask"], "ddim", DDIM | {"strength": 0.5}),
+        ("cogvideox-5b", ["video", "mask_video"], "ddim", DDIM),
+        ("cogvideox-2b", ["video", "mask_video"], "ddim", DDIM | {"strength": 0.5}),
         ("cogvideox-5b", ["video"], "ddim", DDIM | {"strength": 0.5}),
         ("cogvideox-2b", [], "dpm", DPM),
         ("cogvideox1.5-5b", ["image"], "dpm", DPM),
-        ("cogvideox1.5-5b", ["video", "mask"], "ddim", DDIM),
+        ("cogvideox1.5-5b", ["video", "mask_video"], "ddim", DDIM),
     ],
 )
 def test_against_diffusers(models, release, given, kind, options, monkeypatch):
@@ -185,9 +185,9 @@ def test_against_diffusers(models, release, given, kind, options, monkeypatch):
     noisy = "1.5" in release
     num_frames = 13 if noisy else 9
     clip, mask = smooth(1, num_frames, HEIGHT, WIDTH), squares(num_frames, HEIGHT, WIDTH)
-    media = {"image": clip[0], "last_image": clip[-1], "video": clip, "mask": as_frames(mask)}
+    media = {"image": clip[0], "last_image": clip[-1], "video": clip, "mask_video": as_frames(mask)}
     media = {name: media[name] for name in given}
-    if "mask" not in given:
+    if "mask_video" not in given:
         mask = np.ones_like(mask)
         mask[0], mask[-1] = "image" not in given, "last_image" not in given
     random = np.random.default_rng(0)
@@ -197,7 +197,7 @@ def test_against_diffusers(models, release, given, kind, options, monkeypatch):
     pixel_noise = random.normal(size=(1, num_frames, HEIGHT, WIDTH, 3)).astype(np.float32) if noisy else None
     drawn = {"video": posterior}
     if noisy:
-        drawn |= {name: np.repeat(pixel_noise, 2, 0) for name in ("image", "mask")}
+        drawn |= {name: np.repeat(pixel_noise, 2, 0) for name in ("image", "mask_video")}
     ours = pipe(
         PROMPTS,
         NEGATIVE,
@@ -280,7 +280,7 @@ def picture(tmp_path_factory):
 def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = models["cogvideox1.5-5b"]
-    options = {**RUN, "num_inference_steps": 4, "video": clip, "mask": mask, "strength": 0.6}
+    options = {**RUN, "num_inference_steps": 4, "video": clip, "mask_video": mask, "strength": 0.6}
     pipe = Pipeline.from_pretrained(model, "float32")
     expected = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
     assert expected.shape == (1, 13, HEIGHT, WIDTH, 3)
@@ -293,7 +293,7 @@ def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path
 
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 13, "--height", HEIGHT, "--width", WIDTH, "--seed", 3]
-    paths("encode", PROMPTS[0], "--model", model, *common, *size, "--video", clip, "--mask", mask)
+    paths("encode", PROMPTS[0], "--model", model, *common, *size, "--video", clip, "--mask-video", mask)
     with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"inpaint_latents": (1, 17, 4, 8, 12), "video_latents": (1, 16, 4, 8, 12)}
@@ -305,12 +305,15 @@ def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     settings = read_metadata(video)["settings"]
-    assert settings["mask"][0]["file"] == str(mask) and len(settings["mask"][0]["sha256"]) == 64
+    assert settings["mask_video"][0]["file"] == str(mask) and len(settings["mask_video"][0]["sha256"]) == 64
 
 
 def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
     pipe = Pipeline.from_pretrained(models["cogvideox1.5-5b"], "float32")
-    for media, inputs in (({"video": clip, "mask": mask}, ["mask", "video"]), ({"image": picture}, ["image"])):
+    for media, inputs in (
+        ({"video": clip, "mask_video": mask}, ["mask_video", "video"]),
+        ({"image": picture}, ["image"]),
+    ):
         run = pipe.programs(GenerationRequest(PROMPTS[:1], **RUN, **media))
         assert [stage.input for stage in run.visual] == inputs
         planned = [args[1:] for _, args, _ in run.abstract("encode")][-len(inputs) :]
@@ -338,17 +341,17 @@ def test_masks_of_every_kind(models, clip, mask, tmp_path):
         return pipe(PROMPTS[0], **options, **media).frames
 
     pixels = np.asarray(Image.open(mask))
-    plain = run(video=clip, mask=mask)
+    plain = run(video=clip, mask_video=mask)
     Image.fromarray(pixels).save(tmp_path / "mask.webp", lossless=True)
     save_video(tmp_path / "frames", np.repeat(pixels[None], 13, 0), fps=8)
     grey = np.where(pixels > 0, 128, 127).astype(np.uint8)
     for same in (pixels, Image.open(mask), tmp_path / "mask.webp", tmp_path / "frames", grey):
-        np.testing.assert_array_equal(run(video=clip, mask=same), plain)
-    assert np.abs(run(video=clip, mask=255 - pixels) - plain).max() > 1e-3
+        np.testing.assert_array_equal(run(video=clip, mask_video=same), plain)
+    assert np.abs(run(video=clip, mask_video=255 - pixels) - plain).max() > 1e-3
     nothing = run()
     assert np.abs(plain - nothing).max() > 1e-3
     white = np.full_like(pixels, 255)
-    np.testing.assert_array_equal(run(video=clip, mask=white), nothing)  # all of it is made anew
+    np.testing.assert_array_equal(run(video=clip, mask_video=white), nothing)  # all of it is made anew
     np.testing.assert_array_equal(run(video=clip, strength=1), nothing)
 
 
@@ -363,17 +366,17 @@ def text_model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("1.0", ["--mask", "{mask}"], r"mask goes with video; give --video \(video=\) too"),
+        ("1.0", ["--mask-video", "{mask}"], r"mask_video goes with video; give --video \(video=\) too"),
         ("1.0", ["--last-image", "{picture}"], r"last_image goes with image; give --image \(image=\) too"),
         ("1.0", ["--image", "{picture}", "--video", "{clip}"], "image and video are both given"),
         ("1.0", ["--image", "{picture}", "--strength", "0.5"], "give --video, or leave strength out"),
         ("1.0", ["--image", "{picture}", "--image-scale", "1"], "image_scale is for image-to-video models"),
         ("1.0", ["--control-video", "{clip}"], "an inpainting model, which takes no control_video; it takes image, "),
-        ("1.0", ["--video", "{clip}", "--mask", "{bad}/short"], "has 2 frames at the model's rate, .* has 13"),
-        ("1.0", ["--video", "{clip}", "--mask", "{bad}/wide.png"], "is 96x32, .* 96x64; give a mask of"),
-        ("1.0", ["--video", "{clip}", "--mask", "nowhere.png"], "there are no frames nowhere.png"),
-        ("1.0", ["--video", "{clip}", "--mask", "{bad}/cut.png"], "cannot read .*cut.png"),
-        ("text", ["--video", "{clip}", "--mask", "{mask}"], "a text-to-video model, which takes no mask"),
+        ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/short"], "has 2 frames at the model's rate, .* has 13"),
+        ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/wide.png"], "is 96x32, .* 96x64; give a mask of"),
+        ("1.0", ["--video", "{clip}", "--mask-video", "nowhere.png"], "there are no frames nowhere.png"),
+        ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/cut.png"], "cannot read .*cut.png"),
+        ("text", ["--video", "{clip}", "--mask-video", "{mask}"], "a text-to-video model, which takes no mask_video"),
         ("1.5", ["--num-frames", "9"], r"num_frames is 9; it must be 8 n \+ 5. Nearest: 5 and 13"),
         ("1.5", ["--num-frames", "1"], "Smallest: 5 and 13"),
     ],
@@ -395,4 +398,4 @@ def test_python_values_of_other_kinds_are_refused(models, clip):
     pipe = Pipeline.from_pretrained(models["cogvideox-2b"], "float32")
     for mask, message in ((5, "a mask must be .* got int"), (np.zeros((4, 4), np.uint8), r"got uint8 \[4, 4\]")):
         with pytest.raises(InputError, match=message):
-            pipe(PROMPTS[0], video=clip, mask=mask, **RUN)
+            pipe(PROMPTS[0], video=clip, mask_video=mask, **RUN)

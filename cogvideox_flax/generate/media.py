@@ -31,7 +31,7 @@ from cogvideox_flax.runtime import hosts
 log = logging.getLogger(__name__)
 
 PICTURES, CLIPS = ("image", "last_image"), ("video", "control_video")
-MASK = "mask"
+MASK = "mask_video"
 MEDIA = (*PICTURES, *CLIPS, MASK)
 """Fields of the request."""
 

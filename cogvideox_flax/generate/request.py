@@ -53,10 +53,10 @@ class GenerationRequest:
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
-    mask: a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3] for all frames of the video; as many.
-    encoder_noise: "image", "last_image", "video" or "mask" -> standard normal [B, T, h, w, C], in place of random
+    mask_video: a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3] for all frames of the video; as many.
+    encoder_noise: "image", "last_image", "video" or "mask_video" -> standard normal [B, T, h, w, C], in place of random
         noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
-        models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask", to the video.
+        models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
     The others say it in their help.
     """
@@ -128,7 +128,7 @@ class GenerationRequest:
         metavar="FILE",
         repeat=True,
     )
-    mask: Any = option(  # noqa: RUF009
+    mask_video: Any = option(  # noqa: RUF009
         None,
         "what of the video is made anew, for inpainting models: white is, black stays; a video file, a folder of PNGs, "
         "or one picture for all frames",
@@ -204,7 +204,7 @@ class GenerationRequest:
             media.check_image_scale(family, configs, self.image_scale)
         with faults.caught():
             steps = filled.get("num_inference_steps", self.num_inference_steps)
-            strength, has = filled.get("strength", self.strength), (self.video is not None, self.mask is not None)
+            strength, has = filled.get("strength", self.strength), (self.video is not None, self.mask_video is not None)
             filled["strength"] = media.resolve_strength(strength, *has, steps)
         with faults.caught():
             size = family.resolve_size(configs, num_frames, self.height, self.width)
@@ -269,7 +269,7 @@ class ResolvedRequest(GenerationRequest):
         last_image: list[Media] | None
         video: list[Media] | None
         control_video: list[Media] | None
-        mask: list[Media] | None
+        mask_video: list[Media] | None
 
     @property
     def batch(self) -> int:

@@ -193,7 +193,7 @@ class VisualStage:
 
     Attributes:
         input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
-            "control_video"; "mask". Without it there is no such stage.
+            "control_video"; "mask_video". Without it there is no such stage.
         feature: the name of the result, a feature of the denoiser, except for "video".
         component: what encodes it.
         encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
@@ -202,7 +202,7 @@ class VisualStage:
         noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
         mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
             video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
-            that picture (and last_image), masked elsewhere; with "mask" it is the request's video and mask.
+            that picture (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
     """
 
     input: str

@@ -206,12 +206,17 @@ def export(run: Run) -> None:
 
 
 def write_checkpoint(
-    run: Run, folder: Path, transformer: TransformerConfig, modules: dict[str, nnx.Module], steps: int
+    run: Run,
+    folder: Path,
+    transformer: TransformerConfig,
+    modules: dict[str, nnx.Module],
+    steps: int,
+    guidance: float = GUIDANCE,
 ) -> None:
-    """Write a native checkpoint from the three modules."""
+    """Write a native checkpoint from the three modules. guidance: its default."""
     parts = {"text_encoder": TEXT, "transformer": transformer, "vae": VAE}
     configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
-    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE)
+    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=guidance)
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(folder, manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})

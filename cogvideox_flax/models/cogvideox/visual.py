@@ -19,7 +19,7 @@ INPUTS = {
     "text": ("a text-to-video model", ("video",)),
     "image": ("an image-to-video model", ("image", "last_image")),
     "control": ("a control model", ("control_video",)),
-    "inpaint": ("an inpainting model", ("image", "last_image", "video", "mask")),
+    "inpaint": ("an inpainting model", ("image", "last_image", "video", "mask_video")),
 }
 """What a transformer takes -> its name, and the inputs that go with it."""
 
@@ -119,7 +119,7 @@ def stages(configs: Configs) -> tuple[VisualStage, ...]:
         masked = of_clip | {"feature": "inpaint_latents", "encode": encoder, "noise": noise, "mask_channels": 1}
         return (
             VisualStage(input="image", **masked),
-            VisualStage(input="mask", **masked),
+            VisualStage(input="mask_video", **masked),
             VisualStage(input="video", feature="video_latents", **of_clip),
         )
     return (VisualStage(input="video", feature="video_latents", **of_clip),)
@@ -142,7 +142,7 @@ def check_inputs(configs: Configs, given: Sequence[str]) -> None:
         return
     if "image" in given and "video" in given:
         raise InputError("image and video are both given; give --image to start from a picture, or --video for a clip")
-    for name, needed in (("mask", "video"), ("last_image", "image")):
+    for name, needed in (("mask_video", "video"), ("last_image", "image")):
         if name in given and needed not in given:
             raise InputError(
                 f"{name} goes with {needed}; give --{needed} ({needed}=) too, or leave {name.replace('_', '-')} out"
