@@ -53,7 +53,7 @@ class GenerationRequest:
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
-    mask_video: a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3] for all frames of the video; as many.
+    mask_video: as a video; or one picture for all of its frames, [H, W, 3] in Python; as many.
     encoder_noise: "image", "last_image", "video" or "mask_video" -> standard normal [B, T, h, w, C], in place of random
         noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
         models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
