@@ -206,17 +206,12 @@ def export(run: Run) -> None:
 
 
 def write_checkpoint(
-    run: Run,
-    folder: Path,
-    transformer: TransformerConfig,
-    modules: dict[str, nnx.Module],
-    steps: int,
-    guidance: float = GUIDANCE,
+    run: Run, folder: Path, transformer: TransformerConfig, modules: dict[str, nnx.Module], steps: int
 ) -> None:
-    """Write a native checkpoint from the three modules. guidance: its default."""
+    """Write a native checkpoint from the three modules."""
     parts = {"text_encoder": TEXT, "transformer": transformer, "vae": VAE}
     configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
-    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=guidance)
+    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE)
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(folder, manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})

@@ -54,9 +54,6 @@ LOOP = LoopConfig(
 PHASE = Phase("image-to-video", LOOP, LOOP.steps, TimestepDensity(0.3, 0.9, 0.8), corners=20.0, small_squares=2)
 """The picture shows what the things look like, so that the prompt decides their motion alone. That happens at higher
 noise levels than the shapes of text to video."""
-GUIDANCE = 1.5
-"""The checkpoint's default. 1, 1.5 and 2 gave 73, 77 and 75 % right in 48 to 96 videos, and 75, 88 and 86 % where the
-prompt says another motion than the picture's clip has: the picture shows much of what guidance would add."""
 NOISE_LOG_MEAN, NOISE_LOG_STD = -3.0, 0.5
 """Of the standard deviation of noise that is added to the first frame's latents. The releases' training adds as much to
 its pixels (arXiv 2408.06072, section 2), so that the model does not rely on details."""
@@ -146,5 +143,4 @@ def export_image_to_video(run: Run) -> None:
         "vae": jax.device_get(train_vae(run)),
     }
     steps = run.steps_before() + PHASE.steps
-    folder = run.folder / "checkpoint-image-to-video"
-    write_checkpoint(run, folder, IMAGE_TRANSFORMER, modules, steps, GUIDANCE)
+    write_checkpoint(run, run.folder / "checkpoint-image-to-video", IMAGE_TRANSFORMER, modules, steps)
