@@ -102,7 +102,7 @@ def test_riflex_is_a_request(pipe, tmp_path):
     short, long = {"num_frames": 9, **SMALL}, {"num_frames": 169, **SMALL, "output_type": "latent"}
     np.testing.assert_array_equal(pipe(PROMPT, **short, positions="riflex").frames, pipe(PROMPT, **short).frames)
     assert np.abs(pipe(PROMPT, **long, positions="riflex").frames - pipe(PROMPT, **long).frames).max() > 1e-3
-    with pytest.raises(InputError, match="positions is 'riflex'; this model has trained"):
+    with pytest.raises(InputError, match="positions is 'riflex'; this model has none"):
         Pipeline.from_pretrained(None, "float32").resolve(GenerationRequest(PROMPT, positions="riflex"))
 
 
@@ -180,7 +180,7 @@ def test_memory_of_a_step_does_not_grow_with_the_clip(pipe):
         ({"window": 25, "window_overlap": 6}, "window_overlap is 6; expected a multiple of 4"),
         ({"window_overlap": 8}, "give --window too"),
         ({"window": 25, "tiling": True}, "leave tiling or the window out"),
-        ({"positions": "yarn"}, "positions is 'yarn'; this model has trained, riflex"),
+        ({"positions": "yarn"}, "positions is 'yarn'; this model has riflex"),
     ],
 )
 def test_refusals(pipe, options, message):

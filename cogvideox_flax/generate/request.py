@@ -157,11 +157,11 @@ class GenerationRequest:
         parse=float,
     )
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
-    positions: str = option(
+    positions: str | None = option(
+        None,
+        "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: as "
         "trained",
-        "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: "
-        "trained",
-        choices={"trained": "trained", "riflex": "riflex"},
+        choices={"riflex": "riflex"},
     )
     window: int | None = option(
         None,

@@ -65,6 +65,7 @@ def _are_loras(value: Any) -> bool:
 
 _VALID: dict[str, Callable[[Any], bool]] = {
     "str": _is_text,
+    "str | None": _is_text,
     "str | Sequence[str]": lambda value: isinstance(value, list),
     "int": _is_whole,
     "int | None": _is_whole,

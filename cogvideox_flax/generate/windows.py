@@ -98,9 +98,10 @@ def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest
     Raises:
         InputError: as for `resolve_windows`; positions that this model does not have.
     """
-    known = ("trained", *family.positions(configs))
-    if request.positions not in known:
-        raise InputError(f"positions is {shown(request.positions)}; this model has {', '.join(known)}")
+    known = family.positions(configs)
+    if request.positions is not None and request.positions not in known:
+        others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
+        raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
     windows = resolve_windows(family, configs, request, size)
     if windows is not None:
         check_pieces(family, request.tiling)
