@@ -90,8 +90,8 @@ class RunPrograms:
     @property
     def predict(self) -> Function:
         """The family's `predict`, with the positions that are asked for."""
-        extended = self.family.positions(self.manifest.configs)
-        return extended.get(self.request.positions, self.family.predict)
+        positions = self.request.positions
+        return self.family.predict if positions is None else self.family.positions(self.manifest.configs)[positions]
 
     @property
     def visual(self) -> list[VisualStage]:
