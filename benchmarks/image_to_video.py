@@ -1,6 +1,7 @@
 """Image to video on the procedural world: is the object kept, and does it move as the prompt says?
 
-    python -m benchmarks.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--json FILE] [--sheet FILE.png]
+    python -m benchmarks.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
+        [--json FILE] [--sheet FILE.png]
 
 The pictures are first frames of clips, half of them of combinations that training never shows. Modes:
 
@@ -30,6 +31,7 @@ from benchmarks.judge import Rate, compare, wilson
 from benchmarks.machine import machine
 from benchmarks.prompt_following import FIRST_SEED, SHOWN
 from benchmarks.seeing import see
+from benchmarks.video_to_video import generate
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
@@ -74,20 +76,6 @@ def make_items(count: int, mode: str, seed: int = 0) -> list[Item]:
     return items
 
 
-def generate(pipe: Pipeline, items: Sequence[Item], steps: int, batch: int) -> UInt8[np.ndarray, "N F H W 3"]:
-    made = []
-    for start in range(0, len(items), batch):
-        part = items[start : start + batch]
-        options: dict[str, Any] = {
-            "num_inference_steps": steps,
-            "seed": start,
-            "progress": False,
-            "compiled_loop": True,
-        }
-        made.append(pipe([item.prompt for item in part], image=[item.picture for item in part], **options).frames)
-    return np.concatenate(made)
-
-
 def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict[str, Any]:
     """The rates of each attribute, of what is kept, of the motion, and of all; the mean PSNR of the first frames."""
     scores = []
@@ -110,6 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default=hub.EMBEDDED_IMAGE_TO_VIDEO)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--guidance-scale", type=float, help="default: the checkpoint's")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png")
@@ -118,7 +107,9 @@ def main() -> None:
     rows, shown = {}, []
     for mode in ("same", "other", "silent"):
         items = make_items(args.prompts, mode)
-        videos = generate(pipe, items, args.steps, args.batch)
+        how = {"num_inference_steps": args.steps, "guidance_scale": args.guidance_scale}
+        prompts, pictures = [item.prompt for item in items], [item.picture for item in items]
+        videos = generate(pipe, prompts, {"image": pictures}, args.batch, **how)
         rows[mode] = judge(items, videos)
         some = videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)]
         shown += [np.stack([item.picture, *video]) for item, video in zip(items[:ON_SHEET], some, strict=False)]
@@ -127,7 +118,13 @@ def main() -> None:
     for mode, row in rows.items():
         cells = [f"{r['percent']:.0f} ({r['low']:.0f}–{r['high']:.0f})" for r in row["rates"].values()]
         print(f"| {mode} | {' | '.join(cells)} | {row['psnr']:.1f} |")
-    settings = {"prompts": args.prompts, "steps": args.steps, "model": str(args.model), "machine": machine()}
+    settings = {
+        "prompts": args.prompts,
+        "steps": args.steps,
+        "guidance_scale": args.guidance_scale,
+        "model": str(args.model),
+        "machine": machine(),
+    }
     if args.json is not None:
         args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
     if args.sheet is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +32,29 @@ ON_SHEET = 6
 
 
 def generate(
-    pipe: Pipeline, items: Sequence[Item], strength: float | None, steps: int, batch: int
+    pipe: Pipeline, prompts: Sequence[str], media: Mapping[str, Sequence[Any]], batch: int, **options: Any
 ) -> UInt8[np.ndarray, "N F H W 3"]:
-    """One video per item, from the clip of the next item; strength None is text to video."""
+    """One video per prompt, batch by batch; the seed of a batch is its first prompt's index.
+
+    media: field of the request -> its pictures or clips, one per prompt.
+    """
     made = []
-    for start in range(0, len(items), batch):
-        part = items[start : start + batch]
-        clips = [items[(item.index + 1) % len(items)].clip.video for item in part]
-        given: dict[str, Any] = {} if strength is None else {"video": clips, "strength": strength}
-        prompts = [item.clip.prompt for item in part]
-        options: dict[str, Any] = {
-            "num_inference_steps": steps,
-            "seed": start,
-            "progress": False,
-            "compiled_loop": True,
-        }
-        made.append(pipe(prompts, **options, **given).frames)
+    for start in range(0, len(prompts), batch):
+        part = slice(start, start + batch)
+        given: dict[str, Any] = {name: each[part] for name, each in media.items()}
+        made.append(pipe(prompts[part], seed=start, progress=False, compiled_loop=True, **given, **options).frames)
     return np.concatenate(made)
+
+
+def inputs_of(items: Sequence[Item]) -> list[UInt8[np.ndarray, "F H W 3"]]:
+    """The clip that each video starts from: that of the next item."""
+    return [items[(item.index + 1) % len(items)].clip.video for item in items]
 
 
 def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict[str, Any]:
     """The percentage of clips in which all that the prompt says is right, with its 95 % interval; the mean PSNR."""
     scores = [compare(see(video), read_prompt(item.clip.prompt)) for item, video in zip(items, videos, strict=True)]
-    inputs = [items[(item.index + 1) % len(items)].clip.video for item in items]
+    inputs = inputs_of(items)
     return {
         "follows its prompt": dataclasses.asdict(rates(scores)["all"]),
         "psnr": float(np.mean([psnr(clip, video) for clip, video in zip(inputs, videos, strict=True)])),
@@ -75,7 +75,9 @@ def main() -> None:
     items = make_items(args.prompts, seed=0)
     rows, shown = {}, []
     for strength in (*STRENGTHS, None):
-        videos = generate(pipe, items, strength, args.steps, args.batch)
+        clips = {} if strength is None else {"video": inputs_of(items)}
+        how = {"num_inference_steps": args.steps, "strength": strength}
+        videos = generate(pipe, [item.clip.prompt for item in items], clips, args.batch, **how)
         rows["text" if strength is None else f"{strength:g}"] = judge(items, videos)
         shown.append(videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)])
     print("| strength | follows its prompt, % | PSNR against its input, dB |\n|---|---|---|")

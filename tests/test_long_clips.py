@@ -154,6 +154,16 @@ def test_a_long_clip_in_every_kind_of_run(pipe, native, tmp_path, paths):
     expected = pipe(PROMPT, **options).frames[0]
     assert np.abs(read_video(path)[0].astype(int) - expected).max() <= 1
     short = {"num_frames": 25, **SMALL}
+    flags += [
+        "--num-frames",
+        25,
+        "--tiling",
+        "--dtype",
+        "float32",
+    ]  # no longer than its window: decoded whole, in tiles
+    (path,) = paths("generate", PROMPT, "--model", native, *flags, "--out", tmp_path / "tiled")
+    tiled = pipe(PROMPT, **short, tiling=True).frames[0]
+    assert np.abs(read_video(path)[0].astype(int) - tiled).max() <= 1
     np.testing.assert_array_equal(pipe(PROMPT, window=25, **short).frames, pipe(PROMPT, **short).frames)
 
 
@@ -208,4 +218,4 @@ def test_pieces_on_a_mesh(native, pipe):
     on_mesh.check_decode_memory(latents.shape, pieces=True, progress=False)
     (clip,) = on_mesh.decode_clips(latents, output_type="uint8", progress=False)
     (expected,) = np.asarray(pipe.decode(latents, progress=False))
-    assert np.abs(clip.read().astype(int) - expected).max() <= 1
+    assert np.abs(np.stack(list(clip)).astype(int) - expected).max() <= 1

@@ -256,6 +256,16 @@ def text_model(tmp_path_factory):
     return save_layout(tmp_path_factory.mktemp("1.5"), "cogvideox1.5-5b")
 
 
+def same_at_once(pipe, prompt, options):
+    """The frames of a run, which are the same as one program, in a compiled loop and on a mesh."""
+    how = {"output_type": "float", "seed": 3, "progress": False, **options}
+    expected = pipe(prompt, **how).frames
+    spread = Pipeline.from_pretrained(pipe.native_dir, "float32", sharding.make_mesh(2, 2, 2))
+    for each, change in ((pipe, {"one_program": True}), (pipe, {"compiled_loop": True}), (spread, {})):
+        np.testing.assert_allclose(each(prompt, **how, **change).frames, expected, atol=1e-4)
+    return expected
+
+
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
@@ -263,14 +273,8 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     media = {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
     options = {**I2V, "num_inference_steps": 4} | media
     pipe = Pipeline.from_pretrained(model, "float32")
-    expected = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
+    expected = same_at_once(pipe, PROMPTS[0], options)
     assert expected.shape == (1, 9, 64, 96, 3)
-    for change in ({"one_program": True}, {"compiled_loop": True}):
-        found = pipe(PROMPTS[0], output_type="float", seed=3, progress=False, **options, **change).frames
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    spread = Pipeline.from_pretrained(model, "float32", sharding.make_mesh(2, 2, 2))
-    found = spread(PROMPTS[0], output_type="float", seed=3, progress=False, **options).frames
-    np.testing.assert_allclose(found, expected, atol=1e-4)
 
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 9, "--height", 64, "--width", 96, "--seed", 3]

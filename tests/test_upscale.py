@@ -20,7 +20,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import upscale as upscaling
 from cogvideox_flax.generate.functions import encoder_noise_key, standard_normal
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
-from cogvideox_flax.generate.upscale import UpscaleOptions, plan_upscale, upscale
+from cogvideox_flax.generate.upscale import plan_upscale, upscale
+from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.source import VideoInfo
 from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
 from cogvideox_flax.schedulers import OneStepScheduler

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cogvideox_flax.checkpoint import (
     CONFIG_FILE,
@@ -39,10 +40,7 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
 """The name of the small image-to-video checkpoint that comes with it."""
 
-_BY_NAME = {
-    "embedded": EMBEDDED,
-    EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video"),
-}
+_BY_NAME: dict[Any, Path] = {None: EMBEDDED, EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video")}
 
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
@@ -53,8 +51,8 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
     hub id belongs to one commit and does not need the downloaded files.
 
     Args:
-        where: directory or hub id; None or "embedded" for the embedded checkpoint, "embedded-image-to-video" for the
-            one that takes a first frame.
+        where: directory or hub id; None for the embedded checkpoint, "embedded-image-to-video" for the one that
+            takes a first frame.
         revision: for a hub id: branch, tag or commit.
         progress: progress bars on stderr.
 
@@ -114,8 +112,9 @@ def _is_model(folder: Path) -> bool:
 
 def _local(where: str | Path | None, revision: str | None) -> Path | None:
     """The model directory that `where` names, native or in the Hugging Face layout; None: it may be a hub id."""
-    if where is None or (where in _BY_NAME and not os.path.exists(where)):
-        path = _BY_NAME[str(where or "embedded")]
+    embedded = None if where is not None and os.path.exists(where) else _BY_NAME.get(where)
+    if where is None or embedded is not None:
+        path = embedded or EMBEDDED
         if not is_native(path):
             raise InputError(
                 f"{'no model was named, and ' if where is None else ''}there is no embedded checkpoint in {path}. Name "

@@ -10,8 +10,9 @@ from typing import Any
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.option import Option, Stage
+from cogvideox_flax.generate.option import Option, Stage, options_of
 from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, options
+from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
@@ -94,12 +95,12 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     return groups
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
-    """Give a parser the flag of a field of the request; None says that it was not used."""
+def add_option(parser: argparse.ArgumentParser, name: str, option: Option, kind: type = GenerationRequest) -> None:
+    """Give a parser the flag of a field of the request, or of other options; None says that it was not used."""
     how: dict[str, Any] = {"dest": name, "default": None, "help": option.help}
     if option.choices is not None:
         how |= {"type": _one_of(option.choices), "metavar": "{" + ",".join(option.choices) + "}"}
-    elif option.parse is None and isinstance(getattr(GenerationRequest, name), bool):
+    elif option.parse is None and isinstance(getattr(kind, name), bool):
         how |= {"action": "store_const", "const": True}
     else:
         how |= {"type": option.parse or str, "metavar": option.metavar or name.upper()}
@@ -138,17 +139,8 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _add_upscale(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("clip", type=_path, metavar="CLIP", help="a video file or a folder of PNGs")
     sub.add_argument("--out", type=_path, required=True, help=".mp4, .gif, frames/%%04d.png or a directory of PNGs")
-    sub.add_argument("--scale", type=int, help="factor of both sides; default: 4")
-    tile = "of the result, multiples of 16 pixels; default: whole frames"
-    sub.add_argument("--tile", type=_tile, metavar="HxW", help=tile)
-    sub.add_argument("--overlap", type=int, metavar="PIXELS", help="that neighbouring tiles share; default: 32")
-    chunk = "8 n + 1, done at once; default: as many as the release was trained on"
-    sub.add_argument("--chunk", type=int, metavar="FRAMES", help=chunk)
-    shared = "that neighbouring chunks share; default: 8"
-    sub.add_argument("--chunk-overlap", type=int, metavar="FRAMES", help=shared)
-    sub.add_argument("--seed", type=int, help="of the encoder's noise; default: 0")
-    tiling = "encode and decode in the VAE's own tiles too: less memory, slightly different"
-    sub.add_argument("--tiling", action="store_const", const=True, help=tiling)
+    for name, each in options_of(UpscaleOptions).items():
+        add_option(sub, name, each, UpscaleOptions)
 
 
 def _add_train(sub: argparse.ArgumentParser) -> None:
@@ -206,14 +198,6 @@ def _path(text: str) -> Path:
         return expand_user(text)
     except InputError as e:
         raise argparse.ArgumentTypeError(str(e)) from e
-
-
-def _tile(text: str) -> tuple[int, int]:
-    """'480x720' -> (480, 720)."""
-    height, found, width = text.lower().partition("x")
-    if not (found and height.isdecimal() and width.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH, such as 512x512; got {text!r}")
-    return int(height), int(width)
 
 
 def _steps(text: str) -> tuple[int, int]:

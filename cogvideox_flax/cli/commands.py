@@ -132,7 +132,7 @@ def decode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.checks import check_model
     from cogvideox_flax.generate.run_dir import VIDEO_FILE, check_folder
     from cogvideox_flax.generate.values import check_fps
-    from cogvideox_flax.generate.windows import check_pieces
+    from cogvideox_flax.generate.windows import check_pieces, in_pieces
     from cogvideox_flax.io.paths import item_paths
 
     before = resume(args)
@@ -150,7 +150,7 @@ def decode(args: argparse.Namespace) -> None:
     hosts.check_mesh(mesh)
     check_model(manifest, args.model or EMBEDDED, dtype, mesh)
     how = {"tiling": bool(args.tiling), "progress": not args.quiet}
-    long = before.get("window") is not None
+    long = in_pieces(before.get("num_frames"), before.get("window"))
     if long:
         check_pieces(manifest.model_family, how["tiling"])
     elif args.tiling:
@@ -170,6 +170,8 @@ def upscale(args: argparse.Namespace) -> None:
     """A clip enlarged by a model that was fine-tuned for it, written as its frames are finished."""
     from cogvideox_flax.generate import upscale as upscaling
     from cogvideox_flax.generate.checks import check_model, check_run
+    from cogvideox_flax.generate.option import options_of
+    from cogvideox_flax.generate.upscale_options import UpscaleOptions
     from cogvideox_flax.io.source import FrameStream
     from cogvideox_flax.io.video import open_video, save_video
 
@@ -181,18 +183,18 @@ def upscale(args: argparse.Namespace) -> None:
     dtype = args.dtype or manifest.default_dtype
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
     check_model(manifest, args.model, dtype, mesh)
-    names = [field.name for field in dataclasses.fields(upscaling.UpscaleOptions)]
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    plan = upscaling.plan_upscale(manifest, source.info, upscaling.UpscaleOptions(**given))
+    given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
+    plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given))
     if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
         check_model(manifest, args.model, dtype, mesh)
     check_run(plan.request, mesh, profiling_options(args))
     pipe, how = load(args, dtype, mesh), {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
-    parts = upscaling.upscale_frames(source, plan, upscaling.tile_runner(pipe, plan, not args.quiet), **how)
+    run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
+    frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
     fps = plan.clip.fps or manifest.model_family.defaults(manifest.configs).fps
     try:
-        save_video(args.out, FrameStream(plan.shape, parts), fps, upscaling.describe(plan, pipe, args.clip))
+        save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; nothing was written") from None
     print(args.out)

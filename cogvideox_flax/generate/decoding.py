@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float32
 
@@ -80,33 +78,3 @@ def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ..
         return x
     where = NamedSharding(mesh, sharding.spatial_layout(mesh, latents, x.ndim))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-
-@dataclass(frozen=True)
-class DecodedClip:
-    """The frames of one clip, decoded while they are read, a piece at a time; each reading decodes again.
-
-    On several hosts all of them read it to its end.
-
-    shape, dtype: of all frames, [F, H, W, 3].
-    pieces: starts an iterator over the pieces, [f, H, W, 3].
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    pieces: Callable[[], Iterator[np.ndarray]]
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for piece in self.pieces():
-            yield from piece
-
-    def read(self) -> np.ndarray:
-        """All frames."""
-        return np.concatenate(list(self.pieces()))

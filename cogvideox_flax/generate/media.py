@@ -19,6 +19,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames
 from cogvideox_flax.io.contents import content_hashes
+from cogvideox_flax.io.formats import format_of
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.pictures import on_white, read_picture
 from cogvideox_flax.io.png import sequence_files
@@ -191,7 +192,7 @@ def _is_picture(mask: Any) -> bool:
     """
     if isinstance(mask, str | os.PathLike):
         path = expand_user(os.fspath(mask))
-        return path.is_file() and path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")
+        return path.is_file() and format_of(path) in ("png", None)  # None: of no kind of video
     if not isinstance(mask, Image.Image | np.ndarray):
         raise InputError(
             f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"

@@ -35,6 +35,12 @@ class Option:
     for_media: bool = False
 
 
+def options_of(kind: type) -> dict[str, Option]:
+    """Field of a dataclass -> its option."""
+    fields = dataclasses.fields(kind)
+    return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
+
+
 def option(default: Any, help: str, **how: Any) -> Any:
     """A field of the request that is an option of the command line; `how`: as for `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, **how)})

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_run
+from cogvideox_flax.generate.compiled_components import CompiledComponents
 from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.decoder import Decoder
 from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, with_progress
 from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
@@ -42,7 +42,7 @@ Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
 
 
-class Pipeline(Decoder):
+class Pipeline(CompiledComponents):
     """Text to video with a checkpoint of any family.
 
     Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
@@ -149,7 +149,7 @@ class Pipeline(Decoder):
         kept = state.latents[:, run.size.extra_latents :]
         how: dict[str, Any] = {"output_type": request.output_type, "progress": progress}
         if run.windows is not None:
-            return np.stack([clip.read() for clip in self.decode_clips(kept, **how)]), done, stopped
+            return np.stack([np.stack(list(clip)) for clip in self.decode_clips(kept, **how)]), done, stopped
         return self.decode(kept, tiling=request.tiling, **how), done, stopped
 
     def check_memory(

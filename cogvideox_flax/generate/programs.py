@@ -37,7 +37,7 @@ from cogvideox_flax.generate.functions import (
 )
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.request import ResolvedRequest
-from cogvideox_flax.generate.windows import Windows, resolve_windows
+from cogvideox_flax.generate.windows import Windows, resolve_windows, window_size
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
@@ -77,15 +77,6 @@ class RunPrograms:
     def windows(self) -> Windows | None:
         """The windows of a long clip; None: it is denoised whole."""
         return resolve_windows(self.family, self.manifest.configs, self.request, self.size)
-
-    @property
-    def window(self) -> Size:
-        """The size that the denoiser sees at once."""
-        if self.windows is None:
-            return self.size
-        return self.family.resolve_size(
-            self.manifest.configs, self.request.window, self.request.height, self.request.width
-        )
 
     @property
     def predict(self) -> Function:
@@ -145,7 +136,8 @@ class RunPrograms:
     @property
     def denoise(self) -> ProgramSpec:
         """(denoiser, inputs, state) -> (state, finite): a step, or all of them with `compiled_loop`."""
-        tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, self.window).tokens
+        seen = window_size(self.family, self.manifest.configs, self.request, self.size)
+        tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, seen).tokens
         given = self.predict, self.sampler, self.windows
         if self.request.compiled_loop:
             return ProgramSpec("denoising loop", make_loop, given, donate=("state",), tokens=tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtyping import Float
 
-from cogvideox_flax.generate.option import Option, Stage, option
+from cogvideox_flax.generate.option import Option, Stage, option, options_of
 from cogvideox_flax.generate.values import (
     MAX_SEED,
     Faults,
@@ -323,6 +323,4 @@ class ResolvedRequest(GenerationRequest):
 
 def options(*stages: Stage) -> dict[str, Option]:
     """Field of the request -> its option, for those of these stages."""
-    fields = dataclasses.fields(GenerationRequest)
-    found = {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
-    return {name: option for name, option in found.items() if option.stage in stages}
+    return {name: option for name, option in options_of(GenerationRequest).items() if option.stage in stages}

@@ -11,7 +11,6 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.decoding import DecodedClip
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.io.paths import item_paths
@@ -26,7 +25,7 @@ class GenerationResult:
 
     frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
         "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them); a list of
-        `DecodedClip` from the stages of a long clip.
+        `FrameStream` from the stages of a long clip.
     fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.
     """
@@ -49,8 +48,6 @@ class GenerationResult:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
-            if isinstance(frames, DecodedClip):
-                frames = FrameStream(frames.shape, frames.pieces())
             save_video(name, frames, self.fps, self.metadata | each)
         return paths
 
@@ -58,8 +55,8 @@ class GenerationResult:
         """What a host does that does not save, while process 0 does: frames that are decoded while they are read need
         all hosts."""
         for frames in self.frames:
-            if isinstance(frames, DecodedClip):
-                deque(frames.pieces(), maxlen=0)
+            if isinstance(frames, FrameStream):
+                deque(frames.parts(), maxlen=0)
 
 
 def describe_run(

@@ -35,6 +35,7 @@ from cogvideox_flax.generate.run_dir import (
     read_settings,
     recorded,
 )
+from cogvideox_flax.generate.windows import in_pieces
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
@@ -259,10 +260,10 @@ def decode(
     channels = pipe.manifest.model_family.latent_channels(pipe.manifest.configs)
     settings = hosts.from_first(lambda: read_settings(folder))
     latents = hosts.from_first(lambda: read_latents(folder, settings, channels))
-    if settings.get("window") is None:
-        frames: Any = fetch(pipe.decode(latents, tiling=tiling, progress=progress))
+    if in_pieces(settings.get("num_frames"), settings.get("window")):
+        frames: Any = pipe.decode_clips(latents, progress=progress)
     else:
-        frames = pipe.decode_clips(latents, progress=progress)
+        frames = fetch(pipe.decode(latents, tiling=tiling, progress=progress))
     fps = fps or settings.get("fps") or pipe.manifest.model_family.defaults(pipe.manifest.configs).fps
     return GenerationResult(frames, fps, _describe(pipe, settings))
 

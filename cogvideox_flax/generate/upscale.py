@@ -29,6 +29,7 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.result import describe_run
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
+from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, shown
@@ -43,28 +44,6 @@ SAMPLER = "one_step"
 
 RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 3"]]
 """One tile of one chunk, in [0, 255] -> restored, in [0, 1]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpscaleOptions:
-    """How to upscale.
-
-    scale: the factor of both sides, 1 to 16; the released model was trained for 4.
-    tile: (height, width) of a tile of the result in pixels, multiples of 16; None: whole frames.
-    overlap: pixels that neighbouring tiles share at least.
-    chunk: frames of a part of the clip, 8 n + 1; None: the clip, or what the release was trained on if that is less.
-    chunk_overlap: frames that neighbouring chunks share at least.
-    seed: of the noise of the encoder's posterior, the same for each tile.
-    tiling: encode and decode each tile in the VAE's own tiles: less memory, slightly different.
-    """
-
-    scale: int = 4
-    tile: tuple[int, int] | None = None
-    overlap: int = 32
-    chunk: int | None = None
-    chunk_overlap: int = 8
-    seed: int = 0
-    tiling: bool = False
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,32 @@ def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest
     if request.positions is not None and request.positions not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
         raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
-    windows = resolve_windows(family, configs, request, size)
-    if windows is not None:
+    if resolve_windows(family, configs, request, size) is not None:
         check_pieces(family, request.tiling)
-    return size if windows is None else family.resolve_size(configs, request.window, size.height, size.width)
+    return window_size(family, configs, request, size)
+
+
+def in_pieces(num_frames: int | None, window: int | None) -> bool:
+    """Whether a clip is longer than its window, and so is denoised in windows and decoded in pieces.
+
+    num_frames: None: not known, as in directories of the reference system, which has no windows.
+    """
+    return window is not None and num_frames is not None and window < num_frames
+
+
+def window_size(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Size:
+    """The size that the denoiser sees at once: of a window, or of a clip that is not longer.
+
+    Raises:
+        InputError: a window that is no frame count of the model.
+    """
+    if request.window is None:
+        return size
+    try:
+        window = family.resolve_size(configs, request.window, size.height, size.width)
+    except InputError as e:
+        raise InputError(str(e).replace("num_frames", "window")) from e
+    return window if in_pieces(size.num_frames, request.window) else size
 
 
 def check_pieces(family: ModelFamily, tiled: bool) -> None:
@@ -132,11 +154,8 @@ def resolve_windows(family: ModelFamily, configs: Configs, request: GenerationRe
         if overlap is not None:
             raise InputError("window_overlap is of two windows; give --window too, or leave it out")
         return None
-    try:
-        window = family.resolve_size(configs, request.window, size.height, size.width)
-    except InputError as e:
-        raise InputError(str(e).replace("num_frames", "window")) from e
-    if window.latent_frames >= size.latent_frames:
+    window = window_size(family, configs, request, size)
+    if window is size:
         return None
     per_latent = (window.num_frames - 1) // max(window.latent_frames - window.extra_latents - 1, 1)
     if overlap is None:

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import UInt8
+from numpy.typing import DTypeLike
 
 Frame = UInt8[np.ndarray, "H W 3"]
 Frames = UInt8[np.ndarray, "F H W 3"]
 
 
+@dataclass(frozen=True)
 class FrameStream:
-    """Frames that are made while they are written, and read once, in place of an array of all of them.
+    """Frames that are made while they are read, a part at a time; each reading makes them again.
 
-    Args:
-        shape: [F, H, W, 3].
-        parts: uint8 [n, H, W, 3], in order; together all frames.
+    shape, dtype: of all frames, [F, H, W, 3].
+    parts: starts an iterator over [n, H, W, 3], in order; together all frames.
     """
 
-    def __init__(self, shape: tuple[int, ...], parts: Iterable[Frames]):
-        self.shape = shape
-        self._parts = parts
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[np.ndarray]]
+    dtype: DTypeLike = np.uint8
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Frame]:
-        for part in self._parts:
+        for part in self.parts():
             yield from part
 
 

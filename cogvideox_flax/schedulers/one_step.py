@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.schedulers.base import Scheduler, StepTable
+from cogvideox_flax.schedulers.base import StepTable
+from cogvideox_flax.schedulers.ddim import DDIMScheduler
 
 TIMESTEP = 399
 """Of the only step. Source: `sr_noise_step` of the authors' inference_script.py."""
 
 
-class OneStepScheduler(Scheduler):
-    """From the latents of a clip to x0 in one step; no noise is added and none is drawn. Its state is None.
+class OneStepScheduler(DDIMScheduler):
+    """From the latents of a clip to x0 in one step of DDIM; no noise is added.
 
     The clip's latents take the place of a sample at timestep 399: x0 = sqrt(abar) latents - sqrt(1 - abar) v.
     """
 
     kind = "one_step"
-    needs_noise = False
     needs_video = True
     fixed: ClassVar[Mapping[str, Any]] = {
         "num_inference_steps": 1,
@@ -54,22 +53,6 @@ class OneStepScheduler(Scheduler):
         tables |= {"from_sample": zero, "from_previous_x0": zero, "from_noise": zero}
         timesteps = np.array([TIMESTEP], np.int32)
         return StepTable(timesteps=timesteps, **{name: table.astype(np.float32) for name, table in tables.items()})
-
-    def init_state(self, sample: Float[Array, "*shape"]) -> None:
-        return None
-
-    def step(
-        self,
-        plan: StepTable,
-        i: int | Int[Array, ""],
-        prediction: Float[Array, "*shape"],
-        sample: Float[Array, "*shape"],
-        state: Float32[Array, "*shape"] | None = None,
-        noise: Float[Array, "*shape"] | None = None,
-    ) -> tuple[Float[Array, "*shape"], None]:
-        c = plan.row(i)
-        x0 = c.signal * sample.astype(jnp.float32) - c.sigma * prediction.astype(jnp.float32)
-        return x0.astype(sample.dtype), None
 
     def start_from(
         self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]

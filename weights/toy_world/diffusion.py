@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -173,12 +172,7 @@ def train_transformer(run: Run) -> TrainState:
             mesh=run.mesh,
             rows=ROWS,
             stop_at=phase.steps,
-            recorded={
-                "scheduler": SCHEDULER.to_dict(),
-                "focus": dataclasses.asdict(phase.density),
-                "corners": phase.corners,
-                "small_squares": phase.small_squares,
-            },
+            recorded=phase.recorded(),
         )
         state = train_to_end(trainer, params)
         params = state.trained if phase.cooled else state.params

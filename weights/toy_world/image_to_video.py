@@ -6,7 +6,6 @@ zero in all other latent frames. Text encoder and autoencoder stay as they are.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -122,12 +121,7 @@ def train_image_to_video(run: Run) -> TrainState:
         folder=run.folder / PHASE.name,
         mesh=run.mesh,
         rows=ROWS,
-        recorded={
-            "scheduler": SCHEDULER.to_dict(),
-            "focus": dataclasses.asdict(PHASE.density),
-            "corners": PHASE.corners,
-            "small_squares": PHASE.small_squares,
-        },
+        recorded=PHASE.recorded(),
     )
     return train_to_end(trainer, {"transformer": widen(load_transformer(run.base, dtype="float32"))})
 

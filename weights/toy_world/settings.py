@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -147,6 +148,15 @@ class Phase:
     corners: float = 0.0
     small_squares: int = 1
     cooled: bool = True
+
+    def recorded(self) -> dict[str, Any]:
+        """What decides the result beside `config`, as JSON values."""
+        return {
+            "scheduler": SCHEDULER.to_dict(),
+            "focus": asdict(self.density),
+            "corners": self.corners,
+            "small_squares": self.small_squares,
+        }
 
 
 @dataclass(frozen=True)

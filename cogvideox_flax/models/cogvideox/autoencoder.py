@@ -7,7 +7,7 @@ chunk, so the chunk sizes are part of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, in_chunks, sizes_after_first
+from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, in_chunks
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.tiling import TileLayout, Tiling, tiled
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
@@ -261,7 +261,7 @@ class Autoencoder(nnx.Module):
         *,
         tiling: Tiling | None = None,
         slicing: bool = False,
-        first_alone: bool = False,
+        chunks: Sequence[int] | None = None,
     ) -> Float[Array, "B F H W 3"]:
         """The video of a latent.
 
@@ -269,7 +269,8 @@ class Autoencoder(nnx.Module):
             z: raw, i.e. already divided by the scaling factor. Odd T give 4 (T - 1) + 1 frames, even T give 4 T.
             tiling: decode in blended tiles when the latent is larger than one; None decodes it whole.
             slicing: one clip of the batch after the other: the same result in less memory.
-            first_alone: the first latent is a chunk of its own, so that any T gives 4 (T - 1) + 1 frames.
+            chunks: latent frames of each chunk; None: diffusers', of `chunk_sizes`. Those of `sizes_after_first` give
+                4 (T - 1) + 1 frames for any T.
 
         Returns:
             Video in about [-1, 1], not clipped, in the parameters' dtype.
@@ -279,14 +280,15 @@ class Autoencoder(nnx.Module):
         """
         _check(z, "latent", self.config.latent_channels, 1)
         layout = _layout(tiling, Tiling.decode_layout, self.config.spatial_compression)
-        sizes = (sizes_after_first if first_alone else chunk_sizes)(z.shape[1], DECODE_CHUNK)
+        sizes = chunk_sizes(z.shape[1], DECODE_CHUNK) if chunks is None else chunks
         run = partial(in_chunks, self.decoder, sizes=sizes)
         return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), layout, slicing, 1)
 
     def decode_piece(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
-        """A part of `decode`: the next of the chunks that `chunk_sizes` gives.
+        """One chunk of `decode`, in order: its frames in about [-1, 1], and the cache for the next chunk.
 
         Args:
+            z: raw, as for `decode`.
             cache: of the chunk before; None for the first.
         """
         with sharding.spatial_split(z.astype(self.decoder.conv_in.kernel.dtype)) as z:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ def sizes_after_first(n: int, size: int) -> list[int]:
 
 
 def in_chunks(
-    part: Callable[[Array, Any], tuple[Array, Any]], x: Float[Array, "B T H W C"], sizes: list[int]
+    part: Callable[[Array, Any], tuple[Array, Any]], x: Float[Array, "B T H W C"], sizes: Sequence[int]
 ) -> Float[Array, "B t h w D"]:
     """Run `part` on a whole clip, chunk by chunk with its cache.
 

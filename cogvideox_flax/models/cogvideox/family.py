@@ -121,29 +121,30 @@ def predict_riflex(
 
 
 def _positions(configs: Configs) -> dict[str, Callable[..., Any]]:
-    """Learned and sine-cosine positions cannot be extended; a rotary table beside learned ones would not help."""
+    """RIFLEx is for models whose positions are rotary alone."""
     config = configs["transformer"]
     return {"riflex": predict_riflex} if config.rotary and not config.learned_positions else {}
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
-    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles.
-
-    An even number of latents, of which diffusers makes 4 T frames, is decoded as VideoX-Fun does, to 4 (T - 1) + 1.
-    """
+    """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles."""
     tiling = Tiling.official(vae.config) if tiled else None
-    how = {"slicing": len(latents) > 1, "first_alone": latents.shape[1] % 2 == 0}
-    video = vae.decode(latents / vae.config.scaling_factor, tiling=tiling, **how)
+    chunks = _decoder_pieces(latents.shape[1])
+    z = latents / vae.config.scaling_factor
+    video = vae.decode(z, tiling=tiling, slicing=len(latents) > 1, chunks=chunks)
     return video.astype(jnp.float32)
 
 
-def decode_piece(vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: Any) -> tuple[Any, Any]:
+def decode_piece(
+    vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: Any
+) -> tuple[Float32[Array, "B F H W 3"], Any]:
     """`decode` of a piece of a clip, of `decoder_pieces`: its video, and the cache for the next piece."""
     video, cache = vae.decode_piece(latents / vae.config.scaling_factor, cache)
     return video.astype(jnp.float32), cache
 
 
 def _decoder_pieces(frames: int) -> list[int]:
+    """diffusers' chunks; for an even number of latents, of which these make 4 T frames, VideoX-Fun's: 4 (T - 1) + 1."""
     return (chunk_sizes if frames % 2 else sizes_after_first)(frames, DECODE_CHUNK)
 
 

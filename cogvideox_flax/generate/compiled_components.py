@@ -1,4 +1,4 @@
-"""`Decoder`: a checkpoint whose components are loaded when needed, with the programs that decode latents."""
+"""`CompiledComponents`: components with their compiled programs, and decoding, which needs no request."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.components import Components
-from cogvideox_flax.generate.decoding import DecodedClip, decode_programs, decoding, decoding_piece
+from cogvideox_flax.generate.decoding import decode_programs, decoding, decoding_piece
 from cogvideox_flax.generate.functions import Frames
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
+from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.runtime.compile import Programs, ProgramSpec
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 
 
-class Decoder(Components):
+class CompiledComponents(Components):
     """The part of a pipeline that needs no request: its compiled programs, and decoding.
 
     Attributes:
@@ -78,17 +79,18 @@ class Decoder(Components):
 
     def decode_clips(
         self, latents: Float[Any, "B T h w C"], *, output_type: str = "uint8", progress: bool = True
-    ) -> list[DecodedClip]:
+    ) -> list[FrameStream]:
         """The same for long clips: each is decoded while its frames are read, a few of them at a time.
+
+        On several hosts all of them read a clip to its end.
 
         Raises:
             InputError: the decoder gives NaN or infinity; while frames are read.
         """
         family, shape = self.manifest.model_family, tuple(latents.shape)
         spec, model = decoding_piece(family, output_type), self.component(family.decoder)
-        programs = decode_programs(self.manifest, self.dtype, (1, *shape[1:]), self.mesh, (output_type, False), True)
-        pieces = [(jax.eval_shape(spec.function(), *args)[0], runs) for _, args, runs in programs]
-        count = sum(frames.shape[1] * runs for frames, runs in pieces)
+        one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
+        frames, _ = jax.eval_shape(decoding(family, output_type, False).function(), model, one)
 
         def decode(i: int) -> Iterator[np.ndarray]:
             cache, start = None, 0
@@ -100,8 +102,7 @@ class Decoder(Components):
                 start += size
                 yield fetch(frames)[0]
 
-        first = pieces[0][0]
-        return [DecodedClip((count, *first.shape[2:]), first.dtype, partial(decode, i)) for i in range(shape[0])]
+        return [FrameStream(frames.shape[1:], partial(decode, i), frames.dtype) for i in range(shape[0])]
 
     def check_decode_memory(
         self, shape: tuple[int, ...], *, tiling: bool = False, pieces: bool = False, progress: bool = True
