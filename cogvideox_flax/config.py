@@ -22,7 +22,7 @@ def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
         raise CheckpointError(f"{component} config asks for what is not implemented:\n" + "\n".join(faults))
 
 
-MAX = {"layers": 1000, "layers_per_block": 100, "temporal_compression": 64}
+MAX = {"layers": 1000, "refiner_layers": 1000, "layers_per_block": 100, "temporal_compression": 64}
 """Field -> its largest value, where that decides how much is looped over."""
 
 DEFAULT_MAX = 2**24

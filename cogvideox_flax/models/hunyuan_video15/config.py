@@ -1,0 +1,102 @@
+"""The configs of HunyuanVideo-1.5's transformer and VAE (config.json)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cogvideox_flax.config import Config, require
+from cogvideox_flax.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """The dual-stream transformer (diffusers `HunyuanVideo15Transformer3DModel`).
+
+    in_channels: of noisy latents, of the condition's latents and of their mask, side by side.
+    refiner_layers: blocks that refine the text before the others.
+    text_width, glyph_width, image_width: of the features of Qwen2.5-VL, of ByT5 and of SigLIP.
+    rope_axes: channels of a head that are rotated by the position in time, height and width.
+    target_size: side in pixels of a square as large as the videos of the training.
+    use_meanflow: the model also takes the timestep to which a step leads (step-distilled checkpoints).
+    """
+
+    layers: int = 54
+    heads: int = 16
+    head_dim: int = 128
+    refiner_layers: int = 2
+    mlp_ratio: float = 4.0
+    in_channels: int = 65
+    out_channels: int = 32
+    text_width: int = 3584
+    glyph_width: int = 1472
+    image_width: int = 1152
+    rope_theta: float = 256.0
+    rope_axes: tuple[int, ...] = (16, 56, 56)
+    target_size: int = 640
+    use_meanflow: bool = False
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        require("transformer", raw, patch_size=1, patch_size_t=1, qk_norm="rms_norm")
+        return cls(
+            layers=raw.get("num_layers", 54),
+            heads=raw.get("num_attention_heads", 16),
+            head_dim=raw.get("attention_head_dim", 128),
+            refiner_layers=raw.get("num_refiner_layers", 2),
+            mlp_ratio=raw.get("mlp_ratio", 4.0),
+            in_channels=raw.get("in_channels", 65),
+            out_channels=raw.get("out_channels", 32),
+            text_width=raw.get("text_embed_dim", 3584),
+            glyph_width=raw.get("text_embed_2_dim", 1472),
+            image_width=raw.get("image_embed_dim", 1152),
+            rope_theta=raw.get("rope_theta", 256.0),
+            rope_axes=tuple(raw.get("rope_axes_dim", (16, 56, 56))),
+            target_size=raw.get("target_size", 640),
+            use_meanflow=raw.get("use_meanflow", False),
+        )
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    def check_dtype(self, dtype: str | None) -> None:
+        """Refuse float16: the model was trained in bfloat16.
+
+        Raises:
+            InputError: the dtype is float16.
+        """
+        if dtype == "float16":
+            raise InputError("HunyuanVideo-1.5 was trained in bfloat16; use bfloat16 or float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEConfig(Config):
+    """The causal video VAE (diffusers `AutoencoderKLHunyuanVideo15`).
+
+    block_channels: of the encoder's levels, from the video to the latents; the decoder has them in reverse.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    latent_channels: int = 32
+    block_channels: tuple[int, ...] = (128, 256, 512, 1024, 1024)
+    layers_per_block: int = 2
+    spatial_compression: int = 16
+    temporal_compression: int = 4
+    scaling_factor: float = 1.03682
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        require("vae", raw, downsample_match_channel=True, upsample_match_channel=True)
+        return cls(
+            in_channels=raw.get("in_channels", 3),
+            out_channels=raw.get("out_channels", 3),
+            latent_channels=raw.get("latent_channels", 32),
+            block_channels=tuple(raw.get("block_out_channels", (128, 256, 512, 1024, 1024))),
+            layers_per_block=raw.get("layers_per_block", 2),
+            spatial_compression=raw.get("spatial_compression_ratio", 16),
+            temporal_compression=raw.get("temporal_compression_ratio", 4),
+            scaling_factor=raw.get("scaling_factor", 1.03682),
+        )

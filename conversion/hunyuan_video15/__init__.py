@@ -1,0 +1,1 @@
+"""The mapping tables of HunyuanVideo-1.5."""
