@@ -31,10 +31,10 @@ class ConversionError(CheckpointError):
 class NonFiniteError(InputError):
     """NaN or infinity appeared in the latents."""
 
-    def __init__(self, step: int, timestep: int, num_steps: int, hint: str = ""):
+    def __init__(self, step: int, timestep: float, num_steps: int, hint: str = ""):
         self.step, self.timestep = step, timestep
         super().__init__(
-            f"the latents hold NaN or infinity after step {step + 1} of {num_steps} (timestep {timestep}). "
+            f"the latents hold NaN or infinity after step {step + 1} of {num_steps} (timestep {timestep:g}). "
             + (hint or "Try --dtype float32; if that is clean, the checkpoint does not survive this dtype.")
         )
 

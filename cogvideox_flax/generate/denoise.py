@@ -73,7 +73,7 @@ def check_finite(finite: np.ndarray, inputs: DenoiseInputs, hint: str = "", *, f
     """
     if not finite.all():
         step = first + int(np.argmin(finite))
-        raise NonFiniteError(step, int(fetch(inputs.steps.timesteps)[step]), len(inputs.steps), hint)
+        raise NonFiniteError(step, fetch(inputs.steps.timesteps)[step].item(), len(inputs.steps), hint)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
 
-Callback = Callable[[int, int, Float32[Array, "B T h w C"]], bool | None]
+Callback = Callable[[int, int | float, Float32[Array, "B T h w C"]], bool | None]
 """callback(step, timestep, latents), after each step; True stops the run there."""
 
 
@@ -139,7 +139,7 @@ class Pipeline(CompiledComponents):
         with with_progress(states, len(run.steps), progress=progress) as each:
             for state in each:
                 done = int(state.step)
-                if callback is not None and callback(done - 1, int(run.steps.timesteps[done - 1]), state.latents):
+                if callback is not None and callback(done - 1, run.steps.timesteps[done - 1].item(), state.latents):
                     stopped = True
                     say(f"stopped by the callback after step {done} of {len(run.steps)}", progress)
                     break

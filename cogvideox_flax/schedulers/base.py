@@ -28,7 +28,7 @@ class StepTable:
     The last two are zero for DDIM. All entries are finite, so the same equations serve every row.
     """
 
-    timesteps: Int32[np.ndarray, " N"]
+    timesteps: Int32[np.ndarray, " N"] | Table
     signal: Table
     sigma: Table
     from_sample: Table
@@ -45,59 +45,20 @@ class StepTable:
 
 
 class Scheduler:
-    """The base of the samplers: the noise schedule, the timesteps and the prediction of x0.
+    """The base of the samplers. A first-order one without noise defines its `plan`, `add_noise` and `velocity` alone.
 
     Attributes:
-        config: the schedule; its `kind` is that of the class.
-        alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
+        config: the noise schedule; its `kind` is that of the class.
         needs_noise: whether `step` consumes fresh noise.
         needs_video: whether a run starts from a clip, never from noise.
         fixed: field of a request -> the only value that it serves, for those of which there is one.
     """
 
     kind: ClassVar[str]
-    needs_noise: ClassVar[bool]
+    needs_noise: ClassVar[bool] = False
     needs_video: ClassVar[bool] = False
     fixed: ClassVar[Mapping[str, Any]] = {}
-
-    def __init__(self, config: SchedulerConfig):
-        self.config = replace(config, kind=self.kind)
-        self.alphas_cumprod = _alphas_cumprod(config)
-
-    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
-        """The tables of a run of `num_inference_steps` steps, on the host.
-
-        Timesteps are spaced as in the reference ("trailing"). As in the reference, a step leads to timestep
-        t - 1000 // N, which is not the next entry when N does not divide 1000.
-
-        Args:
-            num_inference_steps: 1 to num_train_timesteps.
-            start: skip this many steps at the noisy end, as video-to-video does.
-
-        Raises:
-            InputError: either number is out of range.
-        """
-        total = self.config.num_train_timesteps
-        if not 1 <= num_inference_steps <= total:
-            raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to {total} (about 50 is usual)")
-        if not 0 <= start < num_inference_steps:
-            raise InputError(
-                f"start is {start}, which leaves none of {num_inference_steps} steps; expected 0 to"
-                f" {num_inference_steps - 1} (for video-to-video: raise the strength or the number of steps)"
-            )
-        # Because of rounding, arange has one entry too many for some N (61, 103, ...).
-        timesteps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
-        timesteps = timesteps[start:num_inference_steps]
-        leads_to = timesteps - total // num_inference_steps
-        final = 1.0 if self.config.set_alpha_to_one else self.alphas_cumprod[0]
-        here = self.alphas_cumprod[timesteps]
-        there = np.where(leads_to >= 0, self.alphas_cumprod[leads_to], final)
-        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)} | self._tables(here, there, leads_to < 0)
-        return StepTable(timesteps=timesteps.astype(np.int32), **{k: v.astype(np.float32) for k, v in tables.items()})
-
-    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
-        """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""
-        raise NotImplementedError
+    config: Any
 
     @property
     def num_train_timesteps(self) -> int:
@@ -106,9 +67,36 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 
+    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+        """The tables of a run of `num_inference_steps` steps, on the host.
+
+        Args:
+            num_inference_steps: 1 to num_train_timesteps.
+            start: skip this many steps at the noisy end, as video-to-video does.
+
+        Raises:
+            InputError: either number is out of range.
+        """
+        raise NotImplementedError
+
+    def check_steps(self, num_inference_steps: int, start: int) -> None:
+        """Refuse the arguments of `plan` that are out of range.
+
+        Raises:
+            InputError: one is.
+        """
+        total = self.num_train_timesteps
+        if not 1 <= num_inference_steps <= total:
+            raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to {total} (about 50 is usual)")
+        if not 0 <= start < num_inference_steps:
+            raise InputError(
+                f"start is {start}, which leaves none of {num_inference_steps} steps; expected 0 to"
+                f" {num_inference_steps - 1} (for video-to-video: raise the strength or the number of steps)"
+            )
+
     def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"] | None:
         """The state of the first `step`."""
-        raise NotImplementedError
+        return None
 
     def step(
         self,
@@ -116,7 +104,7 @@ class Scheduler:
         i: int | Int[Array, ""],
         prediction: Float[Array, "*shape"],
         sample: Float[Array, "*shape"],
-        state: Float32[Array, "*shape"] | None,
+        state: Float32[Array, "*shape"] | None = None,
         noise: Float[Array, "*shape"] | None = None,
     ) -> tuple[Float[Array, "*shape"], Float32[Array, "*shape"] | None]:
         """One denoising step, in float32.
@@ -132,7 +120,10 @@ class Scheduler:
         Returns:
             The sample at the next timestep, in the dtype of `sample`, and the state for the next step.
         """
-        raise NotImplementedError
+        c = plan.row(i)
+        x = sample.astype(jnp.float32)
+        x0 = c.signal * x - c.sigma * prediction.astype(jnp.float32)
+        return (c.from_sample * x + c.from_x0 * x0).astype(sample.dtype), None
 
     def add_noise(
         self,
@@ -140,12 +131,8 @@ class Scheduler:
         noise: Float[Array, "B ..."],
         timestep: int | Int[Array, ""] | Int[Array, " B"],
     ) -> Float[Array, "B ..."]:
-        """Noise clean latents to `timestep` (one for all, or one per item), in float32; the dtype does not change.
-
-        The reference rounds abar to the sample's dtype first, which in bfloat16 leaves three digits.
-        """
-        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
-        return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+        """Noise clean latents to `timestep` (one for all, or one per item), in float32; the dtype does not change."""
+        raise NotImplementedError
 
     def start_from(
         self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]
@@ -159,7 +146,65 @@ class Scheduler:
         noise: Float[Array, "B ..."],
         timestep: int | Int[Array, ""] | Int[Array, " B"],
     ) -> Float32[Array, "B ..."]:
-        """The target of the model for `add_noise` of the same arguments: sqrt(abar) noise - sqrt(1 - abar) sample."""
+        """The target of the model for `add_noise` of the same arguments."""
+        raise NotImplementedError
+
+
+class DiffusionScheduler(Scheduler):
+    """The base of the samplers of a diffusion process with v-prediction.
+
+    Attributes:
+        alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
+    """
+
+    config: SchedulerConfig
+
+    def __init__(self, config: SchedulerConfig):
+        self.config = replace(config, kind=self.kind)
+        self.alphas_cumprod = _alphas_cumprod(config)
+
+    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+        """As for `Scheduler.plan`.
+
+        Timesteps are spaced as in the reference ("trailing"). As in the reference, a step leads to timestep
+        t - 1000 // N, which is not the next entry when N does not divide 1000.
+        """
+        self.check_steps(num_inference_steps, start)
+        total = self.num_train_timesteps
+        # Because of rounding, arange has one entry too many for some N (61, 103, ...).
+        timesteps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
+        timesteps = timesteps[start:num_inference_steps]
+        leads_to = timesteps - total // num_inference_steps
+        final = 1.0 if self.config.set_alpha_to_one else self.alphas_cumprod[0]
+        here = self.alphas_cumprod[timesteps]
+        there = np.where(leads_to >= 0, self.alphas_cumprod[leads_to], final)
+        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)} | self._tables(here, there, leads_to < 0)
+        return StepTable(timesteps=timesteps.astype(np.int32), **{k: v.astype(np.float32) for k, v in tables.items()})
+
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+        """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""
+        raise NotImplementedError
+
+    def add_noise(
+        self,
+        sample: Float[Array, "B ..."],
+        noise: Float[Array, "B ..."],
+        timestep: int | Int[Array, ""] | Int[Array, " B"],
+    ) -> Float[Array, "B ..."]:
+        """sqrt(abar) sample + sqrt(1 - abar) noise.
+
+        The reference rounds abar to the sample's dtype first, which in bfloat16 leaves three digits.
+        """
+        signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
+        return (signal * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+
+    def velocity(
+        self,
+        sample: Float[Array, "B ..."],
+        noise: Float[Array, "B ..."],
+        timestep: int | Int[Array, ""] | Int[Array, " B"],
+    ) -> Float32[Array, "B ..."]:
+        """sqrt(abar) noise - sqrt(1 - abar) sample."""
         signal, sigma = self._signal_and_sigma(timestep, sample.ndim)
         return signal * noise.astype(jnp.float32) - sigma * sample.astype(jnp.float32)
 

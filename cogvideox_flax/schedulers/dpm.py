@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from cogvideox_flax.schedulers.base import Scheduler, StepTable
+from cogvideox_flax.schedulers.base import DiffusionScheduler, StepTable
 
 
-class DPMScheduler(Scheduler):
+class DPMScheduler(DiffusionScheduler):
     """SDE-DPM-Solver++ (2M): second order from the x0 of the step before, fresh noise at every step.
 
     Its state is that x0. Where N does not divide 1000 the last step leads to timestep 0 and still adds noise, as in the
@@ -46,7 +46,7 @@ class DPMScheduler(Scheduler):
         i: int | Int[Array, ""],
         prediction: Float[Array, "*shape"],
         sample: Float[Array, "*shape"],
-        state: Float32[Array, "*shape"] | None,
+        state: Float32[Array, "*shape"] | None = None,
         noise: Float[Array, "*shape"] | None = None,
     ) -> tuple[Float[Array, "*shape"], Float32[Array, "*shape"]]:
         if state is None or noise is None:

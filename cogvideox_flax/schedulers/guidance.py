@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Num
 
 
 def guidance_scales(
-    timesteps: Sequence[int] | Int[np.ndarray, " N"],
+    timesteps: Sequence[int] | Num[np.ndarray, " N"],
     num_inference_steps: int,
     guidance_scale: float,
     dynamic: bool | Literal["index"] = False,

@@ -1,0 +1,78 @@
+"""Flow matching with Euler's steps (arXiv 2210.02747), as diffusers `FlowMatchEulerDiscreteScheduler`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from cogvideox_flax.config import Config, require
+from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.schedulers.base import Scheduler, StepTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatchConfig(Config):
+    """The noise levels of a flow (scheduler_config.json). shift: above 1, more of the steps are at high noise."""
+
+    kind: str = "flow_match"
+    num_train_timesteps: int = 1000
+    shift: float = 1.0
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        name = raw.get("_class_name", "FlowMatchEulerDiscreteScheduler")
+        if name != "FlowMatchEulerDiscreteScheduler":
+            raise CheckpointError(f"scheduler config names {name}; expected FlowMatchEulerDiscreteScheduler")
+        unsupported = ("dynamic_shifting", "karras_sigmas", "exponential_sigmas", "beta_sigmas")
+        off = {f"use_{name}": False for name in unsupported} | {"invert_sigmas": False, "stochastic_sampling": False}
+        require("scheduler", raw, **off)
+        if raw.get("shift_terminal") is not None:
+            raise CheckpointError(f"scheduler config: shift_terminal is {raw['shift_terminal']!r}; expected none")
+        return cls(num_train_timesteps=raw.get("num_train_timesteps", 1000), shift=raw.get("shift", 1.0))
+
+
+class FlowMatchScheduler(Scheduler):
+    """x = (1 - sigma) x0 + sigma noise; the model predicts the velocity noise - x0.
+
+    Noise levels fall linearly from 1 to 0 and are shifted: s sigma / (1 + (s - 1) sigma). A timestep is 1000 sigma, not
+    rounded.
+    """
+
+    kind = "flow_match"
+
+    def __init__(self, config: FlowMatchConfig):
+        self.config: FlowMatchConfig = config
+
+    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+        self.check_steps(num_inference_steps, start)
+        shift = self.config.shift
+        sigma = np.linspace(1, 0, num_inference_steps + 1)[start:]
+        sigma = shift * sigma / (1 + (shift - 1) * sigma)
+        here, there, zero = sigma[:-1], sigma[1:], np.zeros(len(sigma) - 1)
+        tables = {
+            "signal": zero + 1,
+            "sigma": here,
+            "from_sample": there / here,
+            "from_x0": 1 - there / here,
+            "from_previous_x0": zero,
+            "from_noise": zero,
+            "timesteps": self.num_train_timesteps * here,
+        }
+        return StepTable(**{name: table.astype(np.float32) for name, table in tables.items()})
+
+    def add_noise(
+        self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]
+    ) -> Float[Array, "B ..."]:
+        sigma = jnp.asarray(timestep, jnp.float32) / self.num_train_timesteps
+        sigma = sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim))
+        return ((1 - sigma) * sample.astype(jnp.float32) + sigma * noise.astype(jnp.float32)).astype(sample.dtype)
+
+    def velocity(
+        self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]
+    ) -> Float32[Array, "B ..."]:
+        return noise.astype(jnp.float32) - sample.astype(jnp.float32)
