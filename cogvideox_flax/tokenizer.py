@@ -116,7 +116,10 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
     try:
         raw = path.read_bytes()
     except OSError as e:
-        raise InputError(f"cannot read the tokenizer {path}: {e.strerror}; it is tokenizer/spiece.model") from e
+        raise InputError(
+            f"cannot read the tokenizer {path}: {e.strerror}. It is tokenizer/spiece.model (transformers 5 saves "
+            "another file in its place); all releases share it: copy it from any released checkpoint"
+        ) from e
     model = sentencepiece.SentencePieceProcessor()
     try:
         model.LoadFromSerializedProto(raw)

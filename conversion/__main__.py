@@ -12,7 +12,7 @@ from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.models.registry import RELEASES, component_names
 from conversion.configs import find_family
 from conversion.convert import convert
-from conversion.download import Download, download, files_read
+from conversion.download import Download, download, download_model
 from conversion.progress import progress_bar
 from conversion.write import FLOATS
 
@@ -38,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             source = Download(src, {})
         else:
             configs = download(args.src, args.revision)
-            patterns = files_read(find_family(configs.folder), args.component)
-            source = download(args.src, configs.origin["revision"], patterns)
+            source = download_model(args.src, configs, find_family(configs.folder), args.component)
         with progress_bar() as progress:
             convert(
                 source.folder,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.config import require
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.models.family import ModelFamily, Release
@@ -58,7 +59,21 @@ def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release:
         configs["tokenizer"] = _parse(tokenizer_file, lambda raw: family.read_tokenizer(raw, configs))
     else:
         configs["tokenizer"] = family.read_tokenizer({}, configs)
-    return Manifest(family=family.name, configs=configs)
+    return Manifest(family=family.name, configs=configs, guidance_scale=_guidance_scale(src))
+
+
+def _guidance_scale(src: Path) -> float | None:
+    """The scale in the guider's config (diffusers `ClassifierFreeGuidance`); None without a guider."""
+    path = src / "guider" / "guider_config.json"
+    if not path.is_file():
+        return None
+
+    def read(raw: dict[str, Any]) -> float:
+        expected = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+        require("guider", raw, _class_name="ClassifierFreeGuidance", **expected)
+        return float(raw.get("guidance_scale", 7.5)) if raw.get("enabled", True) else 1.0
+
+    return _parse(path, read)
 
 
 def _component_config(src: Path, family: ModelFamily, name: str, release: Release | None) -> Any:

@@ -175,6 +175,7 @@ class _Job:
             configs=self.configs(before, plans),
             weights=before.weights | records,
             tokenizer_sha256=tokenizer,
+            guidance_scale=self.guidance_scale(before, plans),
         )
         write_manifest(self.work, manifest)
         _finish(self.dst)
@@ -190,6 +191,11 @@ class _Job:
         if self.family.denoiser in converted:
             kept = {name: config for name, config in kept.items() if name in self.family.components}
         return shared | kept | {component: own[component] for component in converted}
+
+    def guidance_scale(self, before: Manifest, converted: Iterable[str]) -> float | None:
+        """As the scheduler, that of the denoiser's directory."""
+        own, kept = self.manifest.guidance_scale, before.guidance_scale
+        return own if kept is None or self.family.denoiser in converted else kept
 
     def convert(self, component: str, todo: Plan) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
@@ -280,17 +286,18 @@ def make_writable(dst: Path, work: Path) -> None:
         raise InputError(f"cannot write to {dst}: {e.strerror}; choose another destination") from e
 
 
-def _copy_tokenizer(src: Path, work: Path, names: Iterable[str]) -> dict[str, str]:
-    """Copy the tokenizer's files. Returns the SHA-256 of each copy."""
+def _copy_tokenizer(src: Path, work: Path, names: Sequence[str]) -> dict[str, str]:
+    """Copy those of the tokenizer's files that are there. Returns the SHA-256 of each copy."""
     hashes = {}
     for name in names:
         if not (src / name).is_file():
-            log.warning("%s is missing: the checkpoint will encode ids but not prompts", src / name)
             continue
         check_against_hub(src / name)
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(src / name, work / name)
         hashes[name] = content_hash(work / name)
+    if not hashes:
+        log.warning("%s has no tokenizer (%s): the checkpoint will encode ids but not prompts", src, ", ".join(names))
     return hashes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ CONFIGS = (
     "model_index.json",
     "*/config.json",
     "scheduler/scheduler_config.json",
-    "tokenizer/tokenizer_config.json",
+    "guider/guider_config.json",
+    "tokenizer*/tokenizer_config.json",
 )
 
 
@@ -40,6 +42,28 @@ def files_read(family: ModelFamily, components: Iterable[str] | None = None) -> 
     names = family.components if components is None else components
     weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index.json")]
     return (*CONFIGS, *weights, *family.tokenizer_files)
+
+
+def download_model(
+    hub_id: str,
+    configs: Download,
+    family: ModelFamily,
+    components: Iterable[str] | None = None,
+    *,
+    progress: bool = True,
+) -> Download:
+    """Download the weights and tokenizers of a checkpoint whose configs are here; says which license they have.
+
+    Args:
+        configs: from `download`; the same commit is downloaded.
+        components: default: all of the family.
+
+    Raises:
+        InputError: as for `download`.
+    """
+    if family.license is not None:
+        print(family.license, file=sys.stderr)
+    return download(hub_id, configs.origin["revision"], files_read(family, components), progress=progress)
 
 
 def download(

@@ -29,7 +29,7 @@ from cogvideox_flax.models.family import ModelFamily
 from cogvideox_flax.models.registry import component_names
 from conversion.configs import find_family, read_configs
 from conversion.convert import LOCK_FILE, WORK_DIR, convert
-from conversion.download import Download, download, files_read
+from conversion.download import Download, download, download_model, files_read
 from conversion.progress import progress_bar
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
     with _locked(target):
         if not _is_intact(target):  # another process may have converted it meanwhile
             if path is None:
-                source = download(str(where), source.origin["revision"], files_read(family), progress=progress)
+                source = download_model(str(where), source, family, progress=progress)
             _check_tokenizer(source.folder, family)
             _remove_damaged(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
@@ -197,10 +197,4 @@ def _remove_damaged(target: Path) -> None:
 
 
 def _check_tokenizer(folder: Path, family: ModelFamily) -> None:
-    for name in family.tokenizer_files:
-        if not (folder / name).is_file():
-            raise InputError(
-                f"{folder / name} is missing, without which prompts cannot be read (transformers 5 saves another "
-                "file in its place). All releases share it: copy it from any released checkpoint"
-            )
     family.make_tokenizer(folder, read_configs(folder, family, family.components).configs)

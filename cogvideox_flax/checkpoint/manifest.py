@@ -235,8 +235,8 @@ def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
     """
     contents: dict[str, Any] = {name: [record["sha256"]] for name, record in manifest.weights.items()}
     tokenizer = [Path(native_dir) / name for name in manifest.model_family.tokenizer_files]
-    if all(file.exists() for file in tokenizer):
-        contents["tokenizer"] = content_hashes(tokenizer)
+    if found := [file for file in tokenizer if file.exists()]:
+        contents["tokenizer"] = content_hashes(found)
     contents["scheduler"] = []
     configs = {name: config.to_dict() for name, config in manifest.configs.items()}
     return {name: fingerprint(RESULTS, configs[name], *found) for name, found in contents.items() if name in configs}

@@ -150,7 +150,7 @@ def make_run(
     """The whole run as one program, tokens to frames.
 
     encoders, predict, decode: components and what is done with each. how: output type, and whether it decodes in tiles.
-    visual: of each picture and clip its input, its feature, its component, and the arguments of `make_visual`.
+    visual: of each picture and clip its feature, its component, and the arguments of `make_visual`.
     """
     (denoiser, predict_with), (decoder, decode_with) = predict, decode
     loop, to_frames = make_loop(predict_with, sampler, windows), make_decode(decode_with, *how)
@@ -163,7 +163,7 @@ def make_run(
         state: DenoiseState,
     ) -> tuple[Frames, Array, Array]:
         """tokens: of the negative prompts, if guidance is on, then of the prompts. media: frames and noise of each
-        picture and clip. inputs: without conditioning. state: its latents are noise.
+        feature of a picture or clip. inputs: without conditioning. state: its latents are noise.
 
         Returns the frames, whether each step was finite, and whether the frames are.
         """
@@ -174,8 +174,8 @@ def make_run(
         guided = len(next(iter(features.values()))) == 2 * batch
         negative = {name: value[:batch] for name, value in features.items()} if guided else None
         latents = {}
-        for given, feature, component, *arguments in visual:
-            latents[feature], _ = make_visual(*arguments)(models[component], *media[given])
+        for feature, component, *arguments in visual:
+            latents[feature], _ = make_visual(*arguments)(models[component], *media[feature])
         video = latents.pop(VIDEO_FEATURE, None)
         positive = {name: value[-batch:] for name, value in features.items()}
         inputs = dataclasses.replace(inputs, conditioning=Conditioning(positive, negative, latents, video))

@@ -17,7 +17,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
-from cogvideox_flax.io.clips import Resampled, fit_frames
+from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.contents import content_hashes
 from cogvideox_flax.io.formats import format_of
 from cogvideox_flax.io.home import expand_user
@@ -143,6 +143,16 @@ def frames_of_clips(family: ModelFamily, configs: Configs, found: Mapping[str, A
     if not lengths:
         return None
     return family.fit_frames(configs, min(lengths) if any_length else min(*lengths, family.longest(configs)))
+
+
+def picture_size(
+    family: ModelFamily, configs: Configs, found: Mapping[str, Any], asked: tuple[int | None, int | None]
+) -> tuple[int | None, int | None]:
+    """The height and width to ask `resolve_size` for: those asked for, or what goes with the first picture given."""
+    pictures = [picture for name in PICTURES for picture in found.get(name, ()) if picture is not UNSEEN]
+    if family.picture_size is None or asked != (None, None) or not pictures:
+        return asked
+    return family.picture_size(configs, pictures[0].height, pictures[0].width)
 
 
 def _check(name: str, value: Any, fps: float) -> Media:
@@ -292,11 +302,20 @@ def describe_fit(name: str, media: Media, num_frames: int, height: int, width: i
     return f"{media.file}: {'; '.join(said)}" if said else None
 
 
-def read_media(media: Sequence[Media], shape: Sequence[int], fit: str) -> UInt8[np.ndarray, "B F H W 3"]:
-    """The frames of pictures or clips in a shape [B, F, H, W, 3], on every host; one may stand for all of the batch."""
+def read_media(
+    media: Sequence[Media], shape: Sequence[int], fit: str, video: tuple[int, int] | None = None
+) -> UInt8[np.ndarray, "B F H W 3"]:
+    """The frames of pictures or clips in a shape [B, F, H, W, 3], on every host; one may stand for all of the batch.
+
+    video: height and width of the video. Frames of another size are those of the video, resized.
+    """
     batch, num_frames, height, width, _ = shape
-    frames = hosts.from_first(lambda: np.stack([each.read(num_frames, height, width, fit) for each in media]))
-    return np.repeat(frames, batch // len(media), 0)
+
+    def read(each: Media) -> Frames:
+        frames = each.read(num_frames, *(video or (height, width)), fit)
+        return frames if video in (None, (height, width)) else resize_frames(frames, height, width)
+
+    return np.repeat(hosts.from_first(lambda: np.stack([read(each) for each in media])), batch // len(media), 0)
 
 
 def read_masked(

@@ -270,7 +270,7 @@ class Pipeline(CompiledComponents):
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
         inputs, state = replicate(run.start(None, *self._start_noise(run, progress)), self.mesh)
-        media = {stage.input: run.media(stage) for stage in run.visual}
+        media = {stage.feature: run.media(stage) for stage in run.visual}
         given = replicate(tokens, self.mesh), replicate(media, self.mesh), inputs, state
         frames, steps_finite, finite = self._run(run.whole_run, models, *given, progress=progress)
         self.profiling.after_stage(run.whole_run.name)

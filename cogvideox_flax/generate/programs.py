@@ -118,14 +118,16 @@ class RunPrograms:
         latents without the extra ones."""
         size, (batch, latents, *rest) = self.size, self.size.latent_shape(self.request.batch)
         is_clip = _is_clip(stage)
-        frames = batch, size.num_frames if is_clip else 1, size.height, size.width
+        frames = batch, size.num_frames if is_clip else 1, *(stage.frame_size or (size.height, size.width))
         count = latents - size.extra_latents if is_clip else 1
         noise = (*frames, 3) if stage.noise == "frames" else (batch, count, *rest)
         return (*frames, 4 if stage.mask_channels else 3), noise
 
-    def latents_shape(self, stage: VisualStage) -> tuple[int, ...]:
-        """[B, T, h, w, C] of its result."""
+    def feature_shape(self, stage: VisualStage) -> tuple[int, ...]:
+        """[B, T, h, w, C] of its result, or [B, ...] of other features than latents."""
         batch, count, height, width, channels = self.size.latent_shape(self.request.batch)
+        if stage.shape is not None:
+            return batch, *stage.shape
         return batch, count if _is_clip(stage) else 1, height, width, channels + stage.mask_channels
 
     @property
@@ -150,7 +152,7 @@ class RunPrograms:
         encoders = tuple((stage.component, stage.encode) for stage in family.text)
         ends = (family.denoiser, self.predict), (family.decoder, family.decode)
         how = request.output_type, request.tiling
-        visual = tuple((s.input, s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
+        visual = tuple((s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
         given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, self.windows
         return ProgramSpec("whole run", make_run, given)
 
@@ -168,7 +170,7 @@ class RunPrograms:
         if stage.mask_channels:
             read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
         else:
-            read = read_media(getattr(request, stage.input), frames, request.fit)
+            read = read_media(getattr(request, stage.input), frames, request.fit, (self.size.height, self.size.width))
         return read, jnp.asarray(given, jnp.float32)
 
     def check_conditioning(self, conditioning: Conditioning) -> None:
@@ -246,7 +248,7 @@ class RunPrograms:
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in self.family.feature_shapes(configs, request.batch).items()
         }
-        latents = {each.feature: jax.ShapeDtypeStruct(self.latents_shape(each), jnp.float32) for each in self.visual}
+        latents = {each.feature: jax.ShapeDtypeStruct(self.feature_shape(each), jnp.float32) for each in self.visual}
         video = latents.pop(VIDEO_FEATURE, None)
         conditioning = None
         if stage == "denoise":
@@ -257,7 +259,7 @@ class RunPrograms:
         if stage == "run":
             models = {name: weights(name) for name in self.family.components}
             tokens = {part.component: part.token_shapes(configs, self.denoiser_batch) for part in self.family.text}
-            media = {each.input: self._media(each) for each in self.visual}
+            media = {each.feature: self._media(each) for each in self.visual}
             return [(self.whole_run, (models, whole(tokens), whole(media), inputs, state), 1)]
         runs = 1 if request.compiled_loop else len(self.steps)
         return [(self.denoise, (weights(self.family.denoiser), inputs, state), runs)]

@@ -207,7 +207,8 @@ class GenerationRequest:
             strength, has = filled.get("strength", self.strength), (self.video is not None, self.mask_video is not None)
             filled["strength"] = media.resolve_strength(strength, *has, steps)
         with faults.caught():
-            size = family.resolve_size(configs, num_frames, self.height, self.width)
+            asked = media.picture_size(family, configs, filled, (self.height, self.width))
+            size = family.resolve_size(configs, num_frames, *asked)
             filled |= size.video
             shown_size = check_long(family, configs, self, size)
         if self.lora is not None:

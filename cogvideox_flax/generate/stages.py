@@ -76,13 +76,13 @@ def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = 
     tensors = {name: fetch(value) for name, value in conditioning.text.items()}
     tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
     latents = {**conditioning.pictures, **({} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video})}
-    tensors |= {name: np.ascontiguousarray(fetch(x).transpose(0, 4, 1, 2, 3)) for name, x in latents.items()}
+    tensors |= {name: _in_file(fetch(x)) for name, x in latents.items()}
     if hosts.is_first():
         stage_files.save(path, tensors, {"settings": key, **settings, "model_id": record.model_id})
 
 
 def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict[str, Float32[np.ndarray, "B ..."]]:
-    """Stage 1's features, and latents [B, T, h, w, C], by their names in the file.
+    """Stage 1's features, latents as [B, T, h, w, C], by their names in the file.
 
     Raises:
         InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
@@ -92,15 +92,25 @@ def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict
     shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch)
     shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
     run = RunPrograms(manifest, request, record.dtype)
-    latents = {stage.feature: run.latents_shape(stage) for stage in run.visual}
-    shapes |= {name: (shape[0], shape[4], *shape[1:4]) for name, shape in latents.items()}
+    visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
+    shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
     tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
     for name, value in tensors.items():
         if value.shape != shapes[name]:
             raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
     prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
     stage_files.check_made_for(path, metadata, prompts, again)
-    return tensors | {name: tensors[name].transpose(0, 2, 3, 4, 1) for name in latents}
+    return tensors | {name: _from_file(tensors[name]) for name in visual}
+
+
+def _in_file(x: np.ndarray) -> np.ndarray:
+    """Latents as B C T H W, as the reference system stores them; other features of pictures as they are."""
+    return np.ascontiguousarray(x.transpose(0, 4, 1, 2, 3)) if x.ndim == 5 else x
+
+
+def _from_file(x: np.ndarray) -> np.ndarray:
+    """The inverse of `_in_file`."""
+    return x.transpose(0, 2, 3, 4, 1) if x.ndim == 5 else x
 
 
 def _conditioning(tensors: dict[str, Float32[np.ndarray, "B ..."]], run: RunPrograms) -> Conditioning:

@@ -69,6 +69,12 @@ def fit_frames(frames: Frames, height: int, width: int, fit: str = "crop") -> Fr
     return np.stack([fit_frame(frame, height, width, fit) for frame in frames])
 
 
+def resize_frames(frames: Frames, height: int, width: int) -> Frames:
+    """Each frame resized, bicubic and antialiased, as image encoders expect."""
+    resized = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
+    return np.stack([np.asarray(frame) for frame in resized])
+
+
 def crop_box(own_height: int, own_width: int, height: int, width: int) -> tuple[float, float, float, float]:
     """(left, top, right, bottom) of the middle of a picture with the aspect ratio of height x width."""
     scale = max(height / own_height, width / own_width)

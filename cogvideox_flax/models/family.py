@@ -196,13 +196,17 @@ class VisualStage:
             "control_video"; "mask_video". Without it there is no such stage.
         feature: the name of the result, a feature of the denoiser, except for "video".
         component: what encodes it.
-        encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled.
+        encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=) -> latents, not scaled;
+            or other features, of `shape`.
         scale: what they are multiplied by.
         required: whether the checkpoint needs it.
         noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
         mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
             video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
             that picture (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
+        frame_size: height and width that the frames, cropped to the video's aspect ratio, are resized to (bicubic);
+            None: the video's own.
+        shape: of one item's result, where that is not latents.
     """
 
     input: str
@@ -213,6 +217,8 @@ class VisualStage:
     required: bool = False
     noise: Literal["latents", "frames"] | None = "latents"
     mask_channels: int = 0
+    frame_size: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -223,9 +229,10 @@ class ModelFamily:
         components: name, also of the directory -> component; in the order in which a run needs them.
         scheduler: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own sampler.
         tokenizer: the type of the tokenizer's config.
-        tokenizer_files: the files that the tokenizer needs, relative to the checkpoint.
+        tokenizer_files: the files that the tokenizer reads where they are there, relative to the checkpoint.
         read_tokenizer: (tokenizer/tokenizer_config.json, the components' configs) -> the tokenizer's config.
         make_tokenizer: (directory, configs) -> tokenizer; raises InputError where a file is missing or damaged.
+        license: one line about the weights' license, printed when they are downloaded; None: there is nothing to say.
         releases: name -> release.
         find_release: the release whose architecture some configs have, or None.
         check: raises InputError for configs of components that do not fit together, or that no run can use.
@@ -240,6 +247,8 @@ class ModelFamily:
         text: the text encoders.
         feature_shapes: (configs, batch) -> shapes of the text features.
         visual: configs -> the pictures and clips that the checkpoint takes.
+        picture_size: (configs, height, width of a picture that is given) -> height and width of the video, where none
+            are asked for; None: those of `resolve_size`.
         check_inputs: (configs, names of the given ones) -> raises InputError if these are not what it takes.
         fit_frames: (configs, n) -> the largest supported number of frames of at most n, or the smallest.
         longest: configs -> the most frames that the model was trained on.
@@ -283,6 +292,8 @@ class ModelFamily:
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
+    license: str | None = None
+    picture_size: Callable[[Configs, int, int], tuple[int, int]] | None = None
     decoder_pieces: Callable[[int], Sequence[int]] = lambda frames: [frames]
     decode_piece: Callable[..., tuple[Float32[Array, "B F H W 3"], Any]] | None = None
     positions: Callable[[Configs], Mapping[str, Callable[..., Float32[Array, "B T h w C"]]]] = lambda configs: {}
