@@ -110,7 +110,7 @@ class RunPrograms:
 
     def _visual_arguments(self, stage: VisualStage) -> tuple[Function, float, int, bool]:
         is_clip, given = _is_clip(stage), self.request.image_scale
-        scale = stage.scale if is_clip or given is None else given
+        scale = stage.scale if is_clip or stage.shape is not None or given is None else given
         return stage.encode, scale, self.size.extra_latents if is_clip else 0, self.request.tiling
 
     def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:

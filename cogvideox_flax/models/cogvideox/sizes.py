@@ -5,10 +5,7 @@ from __future__ import annotations
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.family import Release, Size
-
-MAX_FRAMES, MAX_SIDE = 2**14, 2**14
-"""The largest frame count and side in pixels, beyond any model and any machine."""
-
+from cogvideox_flax.models.sizes import SizeRule
 
 def resolve_size(
     transformer: TransformerConfig,
@@ -34,9 +31,7 @@ def resolve_size(
     if width is None:
         width = release.width if release else transformer.sample_width * scale
 
-    if faults := _faults(transformer, vae, num_frames, height, width):
-        raise InputError("\n".join(faults))
-
+    _rule(transformer, vae).check(num_frames, height, width)
     latents = (num_frames - 1) // vae.temporal_compression + 1
     extra = -latents % (transformer.patch_size_t or 1)
     return Size(
@@ -51,46 +46,18 @@ def resolve_size(
     )
 
 
-def _faults(transformer: TransformerConfig, vae: VAEConfig, num_frames: int, height: int, width: int) -> list[str]:
-    """Why a model cannot take a size, each with the nearest that it can."""
-    scale = vae.spatial_compression
-    faults = []
-    first, period = _frame_rule(transformer, vae)
-    if num_frames < first or (num_frames - first) % period:
-        below = max((num_frames - first) // period, 0) * period + first
-        faults.append(
-            f"num_frames is {num_frames}; it must be {period} n + {first}. "
-            + (f"Nearest: {below}" if num_frames > first else f"Smallest: {first}")
-            + f" and {below + period}"
-        )
-    step = scale * transformer.patch_size
-    for name, value in (("height", height), ("width", width)):
-        if value < step or value % step:
-            below = max(value // step * step, step)
-            faults.append(f"{name} is {value}; it must be a multiple of {step}. Nearest: {below} and {below + step}")
-    for name, value, most in (
-        ("num_frames", num_frames, MAX_FRAMES),
-        ("height", height, MAX_SIDE),
-        ("width", width, MAX_SIDE),
-    ):
-        if value > most:
-            faults.append(f"{name} is {value}; the most is {most}")
-    return faults
-
-
-def _frame_rule(transformer: TransformerConfig, vae: VAEConfig) -> tuple[int, int]:
-    """The smallest frame count, and the step to the next."""
+def _rule(transformer: TransformerConfig, vae: VAEConfig) -> SizeRule:
     c, patch = vae.temporal_compression, transformer.patch_size_t or 1
+    step = vae.spatial_compression * transformer.patch_size
     if transformer.takes == "inpaint" and patch > 1:  # these have no extra latent frames
-        return c * (patch - 1) + 1, c * patch
+        return SizeRule(c * (patch - 1) + 1, c * patch, step)
     # diffusers' decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
-    return 1, 2 * c
+    return SizeRule(1, 2 * c, step)
 
 
 def fit_frames(transformer: TransformerConfig, vae: VAEConfig, count: int) -> int:
     """The largest supported frame count of at most `count`; at least the smallest."""
-    first, period = _frame_rule(transformer, vae)
-    return max(count - first, 0) // period * period + first
+    return _rule(transformer, vae).fit_frames(count)
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:

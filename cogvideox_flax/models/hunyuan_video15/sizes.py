@@ -1,0 +1,98 @@
+"""Sizes of HunyuanVideo-1.5: buckets by aspect ratio of about one area, and 4 n + 1 frames."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from cogvideox_flax.models.family import Size
+from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.sizes import SizeRule
+
+NUM_FRAMES = 121
+"""Of the training's longest clips, and the default."""
+
+LANDSCAPE = 9, 16
+"""Height and width of the default aspect ratio."""
+
+MAX_RATIO = 4.0
+"""The longest side of a bucket, in shortest sides."""
+
+
+@lru_cache(maxsize=8)
+def size_buckets(target: int, step: int) -> tuple[tuple[int, int], ...]:
+    """(height, width) of all trained sizes, from tall to wide.
+
+    For each aspect ratio up to 4 : 1, the largest picture of whole steps with at most the area of a square of side
+    `target`. Source: diffusers `generate_crop_size_list`.
+    """
+    area = round((target / step) ** 2)
+    found, rows, columns = [], area, 1
+    while rows > 0:
+        if max(rows, columns) <= MAX_RATIO * min(rows, columns):
+            found.append((rows * step, columns * step))
+        if rows * (columns + 1) <= area:
+            columns += 1
+        else:
+            rows -= 1
+    return tuple(found)
+
+
+def bucket_of(height: int, width: int, target: int, step: int) -> tuple[int, int]:
+    """The (height, width) of the bucket for a picture: the nearest ratio on the side of the square.
+
+    Ratios of buckets are rounded to five decimals. Source: diffusers `get_closest_ratio`.
+    """
+    wanted = height / width
+    ratios = {size: round(size[0] / size[1], 5) for size in size_buckets(target, step)}
+    towards_square = [s for s, ratio in ratios.items() if (ratio <= wanted if wanted >= 1 else ratio >= wanted)]
+    return min(towards_square, key=lambda size: abs(ratios[size] - wanted))
+
+
+def size_rule(vae: VAEConfig) -> SizeRule:
+    return SizeRule(1, vae.temporal_compression, vae.spatial_compression)
+
+
+def resolve_size(
+    transformer: TransformerConfig,
+    vae: VAEConfig,
+    num_frames: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+) -> Size:
+    """Fill in the defaults and check the rules.
+
+    Args:
+        num_frames, height, width: None for 121 frames, and for a side of the 16 : 9 bucket.
+
+    Raises:
+        InputError: a size that the model does not support, with the nearest that it does.
+    """
+    default = bucket_of(*LANDSCAPE, transformer.target_size, vae.spatial_compression)
+    num_frames = NUM_FRAMES if num_frames is None else num_frames
+    height = default[0] if height is None else height
+    width = default[1] if width is None else width
+    size_rule(vae).check(num_frames, height, width)
+    return Size(
+        num_frames=num_frames,
+        height=height,
+        width=width,
+        latent_frames=(num_frames - 1) // vae.temporal_compression + 1,
+        extra_latents=0,
+        latent_height=height // vae.spatial_compression,
+        latent_width=width // vae.spatial_compression,
+        latent_channels=vae.latent_channels,
+    )
+
+
+def size_warnings(transformer: TransformerConfig, vae: VAEConfig, size: Size) -> list[str]:
+    """Sentences about sizes that a model was not trained on."""
+    target, step, found = transformer.target_size, vae.spatial_compression, []
+    if (size.height, size.width) not in size_buckets(target, step):
+        height, width = bucket_of(size.height, size.width, target, step)
+        found.append(
+            f"this model was trained on sizes with the area of {target}x{target}, not {size.height}x{size.width}: "
+            f"expect worse video. With this aspect ratio it was {height}x{width}"
+        )
+    if size.num_frames > NUM_FRAMES:
+        found.append(f"this model was trained on up to {NUM_FRAMES} frames, not {size.num_frames}: expect worse video")
+    return found
