@@ -27,8 +27,8 @@ TOPOLOGY = "v6e:2x4"
 TOKENS = (17776, 39826, 45106)
 """1.0 releases at 480x720x49; 1.5-5B at 720x1280x81 and at 768x1360x81."""
 
-MXU_CYCLES = 1.25
-"""Minimum cycles per 1024 scores at head size 64: 1 for K Q^T, whose 64 rows cost as much as 256, 0.25 for V^T P."""
+MXU_ROWS = 256
+"""Of the matrix unit. K Q^T takes a cycle per 1024 scores for each 256 rows begun, V^T P the share that its rows are."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def forecast(dump: Path, shape: Shape, sizes: Any = None) -> Forecast:
         for_bounded, for_shifted = cycles(schedule, shape.tokens, sizes)
         grid = shape.heads * math.ceil(queries / width)
         bounded, shifted = bounded + grid * for_bounded, shifted + grid * for_shifted
-    floor = MXU_CYCLES * shape.heads * shape.tokens**2 / 1024
+    least = math.ceil(shape.dim / MXU_ROWS) + shape.dim / MXU_ROWS
+    floor = least * shape.heads * shape.tokens**2 / 1024
     ms = 1e3 / tpu.CLOCK
     return Forecast(shape.tokens, asdict(sizes), ms * bounded, ms * shifted, ms * floor, seconds)
 
@@ -167,16 +168,17 @@ def stock_ms(dump: Path, shape: Shape) -> float:
 
 def search(dump: Path, shapes: list[Shape]) -> None:
     """Try tile sizes at each length, first around 8 slices a chunk, then other chunks for the best; write the table."""
+    import jax.numpy as jnp
+
     from cogvideox_flax.attention import tile_sizes
     from cogvideox_flax.errors import InputError
 
     searched = {(s.tokens, s.dim) for s in shapes}
     rows = [row for row in tile_sizes.table() if (row["tokens"], row["head_dim"]) not in searched]
     for shape in shapes:
-        kv = -(-shape.tokens // tile_sizes.LANES) * tile_sizes.LANES
 
-        def attempt(q: int, chunk: int, piece: int, shape: Shape = shape, kv: int = kv) -> tuple[float, Any]:
-            sizes = tile_sizes.TileSizes(q, kv, chunk, piece)
+        def attempt(q: int, chunk: int, piece: int, shape: Shape = shape) -> tuple[float, Any]:
+            sizes = tile_sizes.fit_key_block(q, chunk, piece, shape.tokens, shape.dim, jnp.bfloat16)
             try:
                 found = forecast(dump, shape, sizes)
             except InputError as e:

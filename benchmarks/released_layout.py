@@ -175,24 +175,33 @@ def save_layout(
 
 
 def write_component(folder: Path, component: str, release: str, dtype: str, seed: int = 0, **changes: Any) -> int:
-    """Write one component in the released shape, streamed. Returns its bytes; peak memory is about one tensor.
+    """Write one component in the released shape. Returns its bytes.
 
     changes: config keys that differ from the release's.
     """
     with torch.device("meta"):
         module: Any = build(component, release, small=False, **changes)
+    return write_module(folder / component, module, dtype, seed)
+
+
+def write_module(folder: Path, module: Any, dtype: str, seed: int = 0) -> int:
+    """Write random weights for a module on the meta device, streamed. Returns bytes; peak memory is about one tensor.
+
+    module: of diffusers or transformers, each of which has its own names of files.
+    """
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     shapes.pop("encoder.embed_tokens.weight", None)  # tied to shared.weight, and not saved by the reference either
-    folder = folder / component
     folder.mkdir(parents=True)
-    if component == "text_encoder":
+    of_transformers = isinstance(module, transformers.PreTrainedModel)
+    if of_transformers:
+        module.config.architectures = [type(module).__name__]
         module.config.save_pretrained(folder)
     else:
         module.save_config(folder)
 
     kind = FLOATS[dtype]
     shards = list(_shards(shapes, kind.itemsize))
-    stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
+    stem = "model" if of_transformers else "diffusion_pytorch_model"
     random = np.random.default_rng(seed)
     where = {}
     for i, names in enumerate(shards):

@@ -81,7 +81,17 @@ def choose_tile_sizes(queries: int, keys: int, dim: int, dtype: Any, with_lse: b
     q = row["q"] if jnp.dtype(dtype).itemsize <= 2 else max(row["q"] // 3 // LANES, 1) * LANES
     piece = min(row["slice"], round_up(keys, LANES))
     chunk = min(row["chunk"] // piece, max(keys // piece, 1)) * piece
-    sizes = TileSizes(min(q, round_up(queries, LANES)), round_up(keys, LANES), chunk, piece)
+    return fit_key_block(min(q, round_up(queries, LANES)), chunk, piece, keys, dim, dtype, with_lse)
+
+
+def fit_key_block(
+    q: int, chunk: int, piece: int, keys: int, dim: int, dtype: Any, with_lse: bool = False
+) -> TileSizes:
+    """Tile sizes whose block of keys is as large as fast memory allows: all keys, or an equal part of them.
+
+    q, chunk, piece: as q, chunk and slice of `TileSizes`.
+    """
+    sizes = TileSizes(q, round_up(keys, LANES), chunk, piece)
     parts = 1
     while sizes.vmem(keys, dim, dtype, with_lse) > VMEM and sizes.kv > chunk:
         parts += 1
