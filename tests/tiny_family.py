@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from cogvideox_flax.models.family import (
     Workload,
 )
 from cogvideox_flax.nn.layers import Linear
-from cogvideox_flax.nn.stack import stack
+from cogvideox_flax.nn.stack import scan_layers, stack
 from cogvideox_flax.schedulers import Scheduler, StepTable
 from cogvideox_flax.tokenizer import TokenizerConfig
 from conversion.rules import Rule, Tables, linear
@@ -101,8 +101,9 @@ class FlowEuler(Scheduler):
         here, there, zero = s[:-1], s[1:], np.zeros(len(s) - 1)
         tables = {"signal": zero + 1, "sigma": here, "from_sample": there / here, "from_x0": 1 - there / here}
         tables |= {"from_previous_x0": zero, "from_noise": zero}
-        timesteps = (1000 * here).astype(np.int32)
-        return StepTable(timesteps=timesteps, **{name: table.astype(np.float32) for name, table in tables.items()})
+        tables = {name: table.astype(np.float32) for name, table in tables.items()}
+        timesteps, following = ((1000 * table).astype(np.int32) for table in (here, there))
+        return StepTable(timesteps=timesteps, next_timesteps=following, **tables)
 
     def init_state(self, sample: Array) -> None:
         return None
@@ -148,17 +149,40 @@ DENOISER_ROWS = (
 )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """x: of the prompt. The others pass the blocks by."""
+
+    x: Float[Array, "B L D"]
+    pooled: Float[Array, "B E"]
+    latents: Float[Array, "B T h w C"]
+    timestep: Array
+
+
 class Denoiser(nnx.Module):
     def __init__(self, config: DenoiserConfig, *, rngs: nnx.Rngs):
         self.text_in = Linear(config.text_width, config.width, rngs=rngs)
         self.blocks = stack(config.layers, lambda rngs: Block(config.width, rngs=rngs), rngs)
 
     def __call__(self, context: Float[Array, "B L E"]) -> Float[Array, "B L D"]:
+        return self._run_layers(self.text_in(context))
+
+    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
+        return replace(tokens, x=self._run_layers(tokens.x, start, stop))
+
+    def head(self, tokens: Tokens) -> Float[Array, "B T h w C"]:
+        """Noise - x0, where x0 has one colour, which the prompt decides."""
+        hidden = tokens.x.mean(1)[:, :8] + tokens.pooled[:, :8]
+        t = jnp.asarray(tokens.timestep, jnp.float32).reshape(-1, 1, 1, 1, 1)
+        return (tokens.latents - jnp.tanh(hidden)[:, None, None, None]) * 1000 / jnp.maximum(t, 1)
+
+    def _run_layers(self, x: Float[Array, "B L D"], start: int = 0, stop: int | None = None) -> Float[Array, "B L D"]:
         def layer(x: Array, block: Block) -> tuple[Array, None]:
             mlp = sharding.layer_weights(DENOISER_ROWS, block).mlp
             return x + mlp.down(jnp.tanh(mlp.up(x))), None
 
-        return jax.lax.scan(layer, self.text_in(context), self.blocks)[0]
+        return scan_layers(layer, x, self.blocks, start, stop)
 
 
 class Codec(nnx.Module):
@@ -176,11 +200,10 @@ def encode_text(encoder: Encoder, ids: Int32[Array, "B L"]) -> dict[str, Array]:
     return {"prompt_embeds": x, "pooled_embeds": x.mean(1)}
 
 
-def predict(denoiser: Denoiser, latents: Array, text: dict[str, Array], timestep: Array, *, remat=False) -> Array:
-    """Noise - x0, where x0 has one colour, which the prompt decides."""
-    hidden = denoiser(text["prompt_embeds"]).mean(1)[:, :8] + text["pooled_embeds"][:, :8]
-    t = jnp.asarray(timestep, jnp.float32).reshape(-1, 1, 1, 1, 1)
-    return (latents - jnp.tanh(hidden)[:, None, None, None]) * 1000 / jnp.maximum(t, 1)
+def embed(
+    denoiser: Denoiser, latents: Array, text: dict[str, Array], timestep: Array, *, next_timestep: Array | None = None
+) -> Tokens:
+    return Tokens(denoiser.text_in(text["prompt_embeds"]), text["pooled_embeds"], latents, timestep)
 
 
 def encode(codec: Codec, video: Array) -> tuple[Array, Array]:
@@ -322,7 +345,7 @@ TINY = ModelFamily(
     check_inputs=lambda configs, given: None,
     fit_frames=lambda configs, count: (count - 1) // 4 * 4 + 1,
     longest=lambda configs: 17,
-    predict=predict,
+    embed=embed,
     encode=encode,
     latent_scale=lambda configs: 1.0,
     decode=decode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.windows import Windows, in_windows
 from cogvideox_flax.io.video import to_uint8
+from cogvideox_flax.models.family import predict
 from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
@@ -66,10 +68,10 @@ def identity(function: Function) -> Function:
 
 
 def make_step(
-    predict: Function, sampler: Scheduler, windows: Windows | None = None
+    embed: Function, sampler: Scheduler, windows: Windows | None = None
 ) -> Callable[..., tuple[DenoiseState, Array]]:
-    """One denoising step, to be jitted alone or scanned."""
-    predict = in_windows(predict, windows)
+    """One denoising step, to be jitted alone or scanned. embed: of the family, or of its `positions`."""
+    predict_clip = in_windows(partial(predict, embed), windows)
 
     def denoise_step(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
         """Returns the next state, and whether its latents are finite."""
@@ -77,7 +79,8 @@ def make_step(
         assert inputs.conditioning is not None
         guided = inputs.conditioning.guided
         doubled = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
-        prediction = predict(model, doubled, inputs.conditioning.guided_features(), inputs.steps.timesteps[i])
+        timesteps = inputs.steps.timesteps[i], inputs.steps.next_timesteps[i]
+        prediction = predict_clip(model, doubled, inputs.conditioning.guided_features(), *timesteps)
         if guided:
             without, with_prompt = jnp.split(prediction, 2)
             prediction = without + inputs.guidance[i] * (with_prompt - without)
@@ -94,10 +97,10 @@ def make_step(
 
 
 def make_loop(
-    predict: Function, sampler: Scheduler, windows: Windows | None = None
+    embed: Function, sampler: Scheduler, windows: Windows | None = None
 ) -> Callable[..., tuple[DenoiseState, Array]]:
     """All denoising steps; finite or not is said of each."""
-    step = make_step(predict, sampler, windows)
+    step = make_step(embed, sampler, windows)
 
     def denoise_loop(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
         return jax.lax.scan(lambda state, _: step(model, inputs, state), state, length=len(inputs.steps))
@@ -139,7 +142,7 @@ def make_visual(
 
 def make_run(
     encoders: tuple[tuple[str, Function], ...],
-    predict: tuple[str, Function],
+    embed: tuple[str, Function],
     decode: tuple[str, Function],
     sampler: Scheduler,
     extra_latents: int,
@@ -149,11 +152,11 @@ def make_run(
 ) -> Callable[..., tuple[Frames, Array, Array]]:
     """The whole run as one program, tokens to frames.
 
-    encoders, predict, decode: components and what is done with each. how: output type, and whether it decodes in tiles.
+    encoders, embed, decode: components and what is done with each. how: output type, and whether it decodes in tiles.
     visual: of each picture and clip its feature, its component, and the arguments of `make_visual`.
     """
-    (denoiser, predict_with), (decoder, decode_with) = predict, decode
-    loop, to_frames = make_loop(predict_with, sampler, windows), make_decode(decode_with, *how)
+    (denoiser, embed_with), (decoder, decode_with) = embed, decode
+    loop, to_frames = make_loop(embed_with, sampler, windows), make_decode(decode_with, *how)
 
     def run(
         models: dict[str, Any],

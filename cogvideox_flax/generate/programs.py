@@ -79,10 +79,10 @@ class RunPrograms:
         return resolve_windows(self.family, self.manifest.configs, self.request, self.size)
 
     @property
-    def predict(self) -> Function:
-        """The family's `predict`, with the positions that are asked for."""
+    def embed(self) -> Function:
+        """The family's `embed`, with the positions that are asked for."""
         positions = self.request.positions
-        return self.family.predict if positions is None else self.family.positions(self.manifest.configs)[positions]
+        return self.family.embed if positions is None else self.family.positions(self.manifest.configs)[positions]
 
     @property
     def visual(self) -> list[VisualStage]:
@@ -140,7 +140,7 @@ class RunPrograms:
         """(denoiser, inputs, state) -> (state, finite): a step, or all of them with `compiled_loop`."""
         seen = window_size(self.family, self.manifest.configs, self.request, self.size)
         tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, seen).tokens
-        given = self.predict, self.sampler, self.windows
+        given = self.embed, self.sampler, self.windows
         if self.request.compiled_loop:
             return ProgramSpec("denoising loop", make_loop, given, donate=("state",), tokens=tokens)
         return ProgramSpec("denoising step", make_step, given, tokens=tokens)
@@ -150,7 +150,7 @@ class RunPrograms:
         """(all components, tokens, media, inputs, state) -> (frames, steps finite, finite)."""
         family, request = self.family, self.request
         encoders = tuple((stage.component, stage.encode) for stage in family.text)
-        ends = (family.denoiser, self.predict), (family.decoder, family.decode)
+        ends = (family.denoiser, self.embed), (family.decoder, family.decode)
         how = request.output_type, request.tiling
         visual = tuple((s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
         given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, self.windows

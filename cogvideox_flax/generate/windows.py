@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32, Int, Num
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import PICTURES
@@ -71,7 +71,7 @@ def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable
     starts, weights = np.asarray(windows.starts, np.int32), windows.weights
 
     def predict_in_windows(
-        model: Any, latents: Float32[Array, "B T h w C"], features: Features, timestep: Int[Array, ""]
+        model: Any, latents: Float32[Array, "B T h w C"], features: Features, *timesteps: Num[Array, ""]
     ) -> Float32[Array, "B T h w C"]:
         def cut(x: Array, start: Int[Array, ""]) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, start, windows.length, 1)
@@ -79,7 +79,7 @@ def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable
         def add(total: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
             start, weight = window
             own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.frames else x for n, x in features.items()}
-            prediction = weight[:, None, None, None] * predict(model, cut(latents, start), own, timestep)
+            prediction = weight[:, None, None, None] * predict(model, cut(latents, start), own, *timesteps)
             summed = cut(total, start) + prediction
             return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
 

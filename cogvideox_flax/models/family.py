@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
@@ -28,6 +29,31 @@ Configs = Mapping[str, Any]
 
 Features = dict[str, Float[Any, "B ..."]]
 """Name -> features of each prompt. The names are those in the file of stage 1."""
+
+
+class Tokens(Protocol):
+    """What a denoiser's `embed` makes, its blocks update and its head reads: a dataclass, a registered pytree.
+
+    x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
+    """
+
+    @property
+    def x(self) -> Any: ...
+
+
+class Denoiser(Protocol):
+    """The methods of the module that denoises, beside the family's `embed`; together they are a prediction."""
+
+    def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Any:
+        """The tokens after blocks: all of them, or those of a slice.
+
+        Args:
+            start, stop: as of a slice; start=-1 is the last block.
+            remat: recompute each block in the backward pass.
+        """
+
+    def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
+        """The prediction from the tokens after the last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,16 +278,16 @@ class ModelFamily:
         check_inputs: (configs, names of the given ones) -> raises InputError if these are not what it takes.
         fit_frames: (configs, n) -> the largest supported number of frames of at most n, or the smallest.
         longest: configs -> the most frames that the model was trained on.
-        predict: (denoiser, latents, features, timestep or one per item, remat=False) -> the prediction, float32.
+        embed: (denoiser, latents, features, timestep or one per item, *, next_timestep=None) -> the tokens.
             features: of the text, and of the pictures.
-            remat: recompute each block in the backward pass.
+            next_timestep: to which the step leads, 0 after the last; for step-distilled checkpoints that take it.
         encode: (decoder, video [B, F, H, W, 3] in [-1, 1]) -> mean and logvar of the latents, not scaled.
         latent_scale: configs -> what encoded latents are multiplied by for the denoiser.
         decode: (decoder, scaled latents, tiled) -> video [B, F, H, W, 3] in about [-1, 1], float32.
         decoder_pieces: latent frames of a clip -> those of each of its pieces, of few different lengths.
         decode_piece: (decoder, scaled latents of a piece, cache of the piece before or None) -> (video, cache):
             together exactly `decode`. Caches are [..., B, T, H, W, C], split as `sharding.spatial_split` says.
-        positions: configs -> name of a way to extend positions to longer clips -> what takes the place of `predict`.
+        positions: configs -> name of a way to extend positions to longer clips -> what takes the place of `embed`.
     """
 
     name: str
@@ -288,7 +314,7 @@ class ModelFamily:
     check_inputs: Callable[[Configs, Sequence[str]], None]
     fit_frames: Callable[[Configs, int], int]
     longest: Callable[[Configs], int]
-    predict: Callable[..., Float32[Array, "B T h w C"]]
+    embed: Callable[..., Tokens]
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
@@ -296,7 +322,7 @@ class ModelFamily:
     picture_size: Callable[[Configs, int, int], tuple[int, int]] | None = None
     decoder_pieces: Callable[[int], Sequence[int]] = lambda frames: [frames]
     decode_piece: Callable[..., tuple[Float32[Array, "B F H W 3"], Any]] | None = None
-    positions: Callable[[Configs], Mapping[str, Callable[..., Float32[Array, "B T h w C"]]]] = lambda configs: {}
+    positions: Callable[[Configs], Mapping[str, Callable[..., Tokens]]] = lambda configs: {}
 
     @property
     def config_types(self) -> dict[str, type[Config]]:
@@ -319,6 +345,10 @@ class ModelFamily:
         """The names of the components that can be quantized."""
         return tuple(name for name, component in self.components.items() if component.linear_maps)
 
+    def predict(self, denoiser: Any, *args: Any, remat: bool = False) -> Float32[Array, "B T h w C"]:
+        """The denoiser's prediction; arguments as for `predict`, without `embed`."""
+        return predict(self.embed, denoiser, *args, remat=remat)
+
     def heads(self, configs: Configs) -> dict[str, int]:
         """Component -> its number of attention heads, each of which stays on one device."""
         fields = {name: component.heads for name, component in self.components.items()}
@@ -334,6 +364,26 @@ class ModelFamily:
             raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.samplers)}")
         kind: Any = self.samplers[name]
         return _make_sampler(kind, configs["scheduler"])
+
+
+def predict(
+    embed: Callable[..., Tokens],
+    denoiser: Denoiser,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Num[Array, ""] | Num[Array, " B"],
+    next_timestep: Num[Array, ""] | None = None,
+    *,
+    remat: bool = False,
+) -> Float32[Array, "B T h w C"]:
+    """The prediction of a denoiser: tokens, all blocks, head.
+
+    Args:
+        embed: a family's `embed`, or one of its `positions`; the next four are its arguments.
+        remat: recompute each block in the backward pass.
+    """
+    tokens = embed(denoiser, latents, features, timestep, next_timestep=next_timestep)
+    return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)
 
 
 @lru_cache(maxsize=64)

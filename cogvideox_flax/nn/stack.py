@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 T = TypeVar("T")
 
@@ -18,18 +19,30 @@ def stack(n: int, make: Callable[..., T], rngs: nnx.Rngs) -> T:
     return jax.vmap(lambda key: make(rngs=nnx.Rngs(params=key)))(keys)
 
 
-def scan_layers(body: Callable[[Array, Any], tuple[Array, None]], x: Array, layers: Any) -> Array:
-    """Run x through all layers.
+def scan_layers(
+    body: Callable[[Any, Any], tuple[Any, None]], x: Any, layers: Any, start: int = 0, stop: int | None = None
+) -> Any:
+    """Run x, any pytree of arrays, through layers.
 
     Args:
         body: the body of the scan.
         layers: a stack, which is scanned; or an `nnx.List` of layers from `nn.cpu.unstack_layers`.
+        start, stop: which layers, as of a slice: start=-1 is the last one. Their weights are not copied out of the
+            stack: the scan is over their indices.
     """
     if isinstance(layers, nnx.List):
-        for layer in layers:
+        for layer in list(layers)[start:stop]:
             x, _ = body(x, layer)
         return x
-    return jax.lax.scan(body, x, layers)[0]
+    count = jax.tree.leaves(layers)[0].shape[0]
+    first, end, _ = slice(start, stop).indices(count)
+    if (first, end) == (0, count):
+        return jax.lax.scan(body, x, layers)[0]
+
+    def at_index(x: Any, i: Int[Array, ""]) -> tuple[Any, None]:
+        return body(x, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), layers))
+
+    return jax.lax.scan(at_index, x, jnp.arange(first, end))[0]
 
 
 def same_arrays(module: T) -> T:

@@ -22,13 +22,17 @@ Table = Float32[np.ndarray, " N"]
 class StepTable:
     """The N steps of one run: timesteps, and the float32 coefficients of step i in row i of each table.
 
+    timesteps: int32, or float32 where the sampler's are not whole numbers.
+    next_timesteps: to which each step leads, 0 after the last; of the same dtype.
+
     x0       = signal x - sigma v
     x        <- from_sample x + from_x0 x0 + from_previous_x0 (x0 of the step before) + from_noise noise
 
     The last two are zero for DDIM. All entries are finite, so the same equations serve every row.
     """
 
-    timesteps: Int32[np.ndarray, " N"] | Table
+    timesteps: Int32[np.ndarray, " N"] | Float32[np.ndarray, " N"]
+    next_timesteps: Int32[np.ndarray, " N"] | Float32[np.ndarray, " N"]
     signal: Table
     sigma: Table
     from_sample: Table
@@ -179,7 +183,11 @@ class DiffusionScheduler(Scheduler):
         here = self.alphas_cumprod[timesteps]
         there = np.where(leads_to >= 0, self.alphas_cumprod[leads_to], final)
         tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)} | self._tables(here, there, leads_to < 0)
-        return StepTable(timesteps=timesteps.astype(np.int32), **{k: v.astype(np.float32) for k, v in tables.items()})
+        return StepTable(
+            timesteps=timesteps.astype(np.int32),
+            next_timesteps=np.maximum(leads_to, 0).astype(np.int32),
+            **{name: table.astype(np.float32) for name, table in tables.items()},
+        )
 
     def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
         """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""

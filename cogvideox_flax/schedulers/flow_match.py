@@ -62,6 +62,7 @@ class FlowMatchScheduler(Scheduler):
             "from_previous_x0": zero,
             "from_noise": zero,
             "timesteps": self.num_train_timesteps * here,
+            "next_timesteps": self.num_train_timesteps * there,
         }
         return StepTable(**{name: table.astype(np.float32) for name, table in tables.items()})
 

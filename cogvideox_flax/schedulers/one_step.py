@@ -52,7 +52,11 @@ class OneStepScheduler(DDIMScheduler):
         tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here), "from_x0": zero + 1}
         tables |= {"from_sample": zero, "from_previous_x0": zero, "from_noise": zero}
         timesteps = np.array([TIMESTEP], np.int32)
-        return StepTable(timesteps=timesteps, **{name: table.astype(np.float32) for name, table in tables.items()})
+        return StepTable(
+            timesteps=timesteps,
+            next_timesteps=np.zeros_like(timesteps),
+            **{name: table.astype(np.float32) for name, table in tables.items()},
+        )
 
     def start_from(
         self, latents: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: int | Int[Array, ""]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Key
 
 from cogvideox_flax.checkpoint import load_text_encoder, load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.family import predict
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.training.config import LoopConfig
@@ -77,7 +77,7 @@ def image_to_video_loss(
     features = {"prompt_embeds": frozen["text_encoder"](ids), "image_latents": image}
 
     def denoiser(x: Float[Array, "B T h w C"], t: Array) -> Float32[Array, "B T h w C"]:
-        return predict(params["transformer"], x, features, t, remat=True)
+        return COGVIDEOX.predict(params["transformer"], x, features, t, remat=True)
 
     weights = 1 + PHASE.corners * batch["corners"].astype(jnp.float32)
     return velocity_loss(denoiser, latents, noise_key, DDIMScheduler(SCHEDULER), PHASE.density, weights)

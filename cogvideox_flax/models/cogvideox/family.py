@@ -23,7 +23,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.tiling import Tiling
-from cogvideox_flax.models.cogvideox.transformer import Transformer
+from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
 from cogvideox_flax.models.cogvideox.visual import encode, with_visual
 from cogvideox_flax.models.family import (
     Component,
@@ -95,35 +95,42 @@ def encode_text(encoder: TextEncoder, ids: Int32[Array, "B L"]) -> Features:
     return {"prompt_embeds": encoder(ids)}
 
 
-def predict(
+def embed(
     transformer: Transformer,
     latents: Float32[Array, "B T h w C"],
     features: Features,
     timestep: Int[Array, ""] | Int[Array, " B"],
     *,
+    next_timestep: Int[Array, ""] | None = None,
     riflex: bool = False,
-    remat: bool = False,
-) -> Float32[Array, "B T h w C"]:
-    """The prediction of v = sqrt(abar) noise - sqrt(1 - abar) x0; riflex, remat: as for `Transformer`."""
+) -> Tokens:
+    """The tokens from which the transformer predicts v = sqrt(abar) noise - sqrt(1 - abar) x0.
+
+    Args:
+        next_timestep: ignored, since no release takes it.
+        riflex: as for `Transformer`.
+    """
     ofs = None if transformer.config.ofs_width is None else OFS
     beside = with_visual(latents, features, transformer.config)
-    return transformer(beside, features["prompt_embeds"], timestep, ofs, riflex=riflex, remat=remat).astype(jnp.float32)
+    return transformer.embed(beside, features["prompt_embeds"], timestep, ofs, riflex=riflex)
 
 
-def predict_riflex(
+def embed_riflex(
     transformer: Transformer,
     latents: Float32[Array, "B T h w C"],
     features: Features,
     timestep: Int[Array, ""] | Int[Array, " B"],
-) -> Float32[Array, "B T h w C"]:
-    """`predict` with rotary positions extended by RIFLEx."""
-    return predict(transformer, latents, features, timestep, riflex=True)
+    *,
+    next_timestep: Int[Array, ""] | None = None,
+) -> Tokens:
+    """`embed` with rotary positions extended by RIFLEx."""
+    return embed(transformer, latents, features, timestep, next_timestep=next_timestep, riflex=True)
 
 
 def _positions(configs: Configs) -> dict[str, Callable[..., Any]]:
     """RIFLEx is for models whose positions are rotary alone."""
     config = configs["transformer"]
-    return {"riflex": predict_riflex} if config.rotary and not config.learned_positions else {}
+    return {"riflex": embed_riflex} if config.rotary and not config.learned_positions else {}
 
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
@@ -262,7 +269,7 @@ COGVIDEOX = ModelFamily(
     check_inputs=visual.check_inputs,
     fit_frames=_fit_frames,
     longest=_longest,
-    predict=predict,
+    embed=embed,
     positions=_positions,
     encode=encode,
     latent_scale=lambda configs: configs["vae"].scaling_factor,

@@ -215,8 +215,8 @@ class Transformer(nnx.Module):
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
         return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid)
 
-    def run_blocks(self, tokens: Tokens, *, remat: bool = False) -> Tokens:
-        """All blocks, in one scan; remat as for `__call__`."""
+    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
+        """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
         attend = self.attend or attention.attend
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
@@ -225,7 +225,7 @@ class Transformer(nnx.Module):
 
         # in a scan, no barrier is needed against common subexpression elimination
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-        return replace(tokens, x=scan_layers(body, tokens.x, self.blocks))
+        return replace(tokens, x=scan_layers(body, tokens.x, self.blocks, start, stop))
 
     def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
         """The v prediction of the video tokens."""
