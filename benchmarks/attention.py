@@ -28,7 +28,7 @@ TOKENS = (17776, 39826, 45106)
 """1.0 releases at 480x720x49; 1.5-5B at 720x1280x81 and at 768x1360x81."""
 
 MXU_ROWS = 256
-"""Of the matrix unit. K Q^T takes a cycle per 1024 scores for each 256 rows begun, V^T P the share that its rows are."""
+"""Of the matrix unit. K Q^T takes a cycle per 1024 scores for each 256 rows begun, V^T P the share of its rows."""
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def pipe(native):
 def test_the_pipeline_runs_it(pipe):
     video = pipe(["a red ball", "ball rolls"], output_type="float", **STEPS)
     assert video.frames.shape == (2, 5, 16, 16, 3) and video.fps == 8
-    assert video.metadata["settings"]["scheduler"] == "flow" and video.metadata["release"] == "tiny-1"
+    assert video.metadata["settings"]["scheduler"] == "flow_match" and video.metadata["release"] == "tiny-1"
     # what it predicts has one colour, so all pixels of a video have it, but for timesteps that are whole numbers
     assert np.ptp(video.frames, (1, 2, 3)).max() < 1e-3 and np.abs(video.frames[0] - video.frames[1]).max() > 1e-3
     plain = pipe("a red ball", output_type="float", guidance_scale=1, **STEPS)

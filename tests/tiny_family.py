@@ -32,7 +32,7 @@ from cogvideox_flax.models.family import (
 )
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.stack import scan_layers, stack
-from cogvideox_flax.schedulers import Scheduler, StepTable
+from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler
 from cogvideox_flax.tokenizer import TokenizerConfig
 from conversion.rules import Rule, Tables, linear
 
@@ -71,53 +71,6 @@ class CodecConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> CodecConfig:
         return cls(channels=raw["latent_channels"])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowConfig(Config):
-    kind: str = "flow"
-    shift: float = 5.0
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> FlowConfig:
-        return cls(shift=raw["shift"])
-
-
-class FlowEuler(Scheduler):
-    """Flow matching: x = (1 - s) x0 + s noise, the model predicts noise - x0. The same linear step as the others."""
-
-    kind = "flow"
-    needs_noise = False
-    num_train_timesteps = 1000
-
-    def __init__(self, config: FlowConfig):
-        self.config = config
-
-    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
-        if not 1 <= num_inference_steps <= 1000:
-            raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to 1000")
-        s = np.linspace(1, 0, num_inference_steps + 1)[start:]
-        s = self.config.shift * s / (1 + (self.config.shift - 1) * s)
-        here, there, zero = s[:-1], s[1:], np.zeros(len(s) - 1)
-        tables = {"signal": zero + 1, "sigma": here, "from_sample": there / here, "from_x0": 1 - there / here}
-        tables |= {"from_previous_x0": zero, "from_noise": zero}
-        tables = {name: table.astype(np.float32) for name, table in tables.items()}
-        timesteps, following = ((1000 * table).astype(np.int32) for table in (here, there))
-        return StepTable(timesteps=timesteps, next_timesteps=following, **tables)
-
-    def init_state(self, sample: Array) -> None:
-        return None
-
-    def add_noise(self, sample: Array, noise: Array, timestep: Array) -> Array:
-        s = timestep.reshape(-1, 1, 1, 1, 1) / 1000
-        return (1 - s) * sample + s * noise
-
-    def velocity(self, sample: Array, noise: Array, timestep: Array) -> Array:
-        return noise - sample
-
-    def step(self, plan, i, prediction, sample, state=None, noise=None):
-        c = plan.row(i)
-        return c.from_sample * sample + c.from_x0 * (c.signal * sample - c.sigma * prediction), None
 
 
 class Encoder(nnx.Module):
@@ -270,7 +223,7 @@ CONFIGS = {
     "text_encoder_1": EncoderConfig(),
     "denoiser": DenoiserConfig(),
     "codec": CodecConfig(),
-    "scheduler": FlowConfig(),
+    "scheduler": FlowMatchConfig(shift=5.0),
 }
 RELEASE = Release(
     name="tiny-1",
@@ -280,7 +233,7 @@ RELEASE = Release(
     height=16,
     width=16,
     num_frames=5,
-    sampler="flow",
+    sampler="flow_match",
     use_dynamic_cfg=False,
 )
 MAPS = {"up": "blocks.mlp.up", "down": "blocks.mlp.down"}
@@ -311,7 +264,7 @@ TINY = ModelFamily(
             class_names=("AutoencoderTiny",),
         ),
     },
-    scheduler=FlowConfig,
+    scheduler=FlowMatchConfig,
     tokenizer=TokenizerConfig,
     tokenizer_files=("tokenizer/words.txt",),
     read_tokenizer=lambda raw, configs: TokenizerConfig.from_hf(raw),
@@ -322,9 +275,9 @@ TINY = ModelFamily(
     find_release=lambda configs: RELEASE if configs.get("denoiser") == RELEASE.configs["denoiser"] else None,
     check=_check,
     check_tiling=_refuse_tiles,
-    samplers={"flow": FlowEuler},
+    samplers={"flow_match": FlowMatchScheduler},
     defaults=lambda configs: Defaults(
-        fps=8, num_inference_steps=4, guidance_scale=3.0, use_dynamic_cfg=False, scheduler="flow"
+        fps=8, num_inference_steps=4, guidance_scale=3.0, use_dynamic_cfg=False, scheduler="flow_match"
     ),
     resolve_size=_resolve_size,
     size_warnings=lambda configs, size: [],
@@ -392,7 +345,7 @@ def save_layout(folder: Path) -> dict[str, dict[str, np.ndarray]]:
         },
         "denoiser/config.json": {"_class_name": "TinyTransformer3DModel"} | sizes,
         "codec/config.json": {"_class_name": "AutoencoderTiny", "latent_channels": CodecConfig().channels},
-        "scheduler/scheduler_config.json": {"_class_name": "FlowMatch", "shift": 5.0},
+        "scheduler/scheduler_config.json": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0},
         "tokenizer/tokenizer_config.json": {"model_max_length": 6},
     }
     for file, raw in files.items():

@@ -7,6 +7,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.family import Release, Size
 from cogvideox_flax.models.sizes import SizeRule
 
+
 def resolve_size(
     transformer: TransformerConfig,
     vae: VAEConfig,
