@@ -180,7 +180,7 @@ def test_adapters(native, tmp_path):
 def test_info(form, native, layout, capsys):
     assert cli.main(["info", str(native if form == "native" else layout)]) == 0
     text = capsys.readouterr().out
-    assert "tiny-1" in text and "5 frames of 16x16 at 8 fps, 50 flow steps" in text
+    assert "tiny-1" in text and "5 frames of 16x16 at 8 fps, 50 flow_match steps" in text
     for name, count in (("text_encoder_1", 192), ("denoiser", 13_120), ("codec", 27)):
         assert re.search(rf"  {name} +{count:,} parameters", text)
 
@@ -216,7 +216,7 @@ def test_the_pipeline_runs_it(pipe):
     [
         ({"num_frames": 9, "height": None}, None),
         ({"num_frames": 8}, "it must be 4 n . 1"),
-        ({"scheduler": "ddim"}, "unknown scheduler 'ddim'; known are flow"),
+        ({"scheduler": "ddim"}, "unknown scheduler 'ddim'; known are flow_match"),
         ({"tiling": True}, "the tiny codec has no tiles"),
     ],
 )

@@ -84,9 +84,7 @@ def choose_tile_sizes(queries: int, keys: int, dim: int, dtype: Any, with_lse: b
     return fit_key_block(min(q, round_up(queries, LANES)), chunk, piece, keys, dim, dtype, with_lse)
 
 
-def fit_key_block(
-    q: int, chunk: int, piece: int, keys: int, dim: int, dtype: Any, with_lse: bool = False
-) -> TileSizes:
+def fit_key_block(q: int, chunk: int, piece: int, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> TileSizes:
     """Tile sizes whose block of keys is as large as fast memory allows: all keys, or an equal part of them.
 
     q, chunk, piece: as q, chunk and slice of `TileSizes`.
