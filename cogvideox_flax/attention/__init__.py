@@ -15,6 +15,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import cudnn, nvidia, splash, stock, triton, xla
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.sharding import Joint
 
 Backend = Callable[..., Float[Array, "B S N K"]]
 BackendWithLse = Callable[..., tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]]
@@ -124,6 +125,42 @@ def attend(
     return sharding.sequence_parallel_attention(partial(BACKENDS[backend], **options), q, k, v, kv_len, with_lse)
 
 
+def attend_jointly(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    joint: Joint,
+    *,
+    kv_len: int | None = None,
+    joint_len: Int[Array, " B"] | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+    tile_sizes: TileSizes | None = None,
+) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
+    """`attend` of two kinds of tokens in one sequence: many, and few joint ones such as a prompt's.
+
+    Args:
+        joint: queries, keys and values of the joint tokens, which sp does not split.
+        kv_len: how many of the keys in k are attended, 1 to S; None: all.
+        joint_len: how many of the joint keys, for each batch element; clipped to 0 to L. None: all.
+        backend, interpret, tile_sizes: as for `attend`.
+
+    Returns:
+        The result for q, and for the joint queries.
+
+    Raises:
+        InputError: as for `attend`.
+    """
+    _check(q, k, v, backend, interpret, tile_sizes)
+    _check(*joint, backend, interpret, tile_sizes)
+    kv_len = None if kv_len is None else int(_check_length(kv_len, q.shape[0], k.shape[1]))  # type: ignore[arg-type]
+    options: dict[str, Any] = {"interpret": interpret} if interpret else {}
+    options |= {"tile_sizes": tile_sizes} if tile_sizes is not None else {}
+    if joint_len is not None:
+        joint_len = jnp.clip(jnp.asarray(joint_len, jnp.int32), 0, joint[0].shape[1])
+    return sharding.joint_attention(partial(BACKENDS[backend], **options), q, k, v, joint, kv_len, joint_len)
+
+
 def _check(q: Array, k: Array, v: Array, backend: str, interpret: bool, tile_sizes: TileSizes | None) -> None:
     if backend not in BACKENDS:
         raise InputError(f"unknown attention backend {backend!r}; known are {', '.join(BACKENDS)}")
@@ -159,4 +196,4 @@ def _subtract_mean(k: Float[Array, "B S N K"], kv_len: int | Int[Array, " B"] | 
     return (wide - wide.mean(1, keepdims=True, where=attended)).astype(k.dtype)
 
 
-__all__ = ["BACKENDS", "BACKENDS_WITH_LSE", "KERNELS", "TileSizes", "attend"]
+__all__ = ["BACKENDS", "BACKENDS_WITH_LSE", "KERNELS", "TileSizes", "attend", "attend_jointly"]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from cogvideox_flax import sharding
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
-from cogvideox_flax.nn.layers import TransposedLinear, precision
+from cogvideox_flax.nn.layers import RMSNorm, TransposedLinear, precision
 from cogvideox_flax.nn.stack import scan_layers, stack
 
 SHARDING: sharding.ParameterRows = (
@@ -168,17 +168,6 @@ class GatedMLP(nnx.Module):
         hidden = jax.nn.gelu(gate, approximate=True) * up
         # The product of two activations overflows float16, so with float16 weights `down` multiplies in float32.
         return self.down(hidden if x.dtype == jnp.float16 else hidden.astype(x.dtype), out_dtype=jnp.float32)
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32."""
-
-    def __init__(self, width: int, *, eps: float):
-        self.scale = nnx.Param(jnp.ones(width))
-        self.eps = eps
-
-    def __call__(self, x: Float32[Array, "*batch width"]) -> Float32[Array, "*batch width"]:
-        return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + self.eps) * self.scale[...].astype(jnp.float32)
 
 
 def _gather_bias(table: Float32[Array, "rows N"], row: np.ndarray) -> Float32[Array, "N L L"]:

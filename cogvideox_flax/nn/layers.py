@@ -95,22 +95,44 @@ class LayerNorm(nnx.Module):
             permutation: the current order of x's channels; it is applied to scale and bias.
             out_dtype: dtype of the result; None is x's.
         """
-        mean = x.astype(jnp.float32).mean(-1, keepdims=True)
-        # barriers: each pass reads x again; otherwise the compiler writes x - mean to memory in float32
-        x, mean = jax.lax.optimization_barrier((x, mean))
-        variance = jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True)
-        x, mean, factor = jax.lax.optimization_barrier((x, mean, jax.lax.rsqrt(variance + self.eps)))
-        y = (x.astype(jnp.float32) - mean) * factor
+        y = standardize(x, self.eps)
         scale, bias = (permuted(p[...], permutation).astype(jnp.float32) for p in (self.scale, self.bias))
         return (y * scale + bias).astype(out_dtype or x.dtype)
 
 
-class MLP(nnx.Module):
-    """width -> 4 width -> width, tanh-approximate GELU."""
+def standardize(x: Float[Array, "*batch width"], eps: float) -> Float32[Array, "*batch width"]:
+    """Mean 0 and variance 1 over the last axis: a layer norm without an affine map."""
+    mean = x.astype(jnp.float32).mean(-1, keepdims=True)
+    # barriers: each pass reads x again; otherwise the compiler writes x - mean to memory in float32
+    x, mean = jax.lax.optimization_barrier((x, mean))
+    variance = jnp.square(x.astype(jnp.float32) - mean).mean(-1, keepdims=True)
+    x, mean, factor = jax.lax.optimization_barrier((x, mean, jax.lax.rsqrt(variance + eps)))
+    return (x.astype(jnp.float32) - mean) * factor
 
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
-        self.up = Linear(width, 4 * width, rngs=rngs)
-        self.down = Linear(4 * width, width, rngs=rngs)
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale over the last axis, in float32."""
+
+    def __init__(self, width: int, *, eps: float):
+        self.scale = nnx.Param(jnp.ones(width))
+        self.eps = eps
+
+    def __call__(
+        self, x: Float[Array, "*batch width"], permutation: Permutation | None = None, *, out_dtype: Any = None
+    ) -> Float[Array, "*batch width"]:
+        """permutation, out_dtype: as for `LayerNorm`."""
+        wide = x.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        y = wide * factor * permuted(self.scale[...], permutation).astype(jnp.float32)
+        return y.astype(out_dtype or x.dtype)
+
+
+class MLP(nnx.Module):
+    """width -> hidden (default: 4 width) -> width, tanh-approximate GELU."""
+
+    def __init__(self, width: int, hidden: int | None = None, *, rngs: nnx.Rngs):
+        self.up = Linear(width, hidden or 4 * width, rngs=rngs)
+        self.down = Linear(hidden or 4 * width, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float32[Array, "B S D"]:
         """The result is float32, without rounding."""

@@ -6,6 +6,8 @@ to full tables inside the compiled program, which then has no large constants.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
@@ -82,9 +84,26 @@ def rotary(
         riflex_from: positions along time in training, to lower a frequency by `riflex`; None: as trained.
     """
     dims = (head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3)
-    parts = []
-    for axis, (positions, dim) in enumerate(zip(axis_positions(grid, base), dims, strict=True)):
-        frequency = (1.0 / THETA ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
+    return rotary_of(axis_positions(grid, base), dims, riflex_from=riflex_from)
+
+
+def rotary_of(
+    axes: Sequence[Float32[np.ndarray, " n"]],
+    dims: Sequence[int],
+    theta: float = THETA,
+    riflex_from: int | None = None,
+) -> Rotary:
+    """cos and sin of the rotations of a grid of tokens, order t, h, w.
+
+    Args:
+        axes: positions along time, height and width.
+        dims: channels of a head that each axis rotates.
+        theta: of the frequencies theta^(-2 i / dim).
+        riflex_from: as for `rotary`.
+    """
+    grid, head_dim, parts = tuple(map(len, axes)), sum(dims), []
+    for axis, (positions, dim) in enumerate(zip(axes, dims, strict=True)):
+        frequency = (1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float32) / dim)).astype(np.float32)
         if axis == 0 and riflex_from is not None:
             frequency = riflex(frequency, riflex_from, grid[0])
         angle = np.outer(positions, frequency)

@@ -4,7 +4,12 @@ Mesh axes are dp (batch and the two halves of guidance), sp (tokens) and tp (hea
 splits the batch, and height and width over the other axes. Code outside this package names logical axes only.
 """
 
-from cogvideox_flax.sharding.sequence_parallel import pad_tokens, sequence_parallel_attention
+from cogvideox_flax.sharding.sequence_parallel import (
+    Joint,
+    joint_attention,
+    pad_tokens,
+    sequence_parallel_attention,
+)
 from cogvideox_flax.sharding.spatial_parallel import (
     Padding,
     spatial_constrain,
@@ -35,6 +40,7 @@ __all__ = [
     "AXES",
     "REPLICATED",
     "RULES",
+    "Joint",
     "MeshShape",
     "Padding",
     "ParameterRows",
@@ -42,6 +48,7 @@ __all__ = [
     "check_heads",
     "constrain",
     "describe_mesh",
+    "joint_attention",
     "layer_weights",
     "make_mesh",
     "named",

@@ -31,6 +31,9 @@ _RingState = tuple[Array, Array, Array, Array, Array]
 """Keys and values; the sum of out * 2^(log_sum_exp - running_max) over the parts so far; running_max; and row_sum, the
 sum of 2^(log_sum_exp - running_max)."""
 
+Joint = tuple[Float[Array, "B L N K"], Float[Array, "B L N K"], Float[Array, "B L N K"]]
+"""Queries, keys and values of tokens that are attended together with others."""
+
 _LSE_OF_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # below any other; differences are finite
 
 
@@ -99,6 +102,69 @@ def sequence_parallel_attention(
     return jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[
         :, :queries
     ]
+
+
+def joint_attention(
+    attend: Callable[..., Array],
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    joint: Joint,
+    kv_len: int | None,
+    joint_len: Int[Array, " B"] | None,
+) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
+    """`sequence_parallel_attention` of long and few joint tokens together, without a ring.
+
+    sp splits the long tokens. The joint ones, such as a prompt's, are on every device of sp: each takes its own heads
+    of them, so that the long sequence is exchanged as without them and never resharded.
+
+    Args:
+        joint: queries, keys and values of the joint tokens.
+        kv_len: how many of the long keys are attended; None: all.
+        joint_len: how many of the joint keys; None: all.
+
+    Returns:
+        The result for q, and for the joint queries.
+
+    Raises:
+        InputError: batch or heads do not divide over their mesh axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    queries, keys, few = q.shape[1], k.shape[1] if kv_len is None else kv_len, joint[0].shape[1]
+    lengths = None if joint_len is None else keys + joint_len
+
+    def attend_both(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
+        whole = q[:, :queries], k[:, :keys], v[:, :keys]
+        out = attend(*(jnp.concatenate(pair, 1) for pair in zip(whole, joint, strict=True)), lengths)
+        return out[:, :-few], out[:, -few:]
+
+    if mesh.empty or mesh.size == 1:
+        return attend_both(q, k, v, joint, lengths)
+    parts, heads = devices_of("tokens"), q.shape[2] // devices_of("heads")
+    _log_heads(heads, parts, parts)
+    q, k, v = map(pad_tokens, (q, k, v))
+    spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
+    few_spec = PartitionSpec(spec[0], None, spec[2])
+
+    def own_heads(x: Float[Array, "B L N K"]) -> Float[Array, "B L n K"]:
+        x = _pad(x, 2, parts)
+        count = x.shape[2] // parts
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(RULES["tokens"]) * count, count, 2)
+
+    def local_attention(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
+        if parts == 1:
+            return attend_both(q, k, v, joint, lengths)
+        size = q.shape[1] * parts
+        q, k, v = (_tokens_to_heads(_pad(x, 2, parts), parts, parts) for x in (q, k, v))
+        out, few_out = attend_both(q, k, v, tuple(map(own_heads, joint)), lengths)
+        out = _heads_to_tokens(_pad(out, 1, size), parts, parts)
+        few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
+        return out[:, :, :heads], few_out[:, :, :heads]
+
+    in_specs = (spec, spec, spec, (few_spec,) * 3, PartitionSpec(spec[0]))
+    run = jax.shard_map(local_attention, in_specs=in_specs, out_specs=(spec, few_spec), check_vma=False)
+    out, few_out = run(q, k, v, joint, lengths)
+    return out[:, :queries], few_out
 
 
 def ulysses_group(heads: int, parts: int) -> int:

@@ -1,0 +1,66 @@
+"""diffusers `HunyuanVideo15Transformer3DModel` -> `cogvideox_flax.models.hunyuan_video15.transformer.Transformer`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
+from conversion.rules import Rule, Table, linear, norm
+
+LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
+REFINER = r"context_embedder\."
+REFINER_LAYER = REFINER + r"token_refiner\.refiner_blocks\.(?P<slot>\d+)\."
+
+
+def transformer_table(config: TransformerConfig) -> Table:
+    """The mapping table for one architecture."""
+    second_time = linear(r"time_embed\.timestep_embedder_r\.linear_([12])", r"next_time_embedding.linear_\1")
+    return (
+        Rule(r"x_embedder\.proj\.weight", "patch_embed.kernel", _pointwise),
+        Rule(r"x_embedder\.proj\.bias", "patch_embed.bias"),
+        *linear(r"time_embed\.timestep_embedder\.linear_([12])", r"time_embedding.linear_\1"),
+        *(second_time if config.use_meanflow else ()),
+        *_refiner(),
+        *norm(r"context_embedder_2\.norm", "glyph_embed.norm"),
+        *linear(r"context_embedder_2\.linear_([123])", r"glyph_embed.linear_\1"),
+        *norm(r"image_embedder\.norm_(in|out)", r"image_embed.norm_\1"),
+        *linear(r"image_embedder\.linear_([12])", r"image_embed.linear_\1"),
+        Rule(r"cond_type_embed\.weight", "kind_embedding"),
+        *_stream("video", r"norm1", r"to_([qkv])", r"to_out\.0", "ff"),
+        *_stream("text", r"norm1_context", r"add_([qkv])_proj", r"to_add_out", "ff_context"),
+        Rule(LAYER + r"attn\.norm_([qk])\.weight", r"blocks.video.attn.norm_\2.scale"),
+        Rule(LAYER + r"attn\.norm_added_([qk])\.weight", r"blocks.text.attn.norm_\2.scale"),
+        *linear(r"norm_out\.linear", "norm_out"),
+        *linear(r"proj_out", "proj_out"),
+    )
+
+
+def _refiner() -> Table:
+    target = "text_embed.blocks"
+    return (
+        *linear(REFINER + r"time_text_embed\.timestep_embedder\.linear_([12])", r"text_embed.time_embedding.linear_\1"),
+        *linear(REFINER + r"time_text_embed\.text_embedder\.linear_([12])", r"text_embed.mean_embedding.linear_\1"),
+        *linear(REFINER + r"proj_in", "text_embed.proj_in"),
+        *norm(REFINER_LAYER + r"norm([12])", target + r".norm\2"),
+        *linear(REFINER_LAYER + r"attn\.to_([qkv])", target + r".\2"),
+        *linear(REFINER_LAYER + r"attn\.to_out\.0", target + ".out"),
+        *linear(REFINER_LAYER + r"ff\.net\.0\.proj", target + ".up"),
+        *linear(REFINER_LAYER + r"ff\.net\.2", target + ".down"),
+        *linear(REFINER_LAYER + r"norm_out\.linear", target + ".gates"),
+    )
+
+
+def _stream(name: str, modulation: str, projection: str, out: str, mlp: str) -> Table:
+    target = f"blocks.{name}"
+    return (
+        *linear(LAYER + modulation + r"\.linear", target + ".modulation"),
+        *linear(LAYER + r"attn\." + projection, target + r".attn.\2"),
+        *linear(LAYER + r"attn\." + out, target + ".attn.out"),
+        *linear(LAYER + mlp + r"\.net\.0\.proj", target + ".mlp.up"),
+        *linear(LAYER + mlp + r"\.net\.2", target + ".mlp.down"),
+    )
+
+
+def _pointwise(weight: np.ndarray) -> np.ndarray:
+    """A convolution of single latent pixels [out, in, 1, 1, 1] -> [in, out]."""
+    return weight.reshape(weight.shape[:2]).T
