@@ -61,3 +61,19 @@ def linear(source: str, target: str, *, bias: bool = True) -> tuple[Rule, ...]:
 def norm(source: str, target: str) -> tuple[Rule, ...]:
     """An affine norm: weight -> scale, bias unchanged."""
     return Rule(source + r"\.weight", target + ".scale"), Rule(source + r"\.bias", target + ".bias")
+
+
+def convolution(source: str, target: str) -> tuple[Rule, ...]:
+    """torch's convolution: weight [out, in, *window] -> kernel [*window, in, out], bias unchanged."""
+    return (
+        Rule(source + r"\.weight", target + ".kernel", lambda w: np.moveaxis(w, (0, 1), (-1, -2))),
+        Rule(source + r"\.bias", target + ".bias"),
+    )
+
+
+def pointwise(source: str, target: str) -> tuple[Rule, ...]:
+    """A pointwise convolution: weight [out, in, 1, 1, 1] -> kernel [in, out], bias unchanged."""
+    return (
+        Rule(source + r"\.weight", target + ".kernel", lambda w: w.reshape(w.shape[:2]).T),
+        Rule(source + r"\.bias", target + ".bias"),
+    )

@@ -20,7 +20,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
-from cogvideox_flax.models.cogvideox.tiling import Tiling
+from cogvideox_flax.models.tiling import Tiling
 from conversion.mapping import plan
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
@@ -271,7 +271,7 @@ def test_a_picture_of_one_tile_is_not_tiled():
 
 def test_official_tiles():
     config = VAEConfig()
-    tiling = Tiling.official(config)
+    tiling = config.tiling
     tiling.check(config.spatial_compression)
     decode_layout, encode_layout = tiling.decode_layout(8), tiling.encode_layout(8)
     assert decode_layout == ((30, 25, 40, 200), (45, 36, 72, 288))

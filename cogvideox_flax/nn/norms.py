@@ -1,4 +1,4 @@
-"""Norms of the video autoencoder, each with the SiLU that follows it.
+"""Norms of the video autoencoders, each with the SiLU that follows it.
 
 They are memory-bound. The barriers below keep the compiler from writing intermediate results to memory: a float32 copy
 of a bfloat16 clip, or a latent resized to full size.
@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.resample import repeat_frames, repeat_space
+
+_MIN_LENGTH = 1e-12
+"""Of the pixels that `ChannelNorm` divides by."""
 
 _SUBLANES = 8  # rows of a TPU's register
 
@@ -56,6 +59,23 @@ class GroupNormSiLU(GroupNorm):
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
         x, a, b = self.affine(x)
         return jax.nn.silu(x.astype(jnp.float32) * a + b).astype(x.dtype)
+
+
+class ChannelNorm(nnx.Module):
+    """x / |x| * sqrt(C) * scale over the channels of each pixel, in float32, rounded once. scale: [C].
+
+    Source: diffusers `HunyuanVideo15RMS_norm`, which is torch's normalize.
+    """
+
+    def __init__(self, channels: int):
+        self.scale = nnx.Param(jnp.ones(channels))
+
+    def __call__(self, x: Float[Array, "B T H W C"], *, silu: bool = False) -> Float[Array, "B T H W C"]:
+        """silu: followed by that."""
+        wide = x.astype(jnp.float32)
+        length = jnp.sqrt(jnp.square(wide).sum(-1, keepdims=True))
+        y = wide / jnp.maximum(length, _MIN_LENGTH) * (x.shape[-1] ** 0.5 * self.scale[...].astype(jnp.float32))
+        return (jax.nn.silu(y) if silu else y).astype(x.dtype)
 
 
 class SpatialNormSiLU(nnx.Module):

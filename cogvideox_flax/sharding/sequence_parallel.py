@@ -156,7 +156,7 @@ def joint_attention(
             return attend_both(q, k, v, joint, lengths)
         size = q.shape[1] * parts
         q, k, v = (_tokens_to_heads(_pad(x, 2, parts), parts, parts) for x in (q, k, v))
-        out, few_out = attend_both(q, k, v, tuple(map(own_heads, joint)), lengths)
+        out, few_out = attend_both(q, k, v, (own_heads(joint[0]), own_heads(joint[1]), own_heads(joint[2])), lengths)
         out = _heads_to_tokens(_pad(out, 1, size), parts, parts)
         few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
         return out[:, :, :heads], few_out[:, :, :heads]

@@ -111,6 +111,7 @@ def spatial_parallel_conv(
     residual: Float[Array, "B T H W O"] | None,
     *params: Array,
     halo: tuple[int, int],
+    repeat_edges: bool = False,
 ) -> Float[Array, "B T h w O"]:
     """A convolution on each device's part of height and width, after a halo exchange.
 
@@ -119,33 +120,44 @@ def spatial_parallel_conv(
         residual: has the result's shape and sharding.
         params: replicated.
         halo: pixels that conv reads before and after each pixel.
+        repeat_edges: outside of the picture are its edges, not zeros.
     """
     layout = _layout.get()
-    if layout is None or (layout[HEIGHT] is None and layout[WIDTH] is None):
-        return conv(x, residual, *params, padding=(halo, halo))
-    mesh = jax.sharding.get_abstract_mesh()
+    axes = {} if layout is None else {axis: layout[axis] for axis in (HEIGHT, WIDTH) if layout[axis] is not None}
+    padding = tuple((0, 0) if repeat_edges or axis in axes else halo for axis in (HEIGHT, WIDTH))
 
     def local_conv(x: Array, residual: Array | None, *params: Array) -> Array:
         for axis in (HEIGHT, WIDTH):
-            x = _halo_exchange(x, axis, layout[axis], dict(mesh.shape), halo)
-        padding = tuple(halo if layout[axis] is None else (0, 0) for axis in (HEIGHT, WIDTH))
+            if axis in axes:
+                x = _halo_exchange(x, axis, axes[axis], halo, repeat_edges)
+            elif repeat_edges:
+                x = jnp.pad(x, [halo if i == axis else (0, 0) for i in range(x.ndim)], mode="edge")
         return conv(x, residual, *params, padding=padding)
+
+    if not axes:
+        return local_conv(x, residual, *params)
 
     specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
     return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
 
 
-def _halo_exchange(x: Array, axis: int, names: Any, sizes: dict[str, int], halo: tuple[int, int]) -> Array:
-    """x with the neighbours' edges along an axis; zeros at the edges of the picture."""
-    if names is None:
-        return x
+def _halo_exchange(x: Array, axis: int, names: Any, halo: tuple[int, int], repeat_edges: bool) -> Array:
+    """x with the neighbours' edges along an axis; at the edges of the picture zeros, or its own edges."""
     names = (names,) if isinstance(names, str) else tuple(names)
+    sizes = jax.sharding.get_abstract_mesh().shape
     n, (before, after) = math.prod(sizes[name] for name in names), halo
+    first, last = jax.lax.slice_in_dim(x, 0, 1, axis=axis), jax.lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
+
+    def outside(received: Array, device: int, edge: Array) -> Array:
+        return jnp.where(jax.lax.axis_index(names) == device, edge, received) if repeat_edges else received
+
     parts = [x]
     if before:
         edge = jax.lax.slice_in_dim(x, x.shape[axis] - before, None, axis=axis)
-        parts.insert(0, jax.lax.ppermute(edge, names, [(i, i + 1) for i in range(n - 1)]))
+        received = jax.lax.ppermute(edge, names, [(i, i + 1) for i in range(n - 1)])
+        parts.insert(0, outside(received, 0, first))
     if after:
         edge = jax.lax.slice_in_dim(x, 0, after, axis=axis)
-        parts.append(jax.lax.ppermute(edge, names, [(i + 1, i) for i in range(n - 1)]))
+        received = jax.lax.ppermute(edge, names, [(i + 1, i) for i in range(n - 1)])
+        parts.append(outside(received, n - 1, last))
     return jnp.concatenate(parts, axis)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
-
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from conversion.rules import Rule, Table, norm
+from conversion.rules import Rule, Table, convolution, norm, pointwise
 
 
 def vae_table(config: VAEConfig) -> Table:
     """The mapping table for one architecture. A block's first ResNet is not stacked if it changes the width."""
     return (
-        *_convolution(r"(en|de)coder\.conv_(in|out)\.conv", r"\1coder.conv_\2"),
+        *convolution(r"(en|de)coder\.conv_(in|out)\.conv", r"\1coder.conv_\2"),
         *_down_blocks(config),
         *_resnet(r"encoder\.mid_block\.resnets\.(?P<slot>\d+)", "encoder.mid"),
         *norm(r"encoder\.norm_out", "encoder.norm_out"),
@@ -24,7 +22,7 @@ def vae_table(config: VAEConfig) -> Table:
 
 
 def _down_blocks(config: VAEConfig) -> Table:
-    rows: Table = _convolution(r"encoder\.down_blocks\.(\d+)\.downsamplers\.0\.conv", r"encoder.blocks.\1.down")
+    rows: Table = convolution(r"encoder\.down_blocks\.(\d+)\.downsamplers\.0\.conv", r"encoder.blocks.\1.down")
     for i, changes in enumerate(_changes(config.block_channels)):
         source, target = rf"encoder\.down_blocks\.{i}\.resnets", f"encoder.blocks.{i}"
         rows += _resnets(source, target, config.layers_per_block, changes, modulated=False)
@@ -32,7 +30,7 @@ def _down_blocks(config: VAEConfig) -> Table:
 
 
 def _up_blocks(config: VAEConfig) -> Table:
-    rows: Table = _convolution(r"decoder\.up_blocks\.(\d+)\.upsamplers\.0\.conv", r"decoder.blocks.\1.up")
+    rows: Table = convolution(r"decoder\.up_blocks\.(\d+)\.upsamplers\.0\.conv", r"decoder.blocks.\1.up")
     for i, changes in enumerate(_changes(config.block_channels[::-1])):
         source, target = rf"decoder\.up_blocks\.{i}\.resnets", f"decoder.blocks.{i}"
         rows += _resnets(source, target, config.layers_per_block + 1, changes, modulated=True)
@@ -48,7 +46,7 @@ def _resnets(source: str, target: str, n: int, changes: bool, *, modulated: bool
     rows: Table = ()
     if changes:
         rows += _resnet(source + r"\.0", target + ".first", modulated=modulated)
-        rows += _pointwise(source + r"\.0\.conv_shortcut", target + ".first.shortcut")
+        rows += pointwise(source + r"\.0\.conv_shortcut", target + ".first.shortcut")
     if n > changes:
         slot = r"\.(?P<slot>[1-9]\d*)" if changes else r"\.(?P<slot>\d+)"
         rows += _resnet(source + slot, target + ".resnets", modulated=modulated, first_slot=int(changes))
@@ -58,29 +56,13 @@ def _resnets(source: str, target: str, n: int, changes: bool, *, modulated: bool
 def _resnet(source: str, target: str, *, modulated: bool = False, first_slot: int = 0) -> Table:
     norms = _modulated_norm if modulated else norm
     rows = [row for i in (1, 2) for row in norms(rf"{source}\.norm{i}", f"{target}.norm{i}")]
-    rows += [row for i in (1, 2) for row in _convolution(rf"{source}\.conv{i}\.conv", f"{target}.conv{i}")]
+    rows += [row for i in (1, 2) for row in convolution(rf"{source}\.conv{i}\.conv", f"{target}.conv{i}")]
     return tuple(row._replace(first_slot=first_slot) for row in rows)
 
 
 def _modulated_norm(source: str, target: str) -> tuple[Rule, ...]:
     return (
         *norm(source + r"\.norm_layer", target + ".norm"),
-        *_pointwise(source + r"\.conv_y\.conv", target + ".y"),
-        *_pointwise(source + r"\.conv_b\.conv", target + ".b"),
-    )
-
-
-def _convolution(source: str, target: str) -> tuple[Rule, ...]:
-    """torch's convolution: weight [out, in, *window] -> kernel [*window, in, out], bias unchanged."""
-    return (
-        Rule(source + r"\.weight", target + ".kernel", lambda w: np.moveaxis(w, (0, 1), (-1, -2))),
-        Rule(source + r"\.bias", target + ".bias"),
-    )
-
-
-def _pointwise(source: str, target: str) -> tuple[Rule, ...]:
-    """A pointwise convolution: weight [out, in, 1, 1, 1] -> kernel [in, out], bias unchanged."""
-    return (
-        Rule(source + r"\.weight", target + ".kernel", lambda w: w.reshape(w.shape[:2]).T),
-        Rule(source + r"\.bias", target + ".bias"),
+        *pointwise(source + r"\.conv_y\.conv", target + ".y"),
+        *pointwise(source + r"\.conv_b\.conv", target + ".b"),
     )

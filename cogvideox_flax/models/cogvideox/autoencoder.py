@@ -17,10 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
-from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, in_chunks
+from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.cogvideox.tiling import TileLayout, Tiling, tiled
+from cogvideox_flax.models.tiling import Tiling, check_clip, decode_tiles, encode_tiles, run_clips
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
@@ -248,10 +247,11 @@ class Autoencoder(nnx.Module):
             InputError: a shape or a tiling that does not fit.
         """
         factor = self.config.spatial_compression
-        _check(video, "video", self.config.in_channels, factor)
-        layout = _layout(tiling, Tiling.encode_layout, factor)
+        check_clip(video, "video", self.config.in_channels, factor)
+        layout = encode_tiles(tiling, factor)
         run = partial(in_chunks, self.encoder, sizes=chunk_sizes(video.shape[1], ENCODE_CHUNK))
-        moments = _run(run, video.astype(self.encoder.conv_in.kernel.dtype), layout, slicing, factor)
+        narrow = video.astype(self.encoder.conv_in.kernel.dtype)
+        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
         mean, logvar = jnp.split(moments, 2, -1)
         return mean, logvar.clip(*LOGVAR_RANGE)
 
@@ -278,11 +278,12 @@ class Autoencoder(nnx.Module):
         Raises:
             InputError: a shape or a tiling that does not fit.
         """
-        _check(z, "latent", self.config.latent_channels, 1)
-        layout = _layout(tiling, Tiling.decode_layout, self.config.spatial_compression)
+        check_clip(z, "latent", self.config.latent_channels, 1)
+        layout = decode_tiles(tiling, self.config.spatial_compression)
         sizes = chunk_sizes(z.shape[1], DECODE_CHUNK) if chunks is None else chunks
         run = partial(in_chunks, self.decoder, sizes=sizes)
-        return _run(run, z.astype(self.decoder.conv_in.kernel.dtype), layout, slicing, 1)
+        narrow = z.astype(self.decoder.conv_in.kernel.dtype)
+        return run_clips(run, narrow, layout, slicing=slicing, factor=1)
 
     def decode_piece(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
         """One chunk of `decode`, in order: its frames in about [-1, 1], and the cache for the next chunk.
@@ -294,41 +295,6 @@ class Autoencoder(nnx.Module):
         with sharding.spatial_split(z.astype(self.decoder.conv_in.kernel.dtype)) as z:
             video, cache = self.decoder(z, cache)
             return video, sharding.spatial_constrain(cache)
-
-
-def _check(x: Array, name: str, channels: int, factor: int) -> None:
-    if x.ndim != 5 or x.shape[-1] != channels:
-        raise InputError(
-            f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels], {channels} channels"
-        )
-    if 0 in x.shape:
-        raise InputError(f"the {name} is empty: shape {x.shape}")
-    if x.shape[2] % factor or x.shape[3] % factor:
-        raise InputError(
-            f"the {name} is {x.shape[2]}x{x.shape[3]} (height x width); both must be multiples of {factor}: "
-            "crop or resize it first"
-        )
-
-
-def _layout(tiling: Tiling | None, make: Callable[[Tiling, int], TileLayout], factor: int) -> TileLayout | None:
-    if tiling is None:
-        return None
-    tiling.check(factor)
-    return make(tiling, factor)
-
-
-def _run(run: Callable[[Array], Array], x: Array, layout: TileLayout | None, slicing: bool, factor: int) -> Array:
-    """`run` on x: clip by clip if `slicing`, tile by tile if `layout` applies, else split over the devices."""
-
-    def whole(x: Array) -> Array:
-        if layout is not None and layout.applies(x):
-            return tiled(run, x, layout=layout)
-        with sharding.spatial_split(x, factor) as x:
-            return run(x)
-
-    if not slicing:
-        return whole(x)
-    return jax.lax.map(lambda clip: whole(clip[None])[0], x)
 
 
 def _scan(resnets: ResNetBlock, x: Array, cache: Cache, *z: Array) -> tuple[Array, Cache]:

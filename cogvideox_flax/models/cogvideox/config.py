@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.models.tiling import Tiling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +179,11 @@ class VAEConfig(Config):
     def temporal_levels(self) -> int:
         """The number of first blocks that halve (encoder) or double (decoder) the frame count."""
         return self.temporal_compression.bit_length() - 1
+
+    @property
+    def tiling(self) -> Tiling:
+        """The reference's default: tiles of half the size of training."""
+        return Tiling(self.sample_height // 2, self.sample_width // 2, 1 / 6, 1 / 5)
 
     @property
     def spatial_compression(self) -> int:

@@ -16,13 +16,12 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
+from cogvideox_flax.models.chunks import chunk_sizes, sizes_after_first
 from cogvideox_flax.models.cogvideox import sharding, visual
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder
-from cogvideox_flax.models.cogvideox.chunks import chunk_sizes, sizes_after_first
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
-from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
 from cogvideox_flax.models.cogvideox.visual import encode, with_visual
 from cogvideox_flax.models.family import (
@@ -83,7 +82,7 @@ def _check(configs: Configs) -> None:
 
 
 def _check_tiling(configs: Configs) -> None:
-    Tiling.official(configs["vae"]).check(configs["vae"].spatial_compression)
+    configs["vae"].tiling.check(configs["vae"].spatial_compression)
 
 
 OFS = 2.0
@@ -135,7 +134,7 @@ def _positions(configs: Configs) -> dict[str, Callable[..., Any]]:
 
 def decode(vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
     """Scaled latents to a video in about [-1, 1], one item at a time; tiled: in the reference's overlapping tiles."""
-    tiling = Tiling.official(vae.config) if tiled else None
+    tiling = vae.config.tiling if tiled else None
     chunks = _decoder_pieces(latents.shape[1])
     z = latents / vae.config.scaling_factor
     video = vae.decode(z, tiling=tiling, slicing=len(latents) > 1, chunks=chunks)

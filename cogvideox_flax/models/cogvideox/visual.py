@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
-from cogvideox_flax.models.cogvideox.tiling import Tiling
 from cogvideox_flax.models.family import Configs, Features, VisualStage
 
 INPUTS = {
@@ -31,7 +30,7 @@ def encode(
     vae: Autoencoder, video: Float[Array, "B F H W 3"], *, tiled: bool = False
 ) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
     """Mean and logvar of a video's latents, without the scaling factor."""
-    tiling = Tiling.official(vae.config) if tiled else None
+    tiling = vae.config.tiling if tiled else None
     return vae.encode(video, tiling=tiling, slicing=len(video) > 1)
 
 

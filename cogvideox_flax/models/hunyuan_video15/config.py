@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cogvideox_flax.config import Config, require
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.models.tiling import Tiling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class VAEConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("vae", raw, downsample_match_channel=True, upsample_match_channel=True)
-        return cls(
+        config = cls(
             in_channels=raw.get("in_channels", 3),
             out_channels=raw.get("out_channels", 3),
             latent_channels=raw.get("latent_channels", 32),
@@ -100,3 +101,24 @@ class VAEConfig(Config):
             temporal_compression=raw.get("temporal_compression_ratio", 4),
             scaling_factor=raw.get("scaling_factor", 1.03682),
         )
+        if len(config.block_channels) != config.spatial_levels + 1:
+            raise CheckpointError(
+                f"vae config: {len(config.block_channels)} levels for {config.spatial_compression}x compression; "
+                f"expected {config.spatial_levels + 1}"
+            )
+        return config
+
+    @property
+    def tiling(self) -> Tiling:
+        """The reference's tiles."""
+        return Tiling(256, 256, 0.25, 0.25)
+
+    @property
+    def spatial_levels(self) -> int:
+        """How many of the encoder's first levels halve height and width."""
+        return self.spatial_compression.bit_length() - 1
+
+    @property
+    def temporal_levels(self) -> int:
+        """How many of these, the last ones, also halve the frames; of the decoder, the first ones double them."""
+        return self.temporal_compression.bit_length() - 1

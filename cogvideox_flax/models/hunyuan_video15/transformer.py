@@ -228,7 +228,8 @@ class Transformer(nnx.Module):
             parts.insert(0, (tokens, jnp.ones(tokens.shape[:2], bool)))
         prompt, text_length = valid_first(*(jnp.concatenate(part, 1) for part in zip(*parts, strict=True)))
 
-        grid = latents.shape[1:4]
+        _, frames, rows, columns, _ = latents.shape
+        grid = (frames, rows, columns)
         patches = latents.astype(jnp.float32).reshape(batch, -1, latents.shape[-1])
         video = self.patch_embed(_shard_video(sharding.pad_tokens(patches)))
         axes = rope.axis_positions(grid, None)

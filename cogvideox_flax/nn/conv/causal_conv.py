@@ -1,4 +1,4 @@
-"""Convolutions of the video autoencoder: causal in time, zero-padded in space, with an explicit feature cache.
+"""Convolutions of the video autoencoders: causal in time, padded in space, with an explicit feature cache.
 
 The cache of a causal convolution is the last two frames of its padded input. With it, the convolution of a clip chunk
 by chunk is exactly the convolution of the whole clip.
@@ -26,13 +26,15 @@ class CausalConv3d(nnx.Module):
     """3x3x3 convolution over `B T H W C`; frame t depends on frames t-2, t-1 and t.
 
     kernel: [kt, kh, kw, in, out]; bias: [out]. A clip is padded in time with two copies of its first frame, not with
-    zeros. Source: diffusers `CogVideoXCausalConv3d`.
+    zeros; in space with zeros, or with `repeat_edges` by its edges. Source: diffusers `CogVideoXCausalConv3d`,
+    `HunyuanVideo15CausalConv3d`.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *, rngs: nnx.Rngs):
+    def __init__(self, in_channels: int, out_channels: int, *, repeat_edges: bool = False, rngs: nnx.Rngs):
         scale = (in_channels * TAPS**3) ** -0.5
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (TAPS, TAPS, TAPS, in_channels, out_channels)))
         self.bias = nnx.Param(jnp.zeros(out_channels))
+        self.repeat_edges = repeat_edges
 
     def __call__(
         self,
@@ -49,12 +51,11 @@ class CausalConv3d(nnx.Module):
         x = x.astype(self.kernel.dtype)
         past = [x[:, :1]] * (TAPS - 1) if cache is None else [cache]
         padded = jnp.concatenate([*past, x], 1)
-        kernel = self.kernel[...]
+        seen, kernel = padded, self.kernel[...]
         if cache is None and x.shape[1] == 1 and x.dtype == jnp.float32:
             # An image: all taps read the same frame. Only in float32: in 16 bit the summed kernel would be rounded.
-            y = conv3d(x, kernel.sum(0, keepdims=True), self.bias[...], residual)
-        else:
-            y = conv3d(padded, kernel, self.bias[...], residual)
+            seen, kernel = x, kernel.sum(0, keepdims=True)
+        y = conv3d(seen, kernel, self.bias[...], residual, repeat_edges=self.repeat_edges)
         return y, padded[:, -(TAPS - 1) :]
 
 
@@ -83,6 +84,7 @@ def conv3d(
     *,
     stride: int = 1,
     dtype: Any = None,
+    repeat_edges: bool = False,
 ) -> Float[Array, "B T H/s W/s O"]:
     """The convolution of all layers: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
 
@@ -93,10 +95,12 @@ def conv3d(
     Args:
         residual: added in float32.
         dtype: of the result; None is the residual's, or x's without a residual.
+        repeat_edges: pad in space by the picture's edges, not with zeros.
     """
     halo = (1, 1) if stride == 1 else (0, 1)
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
-    return sharding.spatial_parallel_conv(partial(_conv3d, (stride, dtype)), x, residual, kernel, bias, halo=halo)
+    conv = partial(_conv3d, (stride, dtype))
+    return sharding.spatial_parallel_conv(conv, x, residual, kernel, bias, halo=halo, repeat_edges=repeat_edges)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 5))

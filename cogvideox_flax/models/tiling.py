@@ -1,7 +1,7 @@
 """Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large pictures.
 
-Group norm takes its statistics per tile, so the result differs from decoding without tiles. Tile sizes and the order of
-blending are the reference's, so the result equals the reference's.
+The result differs from decoding without tiles: convolutions, norms and attention see one tile. Tile sizes and the order
+of blending are the reference's, so the result equals the reference's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.config import VAEConfig
 
 HEIGHT, WIDTH = 2, 3
 """Axes of `B T H W C`."""
@@ -26,18 +26,13 @@ HEIGHT, WIDTH = 2, 3
 class Tiling:
     """Size of a tile in pixels, and the fraction of it that overlaps the next tile.
 
-    Source: diffusers `AutoencoderKLCogVideoX.enable_tiling`.
+    Source: diffusers `AutoencoderKLCogVideoX.enable_tiling`, `AutoencoderKLHunyuanVideo15.enable_tiling`.
     """
 
     height: int
     width: int
     overlap_height: float = 1 / 6
     overlap_width: float = 1 / 5
-
-    @classmethod
-    def official(cls, config: VAEConfig) -> Tiling:
-        """The reference's default: half the size of training."""
-        return cls(config.sample_height // 2, config.sample_width // 2)
 
     def check(self, factor: int) -> None:
         """Refuse sizes whose tiles would not add up to the picture. factor: pixels per latent pixel.
@@ -157,3 +152,68 @@ def _blend(before: Array, tile: Array, extent: int, axis: int) -> Array:
     start = jax.lax.slice_in_dim(tile, 0, extent, axis=axis).astype(jnp.float32)
     seam = (end * (1 - weight) + start * weight).astype(tile.dtype)
     return jnp.concatenate([seam, jax.lax.slice_in_dim(tile, extent, None, axis=axis)], axis)
+
+
+def check_clip(x: Array, name: str, channels: int, factor: int) -> None:
+    """Refuse an array that is no clip, or whose sides are no multiples of `factor`. name: of what it is.
+
+    Raises:
+        InputError: that is the case.
+    """
+    if x.ndim != 5 or x.shape[-1] != channels:
+        raise InputError(
+            f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels], {channels} channels"
+        )
+    if 0 in x.shape:
+        raise InputError(f"the {name} is empty: shape {x.shape}")
+    if x.shape[HEIGHT] % factor or x.shape[WIDTH] % factor:
+        raise InputError(
+            f"the {name} is {x.shape[HEIGHT]}x{x.shape[WIDTH]} (height x width); both must be multiples of {factor}: "
+            "crop or resize it first"
+        )
+
+
+def encode_tiles(tiling: Tiling | None, factor: int) -> TileLayout | None:
+    """The layout for encoding; None without tiling. factor: pixels per latent pixel.
+
+    Raises:
+        InputError: tiles that would not add up.
+    """
+    if tiling is None:
+        return None
+    tiling.check(factor)
+    return tiling.encode_layout(factor)
+
+
+def decode_tiles(tiling: Tiling | None, factor: int) -> TileLayout | None:
+    """The layout for decoding; as `encode_tiles`."""
+    if tiling is None:
+        return None
+    tiling.check(factor)
+    return tiling.decode_layout(factor)
+
+
+def run_clips(
+    run: Callable[[Array], Array],
+    x: Float[Array, "B T H W C"],
+    layout: TileLayout | None,
+    *,
+    slicing: bool,
+    factor: int,
+) -> Float[Array, "B t h w D"]:
+    """`run` on x: tile by tile if `layout` applies, else split over the devices.
+
+    Args:
+        slicing: clip by clip: the same result in less memory.
+        factor: as for `sharding.spatial_split`.
+    """
+
+    def whole(x: Array) -> Array:
+        if layout is not None and layout.applies(x):
+            return tiled(run, x, layout)
+        with sharding.spatial_split(x, factor) as x:
+            return run(x)
+
+    if not slicing:
+        return whole(x)
+    return jax.lax.map(lambda clip: whole(clip[None])[0], x)

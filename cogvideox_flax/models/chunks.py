@@ -1,4 +1,4 @@
-"""Running the autoencoder over a clip chunk by chunk. Group norms take their statistics per chunk."""
+"""Running an autoencoder over a clip chunk by chunk, with a cache from one to the next."""
 
 from __future__ import annotations
 
