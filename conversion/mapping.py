@@ -138,4 +138,5 @@ def _source_name(row: Rule, groups: dict[str, str], slot: int | None) -> str:
         number += 1
         return str((slot or 0) + row.first_slot) if "?P<slot>" in group[0] else groups.get(f"g{number}", group[0])
 
-    return re.sub(r"\([^()]*\)", fill, row.source).replace("\\.", ".")
+    named = re.sub(r"\(\?:[^()]*\)\?", "", row.source)  # without optional prefixes
+    return re.sub(r"\([^()]*\)", fill, named).replace("\\.", ".")

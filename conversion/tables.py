@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from conversion import cogvideox
+from conversion import cogvideox, hunyuan_video15
 from conversion.rules import Tables
 
-TABLES: dict[str, Tables] = {"cogvideox": cogvideox.TABLES}
+TABLES: dict[str, Tables] = {
+    "cogvideox": cogvideox.TABLES,
+    "hunyuan_video15": hunyuan_video15.TABLES,
+    "hunyuan_video15_i2v": hunyuan_video15.TABLES,
+}
 """Family -> its tables."""
 
 

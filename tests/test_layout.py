@@ -73,7 +73,7 @@ def test_imports_point_down(path):
             assert floor(other) <= floor(own), f"{own} imports {other}, which stands above it"
 
 
-FAMILIES = {"cogvideox"}
+FAMILIES = {"cogvideox", "hunyuan_video15"}
 
 
 def test_a_family_is_known_to_its_own_folder_and_the_registry():

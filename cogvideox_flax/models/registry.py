@@ -5,6 +5,7 @@ from __future__ import annotations
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.hunyuan_video15 import family as hunyuan_video15
 
 FIRST_FAMILY = COGVIDEOX.name
 """That of checkpoints which do not name theirs: older versions knew one family."""
@@ -55,5 +56,5 @@ def get_release(name: str) -> Release:
     return RELEASES[name.lower()]
 
 
-for _family in (COGVIDEOX,):
+for _family in (COGVIDEOX, hunyuan_video15.TEXT_TO_VIDEO, hunyuan_video15.IMAGE_TO_VIDEO):
     register(_family)

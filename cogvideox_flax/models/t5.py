@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 from cogvideox_flax import sharding
+from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.nn.layers import RMSNorm, TransposedLinear, precision
@@ -92,13 +93,12 @@ class TextEncoder(nnx.Module):
         self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm_out = RMSNorm(config.width, eps=config.norm_eps)
 
-    def __call__(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
+    def __call__(self, ids: Int32[Array, "B L"], mask: Int32[Array, "B L"] | None = None) -> Float[Array, "B L E"]:
         """Encode prompts.
-
-        There is no mask: pads are attended, as the released models were trained.
 
         Args:
             ids: from the tokenizer, 0 to vocab_size - 1, right-padded with 0.
+            mask: 1 for tokens that are attended, 0 for others. None: pads are attended too, as CogVideoX was trained.
 
         Returns:
             Features in the parameters' dtype.
@@ -106,6 +106,8 @@ class TextEncoder(nnx.Module):
         dtype = self.embedding[...].dtype
         buckets = position_buckets(ids.shape[1], self.config.position_buckets, self.config.position_max_distance)
         bias = _gather_bias(self.position_bias[...].astype(jnp.float32), buckets)
+        if mask is not None:
+            bias = bias + jnp.where(mask[:, None, None] != 0, 0, MASKED)
 
         def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
             return sharding.layer_weights(SHARDING, block)(x, bias, dtype), None
@@ -124,7 +126,7 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(config.width, config.mlp_width, rngs=rngs)
 
     def __call__(
-        self, x: Float32[Array, "B L E"], bias: Float32[Array, "N L L"], dtype: jnp.dtype
+        self, x: Float32[Array, "B L E"], bias: Float32[Array, "*B N L L"], dtype: jnp.dtype
     ) -> Float32[Array, "B L E"]:
         x = x + self.attn(self.norm_attn(x).astype(dtype), bias)
         return x + self.mlp(self.norm_mlp(x).astype(dtype))
@@ -141,7 +143,7 @@ class SelfAttention(nnx.Module):
         self.v = TransposedLinear(config.width, inner, rngs=rngs)
         self.out = TransposedLinear(inner, config.width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B L E"], bias: Float32[Array, "N L L"]) -> Float32[Array, "B L E"]:
+    def __call__(self, x: Float[Array, "B L E"], bias: Float32[Array, "*B N L L"]) -> Float32[Array, "B L E"]:
         def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B N L K"]:
             return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
 

@@ -1,0 +1,176 @@
+"""The text part of Qwen2.5-VL, without its last two layers: RMS norms, grouped queries, rotary positions, SwiGLU.
+
+Source: Qwen2.5-VL (arXiv 2502.13923); transformers `Qwen2_5_VLTextModel`, whose `hidden_states[-3]` this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+from cogvideox_flax import sharding
+from cogvideox_flax.config import Config, require
+from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.nn import rope
+from cogvideox_flax.nn.layers import Linear, RMSNorm, precision
+from cogvideox_flax.nn.stack import scan_layers, stack
+
+CLASS_NAMES = ("Qwen2_5_VLTextModel", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel")
+
+SKIPPED_LAYERS = 2
+"""The last layers, which the features do not come from."""
+
+SHARDING: sharding.ParameterRows = (
+    # four key heads divide over few meshes; attention is a seventh of the weights and is computed on all of tp
+    (r"blocks\.attn\.(q|k|v|out)\.kernel", (None, "stored", None)),
+    (r"blocks\.mlp\.(gate|up)\.kernel", (None, "stored", "hidden")),
+    (r"blocks\.mlp\.down\.kernel", (None, "hidden", "stored")),
+    # scales are of quantized weights, one per output
+    (r"blocks\.mlp\.(gate|up)\.scale", (None, "hidden")),
+    (r"blocks\.(attn\.(q|k|v|out)|mlp\.down)\.scale", sharding.REPLICATED),
+    (r"blocks\.attn\.[qkv]\.bias", sharding.REPLICATED),
+    (r"blocks\.norm_(attn|mlp)\.scale", sharding.REPLICATED),
+    (r"embedding", (None, "hidden")),
+)
+"""The logical axes of the parameters."""
+
+LINEAR_MAPS = (
+    *("blocks.attn.q", "blocks.attn.k", "blocks.attn.v", "blocks.attn.out"),
+    *("blocks.mlp.gate", "blocks.mlp.up", "blocks.mlp.down"),
+)
+"""The linear maps of the blocks, which can be quantized."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig(Config):
+    """The text part of Qwen2.5-VL (transformers `Qwen2_5_VLTextConfig`). layers: those that are run."""
+
+    vocab_size: int = 152064
+    width: int = 3584
+    layers: int = 26
+    heads: int = 28
+    kv_heads: int = 4
+    mlp_width: int = 18944
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """Also of a whole Qwen2.5-VL, whose text part is `text_config`; theta's place differs by version."""
+        raw = raw.get("text_config") or raw
+        require("text_encoder", raw, hidden_act="silu", use_sliding_window=False)
+        needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        if missing := [key for key in needed if key not in raw]:
+            raise CheckpointError(f"text_encoder/config.json lacks {missing}; expected a Qwen2.5-VL config")
+        if raw["num_hidden_layers"] <= SKIPPED_LAYERS:
+            raise CheckpointError(f"text_encoder/config.json has {raw['num_hidden_layers']} layers; expected 3 or more")
+        positions = raw.get("rope_parameters") or {}
+        return cls(
+            vocab_size=raw["vocab_size"],
+            width=raw["hidden_size"],
+            layers=raw["num_hidden_layers"] - SKIPPED_LAYERS,
+            heads=raw["num_attention_heads"],
+            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            mlp_width=raw["intermediate_size"],
+            rope_theta=positions.get("rope_theta", raw.get("rope_theta", 1e6)),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+class QwenEncoder(nnx.Module):
+    """Token ids to text features.
+
+    The linear maps multiply in the parameters' dtype and sum in float32; the residual stream, the norms and attention
+    are float32.
+    """
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.width)))
+        self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+
+    def __call__(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
+        """Encode prompts, each token from itself and those before it.
+
+        Args:
+            ids: 0 to vocab_size - 1. Padding on the right needs no mask: no token of the prompt comes after it. Its
+                features differ from the reference's and mean nothing.
+
+        Returns:
+            Features in the parameters' dtype, without a final norm.
+        """
+        dtype, config = self.embedding[...].dtype, self.config
+        # text has one position where pictures have three
+        positions = np.arange(ids.shape[1], dtype=np.float32)
+        rotary = rope.rotary_of([positions], [config.head_dim], config.rope_theta)
+
+        def layer(x: Float32[Array, "B L E"], block: Block) -> tuple[Float32[Array, "B L E"], None]:
+            return sharding.layer_weights(SHARDING, block)(x, rotary, dtype), None
+
+        return scan_layers(layer, self.embedding[...][ids].astype(jnp.float32), self.blocks).astype(dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        self.norm_attn = RMSNorm(config.width, eps=config.norm_eps)
+        self.attn = CausalAttention(config, rngs=rngs)
+        self.norm_mlp = RMSNorm(config.width, eps=config.norm_eps)
+        self.mlp = GatedMLP(config, rngs=rngs)
+
+    def __call__(self, x: Float32[Array, "B L E"], rotary: rope.Rotary, dtype: Any) -> Float32[Array, "B L E"]:
+        x = x + self.attn(self.norm_attn(x, out_dtype=dtype), rotary)
+        return x + self.mlp(self.norm_mlp(x, out_dtype=dtype))
+
+
+class CausalAttention(nnx.Module):
+    """Each group of query heads shares a head of keys and values."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        width, kv_width = config.width, config.kv_heads * config.head_dim
+        self.q = Linear(width, width, rngs=rngs)
+        self.k = Linear(width, kv_width, rngs=rngs)
+        self.v = Linear(width, kv_width, rngs=rngs)
+        self.out = Linear(width, width, bias=False, rngs=rngs)
+        self.head_dim = config.head_dim
+
+    def __call__(self, x: Float[Array, "B L E"], rotary: rope.Rotary) -> Float32[Array, "B L E"]:
+        batch, length, width = x.shape
+
+        def heads(y: Float32[Array, "B L I"]) -> Float32[Array, "B L N K"]:
+            return y.reshape(batch, length, -1, self.head_dim)
+
+        q, k, v = (heads(linear(x, out_dtype=jnp.float32)) for linear in (self.q, self.k, self.v))
+        q, k = rope.rotate(q, rotary), rope.rotate(k, rotary)
+        q = q.reshape(batch, length, k.shape[2], -1, self.head_dim)
+        exact = precision(jnp.float32)
+        logits = jnp.einsum("bqgnk,bsgk->bgnqs", q, k, precision=exact) * self.head_dim**-0.5
+        causal = jnp.arange(length)[:, None] >= jnp.arange(length)
+        p = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+        values = jnp.einsum("bgnqs,bsgk->bqgnk", p, v, precision=exact)
+        return self.out(values.reshape(batch, length, width).astype(x.dtype), out_dtype=jnp.float32)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        self.gate = Linear(config.width, config.mlp_width, bias=False, rngs=rngs)
+        self.up = Linear(config.width, config.mlp_width, bias=False, rngs=rngs)
+        self.down = Linear(config.mlp_width, config.width, bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B L E"]) -> Float32[Array, "B L E"]:
+        hidden = jax.nn.silu(self.gate(x, out_dtype=jnp.float32)) * self.up(x, out_dtype=jnp.float32)
+        return self.down(hidden.astype(x.dtype), out_dtype=jnp.float32)

@@ -1,0 +1,186 @@
+"""HunyuanVideo-1.5, whole runs: against diffusers, and the same run in every way there is to run it."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import cogvideox_flax
+from benchmarks.hunyuan_layout import run_reference, save_layout
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.sharding import make_mesh
+
+pytest_plugins = ["commands"]
+
+PIXEL_BAR = 2e-3
+"""The largest difference of a pixel, in the range 0 to 1."""
+
+PROMPTS = ['a sign says "OPEN" and “CLOSED” over a door', "a cat"]
+NEGATIVE = ["", 'blurry "text"']
+SIZE = {"num_frames": 9, "height": 64, "width": 96}
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory, home):
+    return save_layout(tmp_path_factory.mktemp("t2v"))
+
+
+@pytest.fixture(scope="module")
+def image_layout(tmp_path_factory, home):
+    return save_layout(tmp_path_factory.mktemp("i2v"), image=True)
+
+
+@pytest.fixture(scope="module")
+def pipe(layout):
+    return cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def image_pipe(image_layout):
+    return cogvideox_flax.Pipeline.from_pretrained(image_layout, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def picture():
+    """Smooth, and of another aspect ratio than any bucket."""
+    rows, columns = np.mgrid[:50, :70] / 70
+    return np.stack([rows, columns, 1 - rows], -1).__mul__(255).astype(np.uint8)
+
+
+def noise_for(pipe, prompts, **options):
+    shape = pipe.programs(GenerationRequest(prompts, **options)).size.latent_shape(len(prompts))
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def generate(pipe, prompt=PROMPTS[0], **changes):
+    return pipe(prompt, **({"num_inference_steps": 2, "progress": False} | SIZE | changes))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:]], ids=["two", "unquoted"])
+def test_text_to_video_against_diffusers(pipe, layout, prompts):
+    negative = NEGATIVE[: len(prompts)]
+    latents = noise_for(pipe, prompts, **SIZE)
+    options = {"num_inference_steps": 4, **SIZE}
+    ours = pipe(prompts, negative, latents=latents, output_type="float", progress=False, **options)
+    theirs = run_reference(layout, prompts, negative, latents, **options)
+    assert ours.frames.shape == theirs.shape == (len(prompts), 9, 64, 96, 3)
+    assert theirs.std() > 0.1  # a video, not a clipped plane
+    assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
+    assert ours.fps == 24
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_image_to_video_against_diffusers(image_pipe, image_layout, picture, tmp_path, distilled):
+    """One picture for two prompts; a step-distilled checkpoint takes a second timestep and no guidance."""
+    pipe, folder = image_pipe, image_layout
+    if distilled:
+        folder = save_layout(tmp_path / "distilled", image=True, guidance_scale=1.0, use_meanflow=True)
+        pipe = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
+    size = {"num_frames": 5}
+    latents = noise_for(pipe, PROMPTS, image=picture, **size)
+    options = {"num_inference_steps": 3, **size}
+    ours = pipe(PROMPTS, NEGATIVE, image=picture, latents=latents, output_type="float", progress=False, **options)
+    theirs = run_reference(folder, PROMPTS, NEGATIVE, latents, image=Image.fromarray(picture), **options)
+    assert ours.frames.shape == theirs.shape
+    assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
+
+
+def test_defaults_are_those_of_the_checkpoint(pipe, tmp_path):
+    request = pipe.resolve(GenerationRequest("a cat"))
+    assert (request.num_frames, request.fps, request.num_inference_steps) == (121, 24, 50)
+    assert request.guidance_scale == 6.0
+    assert request.scheduler == "flow_match"
+    folder = save_layout(tmp_path, image=True, guidance_scale=1.0, use_meanflow=True)
+    distilled = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
+    request = distilled.resolve(GenerationRequest("a cat", image=np.zeros((30, 20, 3), np.uint8)))
+    assert (request.num_inference_steps, request.guidance_scale) == (12, 1.0)
+    assert request.height > request.width
+    assert not request.guided
+
+
+def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, picture):
+    with pytest.raises(InputError, match="text-to-video model, which takes no image"):
+        generate(pipe, image=picture)
+    with pytest.raises(InputError, match="give it --image"):
+        generate(image_pipe)
+    with pytest.raises(InputError, match=r"num_frames is 10; it must be 4 n \+ 1. Nearest: 9 and 13"):
+        generate(pipe, num_frames=10)
+    with pytest.raises(InputError, match="height is 60; it must be a multiple of 16"):
+        generate(pipe, height=60)
+
+
+@pytest.mark.parametrize("how", [{"compiled_loop": True}, {"one_program": True}])
+def test_every_kind_of_run_is_the_same_run(pipe, image_pipe, picture, how):
+    for model, more in ((pipe, {}), (image_pipe, {"image": picture})):
+        exact = generate(model, output_type="float", **more).frames
+        np.testing.assert_allclose(generate(model, output_type="float", **more, **how).frames, exact, atol=1e-4)
+
+
+def test_a_batch_does_not_change_its_videos(pipe):
+    batch = generate(pipe, PROMPTS, output_type="latent").frames
+    alone = generate(pipe, PROMPTS[0], output_type="latent").frames
+    np.testing.assert_allclose(batch[:1], alone, atol=1e-4 * alone.std())
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 4, 1), (1, 8, 1), (2, 2, 2, True)])
+def test_meshes(layout, pipe, mesh):
+    split = cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32", mesh=make_mesh(*mesh))
+    options = {"output_type": "float", "num_frames": 5}
+    np.testing.assert_allclose(generate(split, **options).frames, generate(pipe, **options).frames, atol=PIXEL_BAR)
+
+
+def test_a_clip_to_start_from(pipe):
+    """With all steps it is forgotten, but for its noise level; with few it stays."""
+    clip = np.random.default_rng(0).integers(0, 255, (9, 64, 96, 3), dtype=np.uint8)
+    few = generate(pipe, video=clip, strength=0.5, num_inference_steps=4)
+    assert few.frames.shape == (1, 9, 64, 96, 3)
+    assert not np.array_equal(few.frames, generate(pipe, num_inference_steps=4).frames)
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
+    """The eight tensors of stage 1 have the names of the reference system; the frames are those of one run."""
+    from safetensors.numpy import load_file
+
+    model, flags = (layout, []) if kind == "text" else (image_layout, ["--image", tmp_path / "first.png"])
+    Image.fromarray(picture).save(tmp_path / "first.png")
+    where = ["--dir", tmp_path / "stages"]
+    size = ["--num-frames", 5, "--height", 64, "--width", 96]
+    encode = ["encode", PROMPTS[0], "--model", model, "--dtype", "float32", "--steps", 2, *size, *flags, *where]
+    for command in (encode, ["denoise", *where], ["decode", *where, "--out", tmp_path / "a.png"]):
+        code, _, err = run(*command)
+        assert code == 0, err
+    text = {"prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"}
+    found = load_file(tmp_path / "stages" / "stage1_embeddings.safetensors")
+    of_image = {"image_latents", "image_embeds"} if kind == "image" else set()
+    assert found.keys() == text | {f"negative_{name}" for name in text} | of_image
+
+
+def test_info_knows_the_family(layout, run):
+    code, out, err = run("info", layout)
+    assert code == 0 and "hunyuan_video15" in out, err
+    code, out, err = run("info", "hunyuanvideo1.5-720p-t2v")
+    assert code == 0 and "121 frames of 720x1280 at 24 fps" in out, err
+
+
+def test_the_license_is_said_at_a_download(layout, monkeypatch, capsys):
+    from cogvideox_flax.models.hunyuan_video15.family import LICENSE, TEXT_TO_VIDEO
+    from conversion import download
+
+    asked = []
+    monkeypatch.setattr(download, "download", lambda *args, **how: asked.append(args))
+    download.download_model("a/b", download.Download(layout, {"revision": "c"}), TEXT_TO_VIDEO)
+    assert capsys.readouterr().err == LICENSE + "\n"
+    assert "tokenizer/vocab.json" in asked[0][2]
+
+
+def test_guidance_of_the_guider_is_in_the_checkpoint(pipe, tmp_path):
+    assert pipe.manifest.guidance_scale == 6.0
+    folder = save_layout(tmp_path, guidance_scale=1.0)
+    assert cogvideox_flax.Pipeline.from_pretrained(folder).manifest.guidance_scale == 1.0
+    path = folder / "guider" / "guider_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_rescale": 0.7}))
+    with pytest.raises(InputError, match=r"guider config.*\n.*guidance_rescale"):
+        cogvideox_flax.Pipeline.from_pretrained(folder)
