@@ -47,7 +47,7 @@ QWEN: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
-    "use_sliding_window": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
 }
 BYT5: dict[str, Any] = {
     "vocab_size": 384,
@@ -77,7 +77,7 @@ FULL_QWEN: dict[str, Any] = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128000,
-    "rope_theta": 1e6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
 }
 FULL_BYT5 = BYT5 | {"vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
 FULL_SIGLIP: dict[str, Any] = {

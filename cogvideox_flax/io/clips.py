@@ -58,10 +58,19 @@ class Resampled:
 
 
 def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame:
-    """A frame resized (Lanczos), cropped around its centre where its aspect ratio differs and `fit` is "crop"."""
+    """A frame resized (Lanczos), cropped around its centre where its aspect ratio differs and `fit` is "crop".
+
+    It is resized to whole pixels and then cropped, as by diffusers' `VaeImageProcessor.resize`.
+    """
     own_height, own_width, _ = frame.shape
-    box = None if fit == "stretch" else crop_box(own_height, own_width, height, width)
-    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.LANCZOS, box=box))
+    whole_height, whole_width = height, width
+    if fit == "crop" and own_width * height > width * own_height:
+        whole_width = own_width * height // own_height
+    elif fit == "crop":
+        whole_height = own_height * width // own_width
+    resized = Image.fromarray(frame).resize((whole_width, whole_height), Image.Resampling.LANCZOS)
+    left, top = whole_width // 2 - width // 2, whole_height // 2 - height // 2
+    return np.asarray(resized)[top : top + height, left : left + width]
 
 
 def fit_frames(frames: Frames, height: int, width: int, fit: str = "crop") -> Frames:
@@ -73,19 +82,3 @@ def resize_frames(frames: Frames, height: int, width: int) -> Frames:
     """Each frame resized, bicubic and antialiased, as image encoders expect."""
     resized = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
     return np.stack([np.asarray(frame) for frame in resized])
-
-
-def crop_box(own_height: int, own_width: int, height: int, width: int) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom) of the middle of a picture with the aspect ratio of height x width."""
-    scale = max(height / own_height, width / own_width)
-    (top, bottom), (left, right) = (
-        _centered_span(own_height, height / scale),
-        _centered_span(own_width, width / scale),
-    )
-    return left, top, right, bottom
-
-
-def _centered_span(length: int, kept: float) -> tuple[float, float]:
-    """Start and end of the middle `kept` pixels of a side, clipped because floats may exceed it by the last bit."""
-    start = (length - kept) / 2
-    return max(start, 0), min(start + kept, length)

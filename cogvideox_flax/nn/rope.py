@@ -93,10 +93,10 @@ def rotary_of(
     theta: float = THETA,
     riflex_from: int | None = None,
 ) -> Rotary:
-    """cos and sin of the rotations of a grid of tokens, order t, h, w.
+    """cos and sin of the rotations of a grid of tokens, the last axis fastest.
 
     Args:
-        axes: positions along time, height and width.
+        axes: positions along each axis, such as time, height and width.
         dims: channels of a head that each axis rotates.
         theta: of the frequencies theta^(-2 i / dim).
         riflex_from: as for `rotary`.
@@ -107,7 +107,7 @@ def rotary_of(
         if axis == 0 and riflex_from is not None:
             frequency = riflex(frequency, riflex_from, grid[0])
         angle = np.outer(positions, frequency)
-        shape = [1, 1, 1, dim // 2]
+        shape = [*[1] * len(axes), dim // 2]
         shape[axis] = len(positions)
         parts.append([jnp.broadcast_to(f(angle).reshape(shape), (*grid, dim // 2)) for f in (np.cos, np.sin)])
     cos, sin = (jnp.concatenate(part, -1).reshape(-1, head_dim // 2) for part in zip(*parts, strict=True))

@@ -166,7 +166,7 @@ _TEXT_ENCODERS = {
         config=t5.TextEncoderConfig,
         module=t5.TextEncoder,
         stage="encode",
-        sharding=((r".*", REPLICATED),),  # small, and its six heads divide over few meshes
+        sharding=((r".*", REPLICATED),),  # small, and six heads are rarely a multiple of tensor parallelism
         linear_maps=t5.LINEAR_MAPS,
         class_names=("T5EncoderModel",),
     ),

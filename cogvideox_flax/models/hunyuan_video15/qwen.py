@@ -28,7 +28,7 @@ SKIPPED_LAYERS = 2
 """The last layers, which the features do not come from."""
 
 SHARDING: sharding.ParameterRows = (
-    # four key heads divide over few meshes; attention is a seventh of the weights and is computed on all of tp
+    # four key heads may be fewer than the devices; attention is a seventh of the weights, and not split
     (r"blocks\.attn\.(q|k|v|out)\.kernel", (None, "stored", None)),
     (r"blocks\.mlp\.(gate|up)\.kernel", (None, "stored", "hidden")),
     (r"blocks\.mlp\.down\.kernel", (None, "hidden", "stored")),
