@@ -52,22 +52,21 @@ def predict_with_cache(
         kept: by the last full step; anything before the first.
     """
 
-    def last_block(tokens: Tokens) -> Float32[Array, "B T h w C"]:
-        return denoiser.head(denoiser.run_blocks(tokens, start=-1)).astype(jnp.float32)
+    tokens: Any = embed()
 
-    def full_step(kept: Kept) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        tokens = embed()
-        before = denoiser.run_blocks(tokens, stop=-1)
-        new = before.x if form == "deepcache" else jax.tree.map(jnp.subtract, before.x, tokens.x)
-        return last_block(before), jax.tree.map(_constrain, new)
+    def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
+        before = denoiser.run_blocks(dataclasses.replace(tokens, x=x), stop=-1).x
+        new = before if form == "deepcache" else jax.tree.map(jnp.subtract, before, x)
+        return before, jax.tree.map(_constrain, new)
 
-    def cached_step(kept: Kept) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        tokens: Any = embed()
-        x = kept if form == "deepcache" else jax.tree.map(jnp.add, tokens.x, kept)
-        return last_block(dataclasses.replace(tokens, x=x)), jax.tree.map(_constrain, kept)
+    def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
+        before = kept if form == "deepcache" else jax.tree.map(jnp.add, x, kept)
+        return before, jax.tree.map(_constrain, kept)
 
     with jax.named_scope(SCOPE):
-        return jax.lax.cond(is_full, full_step, cached_step, kept)
+        before, kept = jax.lax.cond(is_full, full_step, cached_step, tokens.x, kept)
+    last = denoiser.run_blocks(dataclasses.replace(tokens, x=before), start=-1)
+    return denoiser.head(last).astype(jnp.float32), kept
 
 
 def kept_shapes(streams: Any, mesh: Mesh | None) -> Any:
