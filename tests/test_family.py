@@ -211,6 +211,15 @@ def test_the_pipeline_runs_it(pipe):
     assert {name: x.shape for name, x in conditioning.text.items()} == TINY.feature_shapes(CONFIGS, 1)
 
 
+@pytest.mark.parametrize("form", ["deepcache", "residual"])
+def test_a_step_cache_is_of_every_family(pipe, form):
+    """Its blocks see the prompt alone, so what they gave in one step is right in all."""
+    exact = pipe("a red ball", output_type="float", **STEPS).frames
+    schedule = (1, STEPS["num_inference_steps"], 9)
+    cached = pipe("a red ball", output_type="float", step_cache=form, step_cache_schedule=schedule, **STEPS)
+    np.testing.assert_allclose(cached.frames, exact, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PLANNED = (
     *("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "scheduler"),
-    *("compiled_loop", "positions", "window", "window_overlap"),
+    *("compiled_loop", "positions", "window", "window_overlap", "step_cache", "step_cache_schedule"),
 )
 """Options of a request that a forecast depends on."""
 

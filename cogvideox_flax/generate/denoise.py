@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from cogvideox_flax.errors import NonFiniteError
+from cogvideox_flax.generate import step_cache
 from cogvideox_flax.generate.functions import DenoiseInputs, DenoiseState
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
@@ -42,7 +45,7 @@ def denoise_steps(
         for i in range(start, len(inputs.steps)):
             with around(i):
                 state, finite = program(
-                    model, inputs, replicate(state, program.mesh), announce=False, jit=profiling.jit
+                    model, inputs, place_state(state, program.mesh), announce=False, jit=profiling.jit
                 )
                 check_finite(np.asarray([bool(finite)]), inputs, hint, first=i)
             yield state
@@ -60,6 +63,12 @@ def denoise_at_once(
     state, finite = program(model, inputs, state, announce=False, jit=profiling.jit)
     check_finite(fetch(finite), inputs, hint)
     yield state
+
+
+def place_state(state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+    """A state where a program expects it: whole on every device; the step cache is split as tokens are."""
+    whole = replicate(replace(state, cache=None), mesh)
+    return replace(whole, cache=step_cache.place(state.cache, mesh))
 
 
 def check_finite(finite: np.ndarray, inputs: DenoiseInputs, hint: str = "", *, first: int = 0) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt8, UInt32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.step_cache import predict_with_cache
 from cogvideox_flax.generate.windows import Windows, in_windows
 from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.models.family import predict
@@ -33,12 +34,14 @@ class DenoiseInputs:
     steps: the sampler's tables.
     guidance: its scale at each step.
     noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
+    full_steps: which steps are full, with a step cache; else None.
     """
 
     conditioning: Conditioning | None
     steps: StepTable
     guidance: Float32[Any, " N"]
     noise_source: Any
+    full_steps: Bool[Any, " N"] | None = None
 
 
 @result_type
@@ -50,11 +53,14 @@ class DenoiseState:
     step: how many are done.
     latents: after them; scaled, with the extra latent frames.
     sampler: its own state, from `Scheduler.step`.
+    cache: what the last full step kept, with a step cache; else None. A pytree of float32 [B, S, D], with guidance of
+        twice the batch.
     """
 
     step: Int32[Any, ""]
     latents: Float32[Any, "B T h w C"]
     sampler: Any
+    cache: Any = None
 
 
 Function = Callable[..., Any]
@@ -68,9 +74,14 @@ def identity(function: Function) -> Function:
 
 
 def make_step(
-    embed: Function, sampler: Scheduler, windows: Windows | None = None
+    embed: Function, sampler: Scheduler, windows: Windows | None = None, cache: str | None = None
 ) -> Callable[..., tuple[DenoiseState, Array]]:
-    """One denoising step, to be jitted alone or scanned. embed: of the family, or of its `positions`."""
+    """One denoising step, to be jitted alone or scanned.
+
+    Args:
+        embed: of the family, or of its `positions`.
+        cache: the form of the step cache, which does not go with windows; None: every step is full.
+    """
     predict_clip = in_windows(partial(predict, embed), windows)
 
     def denoise_step(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
@@ -79,8 +90,15 @@ def make_step(
         assert inputs.conditioning is not None
         guided = inputs.conditioning.guided
         doubled = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
-        timesteps = inputs.steps.timesteps[i], inputs.steps.next_timesteps[i]
-        prediction = predict_clip(model, doubled, inputs.conditioning.guided_features(), *timesteps)
+        features, table = inputs.conditioning.guided_features(), inputs.steps
+        t, following = table.timesteps[i], table.next_timesteps[i]
+        kept = state.cache
+        if cache is None:
+            prediction = predict_clip(model, doubled, features, t, following)
+        else:
+            assert inputs.full_steps is not None
+            tokens = partial(embed, model, doubled, features, t, next_timestep=following)
+            prediction, kept = predict_with_cache(cache, tokens, model, inputs.full_steps[i], kept)
         if guided:
             without, with_prompt = jnp.split(prediction, 2)
             prediction = without + inputs.guidance[i] * (with_prompt - without)
@@ -91,16 +109,16 @@ def make_step(
             noise = _noise_of(jax.random.fold_in(source, i), x.shape, windows) if is_key else source[i]
         x, sampler_state = sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
         x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
-        return DenoiseState(i + 1, x, sampler_state), jnp.isfinite(x).all()
+        return DenoiseState(i + 1, x, sampler_state, kept), jnp.isfinite(x).all()
 
     return denoise_step
 
 
 def make_loop(
-    embed: Function, sampler: Scheduler, windows: Windows | None = None
+    embed: Function, sampler: Scheduler, windows: Windows | None = None, cache: str | None = None
 ) -> Callable[..., tuple[DenoiseState, Array]]:
-    """All denoising steps; finite or not is said of each."""
-    step = make_step(embed, sampler, windows)
+    """All denoising steps; finite or not is said of each. Arguments as for `make_step`."""
+    step = make_step(embed, sampler, windows, cache)
 
     def denoise_loop(model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Array]:
         return jax.lax.scan(lambda state, _: step(model, inputs, state), state, length=len(inputs.steps))
@@ -148,15 +166,16 @@ def make_run(
     extra_latents: int,
     how: tuple[str, bool],
     visual: tuple[tuple[Any, ...], ...] = (),
-    windows: Windows | None = None,
+    per_step: tuple[Windows | None, str | None] = (None, None),
 ) -> Callable[..., tuple[Frames, Array, Array]]:
     """The whole run as one program, tokens to frames.
 
     encoders, embed, decode: components and what is done with each. how: output type, and whether it decodes in tiles.
     visual: of each picture and clip its feature, its component, and the arguments of `make_visual`.
+    per_step: windows and the form of the step cache, as for `make_step`.
     """
     (denoiser, embed_with), (decoder, decode_with) = embed, decode
-    loop, to_frames = make_loop(embed_with, sampler, windows), make_decode(decode_with, *how)
+    loop, to_frames = make_loop(embed_with, sampler, *per_step), make_decode(decode_with, *how)
 
     def run(
         models: dict[str, Any],

@@ -20,7 +20,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_run
 from cogvideox_flax.generate.compiled_components import CompiledComponents
 from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, with_progress
+from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, place_state, with_progress
 from cogvideox_flax.generate.functions import (
     VIDEO_FEATURE,
     DenoiseState,
@@ -38,8 +38,9 @@ from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
 
-Callback = Callable[[int, int | float, Float32[Array, "B T h w C"]], bool | None]
-"""callback(step, timestep, latents), after each step; True stops the run there."""
+Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
+"""callback(step, timestep, latents), after each step; True stops the run there. Timesteps are as the sampler has them:
+int or float."""
 
 
 class Pipeline(CompiledComponents):
@@ -229,7 +230,8 @@ class Pipeline(CompiledComponents):
 
         Args:
             conditioning: from `encode`; without negative_text it runs without guidance.
-            state: of an earlier loop with the same arguments, to go on from.
+            state: of an earlier loop with the same arguments, to go on from. Without its `cache`, the next step must be
+                full.
             progress: say on stderr what is compiled.
 
         Raises:
@@ -244,7 +246,8 @@ class Pipeline(CompiledComponents):
         self._use_loras_of(resolved)
         latents, noise_source = self._start_noise(run, progress)
         inputs, first = run.start(conditioning.on_host(), latents, noise_source)
-        inputs, first = replicate((inputs, state or first), self.mesh)
+        first = run.with_cache(state or first, self.mesh)
+        inputs, first = replicate(inputs, self.mesh), place_state(first, self.mesh)
         program = self._compiled.get(run.denoise)
         model = self.component(self.manifest.model_family.denoiser)
         if self.profiling.jit:
@@ -269,7 +272,8 @@ class Pipeline(CompiledComponents):
         run = self.programs(request)
         models = {name: self.component(name) for name in self.manifest.model_family.components}
         tokens = self._tokens([*(request.negative_prompt if request.guided else ()), *request.prompt])
-        inputs, state = replicate(run.start(None, *self._start_noise(run, progress)), self.mesh)
+        inputs, state = run.start(None, *self._start_noise(run, progress))
+        inputs, state = replicate(inputs, self.mesh), place_state(run.with_cache(state, self.mesh), self.mesh)
         media = {stage.feature: run.media(stage) for stage in run.visual}
         given = replicate(tokens, self.mesh), replicate(media, self.mesh), inputs, state
         frames, steps_finite, finite = self._run(run.whole_run, models, *given, progress=progress)

@@ -6,6 +6,8 @@ planner compile them for the same arguments, as shapes.
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import step_cache
 from cogvideox_flax.generate.abstract import abstract_weights, shape_on
 from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.decoding import decode_programs
@@ -37,6 +40,7 @@ from cogvideox_flax.generate.functions import (
 )
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.step_schedule import full_steps
 from cogvideox_flax.generate.windows import Windows, resolve_windows, window_size
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import ProgramSpec
@@ -77,6 +81,12 @@ class RunPrograms:
     def windows(self) -> Windows | None:
         """The windows of a long clip; None: it is denoised whole."""
         return resolve_windows(self.family, self.manifest.configs, self.request, self.size)
+
+    @cached_property
+    def full_steps(self) -> Bool[np.ndarray, " N"] | None:
+        """Which of the steps that are done are full, with a step cache; else None."""
+        request = self.request
+        return None if request.step_cache is None else full_steps(request.step_cache_schedule, len(self.steps))
 
     @property
     def embed(self) -> Function:
@@ -140,7 +150,7 @@ class RunPrograms:
         """(denoiser, inputs, state) -> (state, finite): a step, or all of them with `compiled_loop`."""
         seen = window_size(self.family, self.manifest.configs, self.request, self.size)
         tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, seen).tokens
-        given = self.embed, self.sampler, self.windows
+        given = self.embed, self.sampler, self.windows, self.request.step_cache
         if self.request.compiled_loop:
             return ProgramSpec("denoising loop", make_loop, given, donate=("state",), tokens=tokens)
         return ProgramSpec("denoising step", make_step, given, tokens=tokens)
@@ -153,7 +163,8 @@ class RunPrograms:
         ends = (family.denoiser, self.embed), (family.decoder, family.decode)
         how = request.output_type, request.tiling
         visual = tuple((s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
-        given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, self.windows
+        per_step = self.windows, self.request.step_cache
+        given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, per_step
         return ProgramSpec("whole run", make_run, given)
 
     # --- arguments
@@ -196,7 +207,7 @@ class RunPrograms:
     def start(
         self, conditioning: Conditioning | None, latents: Float32[Any, "B T h w C"], noise_source: Any
     ) -> tuple[DenoiseInputs, DenoiseState]:
-        """What the loop begins with; of arrays, or under `jax.eval_shape`.
+        """What the loop begins with, but for the step cache (`with_cache`); of arrays, or under `jax.eval_shape`.
 
         Args:
             conditioning: None where the program makes its own.
@@ -207,10 +218,43 @@ class RunPrograms:
         # as in the reference, dynamic guidance counts the steps that are done
         steps, timesteps = len(self.steps), self.steps.timesteps
         scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
-        inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source)
+        inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps)
         if conditioning is not None and conditioning.video is not None:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
+
+    def cache_shapes(self, mesh: Mesh | None) -> Any:
+        """The step cache in `DenoiseState` as shapes with their shardings; None without one."""
+        if self.request.step_cache is None:
+            return None
+        denoiser = abstract_weights(self.manifest, self.family.denoiser, self.dtype, None)
+        latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.denoiser_batch), jnp.float32)
+
+        def streams(denoiser: Any, latents: Any, conditioning: Conditioning, t: Any) -> Any:
+            return self.embed(denoiser, latents, conditioning.guided_features(), t, next_timestep=t).x
+
+        given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
+            return step_cache.kept_shapes(jax.eval_shape(streams, *given), mesh)
+
+    def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+        """A state with what the step cache keeps, where the request has a step cache and the state has nothing of it.
+
+        Raises:
+            InputError: the next step needs what an earlier one kept.
+        """
+        if self.full_steps is None or state.cache is not None:
+            return state
+        if not self.may_resume(int(state.step)):
+            raise InputError(
+                f"step {int(state.step)} uses what a step before it kept, which the state does not have; go on from a "
+                "state before a full step"
+            )
+        return dataclasses.replace(state, cache=step_cache.empty(self.cache_shapes(mesh)))
+
+    def may_resume(self, done: int) -> bool:
+        """Whether the loop can go on after so many steps without what the step cache kept: the next step is full."""
+        return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
 
     def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[ProgramSpec, tuple[Any, ...], int]]:
         """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
@@ -244,18 +288,11 @@ class RunPrograms:
             kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
             how = request.output_type, request.tiling
             return decode_programs(self.manifest, self.dtype, kept, mesh, how, self.windows is not None)
-        features: Any = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in self.family.feature_shapes(configs, request.batch).items()
-        }
-        latents = {each.feature: jax.ShapeDtypeStruct(self.feature_shape(each), jnp.float32) for each in self.visual}
-        video = latents.pop(VIDEO_FEATURE, None)
-        conditioning = None
-        if stage == "denoise":
-            conditioning = Conditioning(features, features if request.guided else None, latents, video)
+        conditioning = self._conditioning() if stage == "denoise" else None
         latents, key = jax.eval_shape(self.initial_noise.function(), jax.ShapeDtypeStruct((), jnp.uint32))
         noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
         inputs, state = whole(jax.eval_shape(self.start, conditioning, latents, noise))
+        state = dataclasses.replace(state, cache=self.cache_shapes(mesh))
         if stage == "run":
             models = {name: weights(name) for name in self.family.components}
             tokens = {part.component: part.token_shapes(configs, self.denoiser_batch) for part in self.family.text}
@@ -263,6 +300,17 @@ class RunPrograms:
             return [(self.whole_run, (models, whole(tokens), whole(media), inputs, state), 1)]
         runs = 1 if request.compiled_loop else len(self.steps)
         return [(self.denoise, (weights(self.family.denoiser), inputs, state), runs)]
+
+    def _conditioning(self) -> Conditioning:
+        """The conditioning as shapes."""
+        features: Any = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in self.family.feature_shapes(self.manifest.configs, self.request.batch).items()
+        }
+        shapes = {stage.feature: self.feature_shape(stage) for stage in self.visual}
+        latents: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        video = latents.pop(VIDEO_FEATURE, None)
+        return Conditioning(features, features if self.request.guided else None, latents, video)
 
     def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         frames, noise = self.media_shapes(stage)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxtyping import Float
 
 from cogvideox_flax.generate.option import Option, Stage, option, options_of
+from cogvideox_flax.generate.step_schedule import FORMS, check_step_cache, parse_schedule
 from cogvideox_flax.generate.values import (
     MAX_SEED,
     Faults,
@@ -170,6 +171,20 @@ class GenerationRequest:
         parse=int,
     )
     window_overlap: int | None = option(None, "frames that two windows share; default: a third of one", parse=int)
+    step_cache: str | None = option(
+        None,
+        "leave out most blocks in some steps: faster, another video; deepcache reuses the tokens of the last full step "
+        "(as the reference TPU system), residual adds the skipped blocks' updates to the step's own tokens; default: "
+        "every step is full",
+        choices={name: name for name in FORMS},
+    )
+    step_cache_schedule: Sequence[int] | None = option(
+        None,
+        "which of the steps, counted from 0, are full: those before START, then every INTERVAL-th before END, and all "
+        "from END on; default: 11,45,4 for 50 steps, START and END scaled for others, about half of the steps",
+        parse=parse_schedule,
+        metavar="START,END,INTERVAL",
+    )
     compiled_loop: bool = option(False, "run all steps as one compiled program", recorded=False)
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", stage="decode", recorded=False)
     fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", stage="decode", parse=int)
@@ -195,6 +210,8 @@ class GenerationRequest:
         filled |= fixed_settings(self, family, faults)
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
+        if isinstance(self.step_cache_schedule, tuple):  # a list is what the settings of a run hold
+            filled["step_cache_schedule"] = list(self.step_cache_schedule)
         size, num_frames = None, self.num_frames
         with faults.caught():
             given = {name: getattr(self, name) for name in media.MEDIA}
@@ -222,6 +239,7 @@ class GenerationRequest:
         with faults.caught():
             sampler = result.sampler(manifest)
             sampler.plan(result.num_inference_steps)
+            check_step_cache(result)
             if size is not None and not faults:
                 check_arrays(result, size, sampler)
         if self.tiling:

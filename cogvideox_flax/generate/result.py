@@ -89,6 +89,8 @@ def describe_request(
     settings: dict[str, Any] = {key: getattr(request, key) for key in names}
     settings |= {"scheduler": request.sampler(manifest).config.kind, "dtype": dtype}
     settings |= {} if request.strength is None else {"strength": request.strength}
+    cache = {name: getattr(request, name) for name in ("step_cache", "step_cache_schedule")}
+    settings |= {name: value for name, value in cache.items() if value is not None}
     settings |= describe_media({name: getattr(request, name) for name in MEDIA})
     settings |= ({"lora": request.lora} if request.lora else {}) | {"steps_done": steps_done}
     return describe_run(manifest, name, prompts, request.seed if n == 1 else seeds, settings)

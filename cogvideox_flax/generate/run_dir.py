@@ -63,6 +63,10 @@ def _are_loras(value: Any) -> bool:
     return isinstance(value, list) and all(map(one, value))
 
 
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
 _VALID: dict[str, Callable[[Any], bool]] = {
     "str": _is_text,
     "str | None": _is_text,
@@ -73,6 +77,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "bool | Literal['index'] | None": lambda value: isinstance(value, bool | str),
     "str | Scheduler | None": _is_text,
     "Sequence[Any] | None": _are_loras,
+    "Sequence[int] | None": _are_whole,
     "Any": is_facts,
 }
 """Type of a field of the request -> whether a value out of a JSON file is one. What it may be is checked by

@@ -5,6 +5,7 @@ Each file is written atomically and says what it was made from, so that only mat
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -157,7 +158,8 @@ def denoise(
         state = found
         with with_progress(states, len(run.steps), done=done, progress=progress) as each:
             for state in each:
-                keeper.keep(state)
+                if run.may_resume(int(state.step)):
+                    keeper.keep(state)
         pipe.profiling.after_stage("denoising")
         assert state is not None  # a loop that was stopped after its last step has none to do
         kept = fetch(state.latents)[:, run.size.extra_latents :].transpose(0, 4, 1, 2, 3)
@@ -208,9 +210,10 @@ class _StateKeeper:
         return [int(metadata["step"]), tensors["latents"], tensors.get("sampler")]
 
     def keep(self, state: DenoiseState) -> None:
-        """After each step, on every process."""
+        """After a step from which the loop can go on without the step cache, which is not written; on every process."""
         if not self._enabled:
             return
+        state = dataclasses.replace(state, cache=None)
         if hosts.count() > 1:  # so that process 0 has all of it
             state = replicate(state, self._mesh)
         if not hosts.is_first():

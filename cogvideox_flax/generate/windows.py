@@ -96,7 +96,7 @@ def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest
         The size that the denoiser sees at once: of a window, if there are any.
 
     Raises:
-        InputError: as for `resolve_windows`; positions that this model does not have.
+        InputError: as for `resolve_windows`; positions that this model does not have; windows and a step cache.
     """
     known = family.positions(configs)
     if request.positions is not None and request.positions not in known:
@@ -104,6 +104,8 @@ def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest
         raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
     if resolve_windows(family, configs, request, size) is not None:
         check_pieces(family, request.tiling)
+        if request.step_cache is not None:
+            raise InputError("a step cache is of one clip that is denoised whole; leave step_cache or the window out")
     return window_size(family, configs, request, size)
 
 

@@ -30,8 +30,8 @@ class Traffic:
             self.count + other.count, self.tensor_bytes + other.tensor_bytes, self.wire_bytes + other.wire_bytes
         )
 
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(times * self.count, times * self.tensor_bytes, times * self.wire_bytes)
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(*(round(times * each) for each in (self.count, self.tensor_bytes, self.wire_bytes)))
 
 
 def collectives(program: Program) -> dict[str, Traffic]:

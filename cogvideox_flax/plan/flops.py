@@ -5,9 +5,10 @@ The compiler's own cost analysis counts the body of a loop once, and a Pallas ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,27 +30,31 @@ class Flops:
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.rest + other.rest, self.kernels + other.kernels)
 
-    def __mul__(self, times: int) -> Flops:
-        return Flops(times * self.rest, times * self.kernels)
+    def __mul__(self, times: float) -> Flops:
+        return Flops(round(times * self.rest), round(times * self.kernels))
 
     @property
     def total(self) -> int:
         return self.rest + self.kernels
 
 
-def count_flops(f: Callable[..., Any], *args: Any) -> Flops:
+Shares = Mapping[str, Sequence[float]]
+"""Named scope of a `jax.lax.cond` -> how often each of its branches runs, the one of False first."""
+
+
+def count_flops(f: Callable[..., Any], *args: Any, shares: Shares = MappingProxyType({})) -> Flops:
     """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
 
-    Of a function with several platform-specific forms, the one with the least work counts: the others pad more. A
-    Winograd convolution counts as a plain one.
+    Of a function with several platform-specific forms, and of any choice that `shares` does not know, the one with the
+    least work counts: the others pad more. A Winograd convolution counts as a plain one.
 
     Raises:
         ValueError: a loop whose length is not known before it runs, or a kernel without a cost estimate.
     """
-    return _count(jax.make_jaxpr(f)(*args).jaxpr)
+    return _count(jax.make_jaxpr(f)(*args).jaxpr, shares)
 
 
-def _count(jaxpr: Jaxpr) -> Flops:
+def _count(jaxpr: Jaxpr, shares: Shares) -> Flops:
     total = Flops()
     for eqn in jaxpr.eqns:
         params, name = eqn.params, eqn.primitive.name
@@ -76,14 +81,19 @@ def _count(jaxpr: Jaxpr) -> Flops:
                 queries, heads, keys = heads, queries, shapes[1][2]
             total += Flops(kernels=CUDNN_PRODUCTS[name] * 2 * batch * heads * queries * keys * dim)
         elif name == "scan":
-            total += _count(params["jaxpr"].jaxpr) * params["length"]
+            total += _count(params["jaxpr"].jaxpr, shares) * params["length"]
         elif name == "cond":
-            total += min((_count(branch.jaxpr) for branch in params["branches"]), key=lambda found: found.total)
-        elif name == "while" and _count(params["body_jaxpr"].jaxpr).total:
+            branches = [_count(branch.jaxpr, shares) for branch in params["branches"]]
+            known = [shares[scope] for scope in shares if scope in str(eqn.source_info.name_stack).split("/")]
+            if known:
+                total += sum((work * share for work, share in zip(branches, known[0], strict=True)), Flops())
+            else:
+                total += min(branches, key=lambda found: found.total)
+        elif name == "while" and _count(params["body_jaxpr"].jaxpr, shares).total:
             raise ValueError("a loop whose length is not known does products")
         else:
             for inner in _inner(params):
-                total += _count(inner)
+                total += _count(inner, shares)
     return total
 
 

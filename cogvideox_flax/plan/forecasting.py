@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import step_cache
 from cogvideox_flax.generate.checks import check_dtype, check_model
 from cogvideox_flax.generate.memory import Compiled
 from cogvideox_flax.generate.programs import RunPrograms
@@ -42,7 +42,8 @@ METHOD = (
 class StageForecast:
     """One stage of a run, on each chip unless stated otherwise.
 
-    runs: how often the program runs (the denoising step: once per step). The fields below are of one run.
+    runs: how often the program runs (the denoising step: once per step). The fields below are of one run; with a step
+        cache, work, traffic and times are the mean over its full and cached steps.
     hbm_gib_per_chip: arguments, results and temporaries at the peak.
     flops: over all chips.
     kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
@@ -97,9 +98,11 @@ def forecast(
     sharding.check_batch(on, run.denoiser_batch)
     for stage in stages:
         compiled = run.abstract(stage, on)
-        for each in compiled:
+        # work is counted without a mesh, which pads tokens
+        for each, (_, args, _) in zip(compiled, run.abstract(stage), strict=True):
             name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
-            yield _compile(name, each, run.dtype, on, chip_of(topology))
+            flops = count_flops(each[0].function(), *args, shares=_shares(run)).total
+            yield _compile(name, each, flops, run, on, chip_of(topology))
 
 
 def best_mesh(
@@ -133,19 +136,26 @@ def best_mesh(
     raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
 
 
-def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) -> StageForecast:
+def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
+    """How often a step with a step cache is cached, and full."""
+    if run.full_steps is None:
+        return {}
+    full = float(run.full_steps.mean())
+    return {step_cache.SCOPE: (1 - full, full)}
+
+
+def _compile(name: str, compiled: Compiled, flops: int, run: RunPrograms, mesh: Mesh, chip: Chip) -> StageForecast:
     spec, args, runs = compiled
     f = spec.function()
     start = time.perf_counter()
-    options = compiler_options(dtype, platform="tpu", fast_compile=spec.fast_compile)
+    options = compiler_options(run.dtype, platform="tpu", fast_compile=spec.fast_compile)
     with jax.set_mesh(mesh):
         executable = jax.jit(f, compiler_options=options, donate_argnames=spec.donate).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     peak = bytes_needed(memory)
-    flops = count_flops(f, *jax.tree.map(_without_sharding, args))
-    program = Program(text)
+    program = Program(text, _shares(run))
     traffic = collectives(program)
     wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
     kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
@@ -155,7 +165,7 @@ def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) 
         hbm_gib_per_chip=peak / GIB,
         argument_gib=memory.argument_size_in_bytes / GIB,
         temp_gib=memory.temp_size_in_bytes / GIB,
-        flops=flops.total,
+        flops=flops,
         collectives=traffic,
         collective_bytes=sum(t.wire_bytes for t in traffic.values()),
         compile_s=seconds,
@@ -165,10 +175,6 @@ def _compile(name: str, compiled: Compiled, dtype: str, mesh: Mesh, chip: Chip) 
         estimated_s=runs * (kernels + outside + wire_s),
         fits=peak <= chip.hbm,
     )
-
-
-def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def describe(forecast: Forecast) -> str:

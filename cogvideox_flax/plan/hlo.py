@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 _OP = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\((?P<rest>.*)$")
 _TENSOR = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\](\{[^}]*\})?")
@@ -39,11 +40,14 @@ class Op:
 class Program:
     """The computations of an HLO module.
 
+    shares: named scope of a conditional -> how often each of its branches runs when it does.
+
     Raises:
         ValueError: the text is not an HLO module.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, shares: Mapping[str, Sequence[float]] = MappingProxyType({})):
+        self.shares = shares
         self.computations: dict[str, dict[str, Op]] = {}
         self.entry = ""
         current: dict[str, Op] | None = None
@@ -61,24 +65,27 @@ class Program:
         if not self.entry:
             raise ValueError("this is no HLO module: it has no entry computation")
 
-    def run(self) -> Iterator[tuple[dict[str, Op], Op, int]]:
+    def run(self) -> Iterator[tuple[dict[str, Op], Op, float]]:
         """Every operation that runs, with its computation and its count; fusions and reductions are one operation.
 
-        All branches of a conditional are counted.
+        Of a conditional that `shares` does not know, all branches are counted.
 
         Raises:
             ValueError: a loop whose number of iterations is not known.
         """
         yield from self._run(self.entry, 1)
 
-    def _run(self, name: str, times: int) -> Iterator[tuple[dict[str, Op], Op, int]]:
+    def _run(self, name: str, times: float) -> Iterator[tuple[dict[str, Op], Op, float]]:
         ops = self.computations[name]
         for op in ops.values():
             if op.kind == "while":
                 yield from self._run(op.called()[-1], times * self._rounds(op))
             elif op.kind in _CALLERS:
-                for inner in op.called():
-                    yield from self._run(inner, times)
+                called = op.called()
+                scopes = [s for s in self.shares if f"/{s}/cond" in op.text] if op.kind == "conditional" else []
+                shares = self.shares[scopes[0]] if scopes else [1] * len(called)
+                for inner, share in zip(called, shares, strict=True):
+                    yield from self._run(inner, times * share)
             else:
                 yield ops, op, times
 

@@ -1,0 +1,334 @@
+"""The step cache: its schedule, what a cached step computes, and that every kind of run agrees with the step loop."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
+from cogvideox_flax.checkpoint import Manifest, read_manifest
+from cogvideox_flax.checkpoint.hub import EMBEDDED
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import run_dir, stages
+from cogvideox_flax.generate.media import UNSEEN
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.step_cache import SCOPE
+from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps, parse_schedule
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.io.video import read_metadata
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.nn.stack import scan_layers
+from cogvideox_flax.plan import forecast
+
+PROMPT = "a red circle moves to the right"
+STEPS = 5
+SCHEDULE = (1, 4, 2)  # full, full, cached, full, full: the last step of the middle is full again
+SOME_CACHED = (1, 5, 3)  # full, full, cached, cached, full
+ALL_FULL = (5, 5, 1)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained(None, "float32")
+
+
+def request(form=None, schedule=None, **options):
+    how = {"num_frames": 9, "num_inference_steps": STEPS, "seed": 3, "scheduler": "ddim", "output_type": "latent"}
+    return GenerationRequest(PROMPT, step_cache=form, step_cache_schedule=schedule, **how | options)
+
+
+def latents_of(pipe, asked):
+    return np.asarray(pipe(asked, progress=False).frames)
+
+
+# --- the schedule
+
+
+def test_the_reference_schedule():
+    full = np.flatnonzero(full_steps((11, 45, 4), 50)).tolist()
+    assert full == [*range(11), *range(11, 45, 4), *range(45, 50)] and len(full) == 25
+    np.testing.assert_array_equal(full_steps(None, 50), full_steps((11, 45, 4), 50))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8, 20, 30, 100])
+def test_the_default_is_scaled_to_the_steps(steps):
+    start, end, interval = default_schedule(steps)
+    assert 1 <= start <= end <= steps and interval == 4
+    assert full_steps(None, steps)[0]
+    if steps >= 20:
+        assert 0.45 <= full_steps(None, steps).mean() <= 0.55
+
+
+def test_some_schedules():
+    assert full_steps(SCHEDULE, 5).astype(int).tolist() == [1, 1, 0, 1, 1]
+    assert full_steps(SOME_CACHED, 5).astype(int).tolist() == [1, 1, 0, 0, 1]
+    assert full_steps(ALL_FULL, 5).all()
+    assert parse_schedule("11, 45,4") == [11, 45, 4]
+    for text in ("11,45", "11,45,x", "-1,2,3", ""):
+        with pytest.raises(InputError, match="START,END,INTERVAL"):
+            parse_schedule(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_cache": "teacache"}, "step_cache is 'teacache'; expected deepcache or residual"),
+        ({"step_cache_schedule": (1, 2, 3)}, "give step_cache too"),
+        ({"step_cache": "residual", "step_cache_schedule": (0, 4, 2)}, "the first step must be full"),
+        ({"step_cache": "residual", "step_cache_schedule": (1, 4)}, "expected START, END and INTERVAL"),
+        ({"step_cache": "residual", "step_cache_schedule": (1, 6, 2)}, "START <= END <= 5"),
+        ({"step_cache": "residual", "step_cache_schedule": (4, 2, 2)}, "START <= END <= 5"),
+        ({"step_cache": "deepcache", "num_frames": 25, "window": 9}, "leave step_cache or the window out"),
+    ],
+)
+def test_refused(pipe, options, message):
+    asked = dataclasses.replace(GenerationRequest(PROMPT, num_frames=9, num_inference_steps=5), **options)
+    with pytest.raises(InputError, match=message):
+        pipe.resolve(asked)
+
+
+# --- what a step computes
+
+
+def by_hand(pipe, asked):
+    """The loop with the transformer's own methods."""
+    run, conditioning = pipe.programs(asked), pipe.encode(asked, progress=False)
+    guided, form = run.request.guided, run.request.step_cache
+    x, noise = pipe._start_noise(run, False)
+    _, state = run.start(conditioning, x, noise)
+    x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
+    embed = jax.jit(COGVIDEOX.embed)
+    blocks = jax.jit(type(model).run_blocks, static_argnames=("start", "stop"))
+    head = jax.jit(type(model).head)
+    for i, is_full in enumerate(run.full_steps):
+        doubled = jnp.concatenate([x, x]) if guided else x
+        tokens = embed(model, doubled, conditioning.guided_features(), run.steps.timesteps[i])
+        if is_full:
+            before = blocks(model, tokens, stop=model.config.layers - 1)
+            kept = before.x if form == "deepcache" else before.x - tokens.x
+        else:
+            before = dataclasses.replace(tokens, x=kept if form == "deepcache" else tokens.x + kept)
+        v = head(model, blocks(model, before, start=model.config.layers - 1)).astype(jnp.float32)
+        if guided:
+            scale = run.start(conditioning, x, noise)[0].guidance[i]
+            v = v[:1] + scale * (v[1:] - v[:1])
+        draw = None
+        if run.sampler.needs_noise:
+            key = jax.random.fold_in(jax.random.fold_in(noise, i), 0)
+            draw = jax.random.normal(key, x.shape[1:], jnp.float32)[None]
+        x, sampler_state = run.sampler.step(run.steps, i, v, x, sampler_state, draw)
+    return np.asarray(x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("scheduler", "guidance"), [("ddim", 1), ("ddim", 6), ("dpm", 6)])
+def test_a_cached_step_is_its_definition(pipe, form, scheduler, guidance):
+    asked = request(form, SOME_CACHED, scheduler=scheduler, guidance_scale=guidance)
+    found, expected = latents_of(pipe, asked), by_hand(pipe, asked)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * expected.std())
+    exact = latents_of(pipe, request(scheduler=scheduler, guidance_scale=guidance))
+    assert np.abs(found - exact).max() > 1e-2 * exact.std()  # it does leave something out
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("scheduler", "guidance"), [("ddim", 6), ("dpm", 1)])
+def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
+    how = {"scheduler": scheduler, "guidance_scale": guidance}
+    np.testing.assert_array_equal(
+        latents_of(pipe, request(form, ALL_FULL, **how)), latents_of(pipe, request(**how)), strict=True
+    )
+
+
+def test_without_a_cache_there_is_no_choice_in_the_program(pipe):
+    def text(asked):
+        ((spec, args, _),) = pipe.programs(asked).abstract("denoise")
+        return str(jax.make_jaxpr(spec.function())(*args)), args
+
+    (without, args), (cached, cached_args) = text(request()), text(request("residual"))
+    assert args[1].full_steps is None and args[2].cache is None
+    assert cached_args[2].cache.dtype == np.float32 and cached_args[1].full_steps.shape == (STEPS,)
+    assert cached.count("branches=") == without.count("branches=") + 1 and f"{SCOPE}=" not in without
+
+
+def test_one_program_serves_all_schedules(pipe, capsys):
+    latents_of(pipe, request("residual", SCHEDULE, compiled_loop=True))
+    capsys.readouterr()
+    pipe(request("residual", ALL_FULL, compiled_loop=True))
+    assert "compiling the denoising" not in capsys.readouterr().err
+
+
+# --- kinds of runs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loops_agree(pipe, form):
+    one_by_one = latents_of(pipe, request(form, SOME_CACHED))
+    np.testing.assert_array_equal(latents_of(pipe, request(form, SOME_CACHED, compiled_loop=True)), one_by_one)
+    frames, at_once = (
+        pipe(request(form, SOME_CACHED, output_type="float", one_program=one), progress=False).frames
+        for one in (False, True)
+    )
+    np.testing.assert_allclose(at_once, frames, atol=1e-4)
+
+
+def test_several_videos_and_callbacks(pipe):
+    both = pipe(request("residual", SOME_CACHED, num_videos=2), progress=False)
+    for i, seed in enumerate((3, 4)):
+        alone = pipe(request("residual", SOME_CACHED, seed=seed), progress=False)
+        np.testing.assert_array_equal(both.frames[i : i + 1], alone.frames)
+    settings = both.metadata["settings"]
+    assert (settings["step_cache"], settings["step_cache_schedule"]) == ("residual", list(SOME_CACHED))
+    seen = []
+    pipe(request("deepcache", SCHEDULE), callback=lambda i, t, x: seen.append((i, t)) or i == 3, progress=False)
+    assert seen == [(0, 999), (1, 799), (2, 599), (3, 399)]
+
+
+@pytest.mark.parametrize("mesh", [(2, 4, 1), (2, 2, 1, True)], ids=str)
+def test_a_mesh_computes_the_same(pipe, mesh):
+    on = sharding.make_mesh(*mesh)
+    spread = Pipeline.from_pretrained(None, "float32", on)
+    asked = request("residual", SOME_CACHED)
+    *_, state = spread.denoise(spread.encode(asked, progress=False), asked)
+    assert state.cache.sharding.spec == PartitionSpec("dp", "sp")
+    expected = latents_of(pipe, asked)
+    np.testing.assert_allclose(state.latents, expected, atol=1e-3 * expected.std())
+    shapes = spread.programs(asked).cache_shapes(on)
+    assert (shapes.shape, shapes.sharding.spec) == (state.cache.shape, PartitionSpec("dp", "sp", None))
+
+
+def test_pictures_are_part_of_the_tokens():
+    manifest = Manifest.of_release(RELEASES["cogvideox-5b-i2v"])
+    asked = GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual").resolve(manifest)
+    shape = RunPrograms(manifest, asked, "bfloat16").cache_shapes(None)
+    assert (shape.shape, shape.dtype) == ((2, 226 + 13 * 30 * 45, 48 * 64), np.float32)
+
+
+# --- going on
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loop_goes_on_from_each_of_its_states(pipe, form):
+    asked = request(form, SOME_CACHED, scheduler="dpm")
+    conditioning = pipe.encode(asked, progress=False)
+    found = list(pipe.denoise(conditioning, asked))
+    for state in found[:-1]:
+        *_, last = pipe.denoise(conditioning, asked, state=state)
+        np.testing.assert_array_equal(last.latents, found[-1].latents)
+    run = pipe.programs(asked)
+    assert [run.may_resume(done) for done in range(STEPS + 1)] == [True, True, False, False, True, True]
+    for done, state in enumerate(found[:-1], 1):
+        bare = dataclasses.replace(state, cache=None)
+        if run.may_resume(done):
+            *_, last = pipe.denoise(conditioning, asked, state=bare)
+            np.testing.assert_array_equal(last.latents, found[-1].latents)
+        else:
+            with pytest.raises(InputError, match="go on from a state before a full step"):
+                pipe.denoise(conditioning, asked, state=bare)
+
+
+COMMAND = ["generate", PROMPT, "--num-frames", "9", "--steps", "6", "--dtype", "float32", "--quiet"]
+COMMAND += ["--step-cache", "deepcache", "--step-cache-schedule", "1,6,3"]  # full: 0, 1, 4
+
+
+@pytest.mark.parametrize("stopped_after", [2, 3, 4, 5])
+def test_a_stopped_run_goes_on_before_a_full_step(tmp_path, monkeypatch, capsys, stopped_after):
+    whole, parts = tmp_path / "whole.npz", tmp_path / "parts.npz"
+    assert cli.main([*COMMAND, "--out", str(whole)]) == 0
+    real, started = stages.with_progress, []
+
+    class Stopped:
+        """The loop, interrupted after some steps."""
+
+        def __init__(self, states, *args, done=0, **how):
+            self.inner = real(states, *args, done=done, **how)
+            started.append(done)
+
+        def __enter__(self):
+            for state in self.inner.__enter__():
+                yield state
+                if int(state.step) == stopped_after and len(started) == 1:
+                    raise KeyboardInterrupt
+
+        def __exit__(self, *error):
+            return self.inner.__exit__(*error)
+
+    monkeypatch.setattr(stages, "with_progress", Stopped)
+    assert cli.main([*COMMAND, "--out", str(parts)]) == 130
+    folder = tmp_path / "parts.npz.stages"
+    full_next = 1 if stopped_after < 4 else 4
+    with TensorFile(folder / run_dir.STATE_FILE) as file:
+        assert set(file.tensors) <= {"latents", "sampler"}  # what the cache keeps is not written
+        assert int(file.metadata["step"]) == full_next
+    capsys.readouterr()
+    assert cli.main([*COMMAND, "--out", str(parts)]) == 0
+    assert started == [0, full_next]
+    np.testing.assert_array_equal(np.load(parts)["latents"], np.load(whole)["latents"])
+
+
+def test_stage_files_know_the_cache(tmp_path, capsys):
+    folder = str(tmp_path / "run")
+    how = ["--dir", folder, "--dtype", "float32", "--quiet"]
+    assert cli.main(["encode", PROMPT, "--num-frames", "9", *how]) == 0
+    cached = ["denoise", "--steps", "4", "--step-cache", "residual", "--step-cache-schedule", "1,4,3"]
+    assert cli.main([*cached, *how]) == 0
+    latents = (tmp_path / "run" / run_dir.LATENTS_FILE).read_bytes()
+    assert cli.main(["denoise", *how]) == 0  # the directory's settings
+    assert (tmp_path / "run" / run_dir.LATENTS_FILE).read_bytes() == latents
+    assert cli.main(["decode", *how]) == 0
+    settings = read_metadata(tmp_path / "run" / run_dir.VIDEO_FILE)["settings"]
+    assert (settings["step_cache"], settings["step_cache_schedule"]) == ("residual", [1, 4, 3])
+    assert cli.main(["denoise", "--step-cache-schedule", "1,9,3", *how]) == 2
+    assert "START <= END <= 4" in capsys.readouterr().err
+
+
+# --- layers and the planner
+
+
+def test_a_range_of_layers_copies_no_stack():
+    weights = jax.random.normal(jax.random.key(0), (12, 64, 64)) / 8
+    x = jnp.ones((2, 64))
+
+    def body(x, weight):
+        return jnp.tanh(x @ weight), None
+
+    for start, stop in ((0, None), (0, -1), (-1, None), (3, 7), (5, 5)):
+        program = jax.jit(lambda x, w, start=start, stop=stop: scan_layers(body, x, w, start, stop)).lower(x, weights)
+        expected = x
+        for weight in weights[start:stop]:
+            expected = body(expected, weight)[0]
+        compiled = program.compile()
+        np.testing.assert_allclose(compiled(x, weights), expected, atol=1e-6)
+        assert compiled.memory_analysis().temp_size_in_bytes < 3 * weights[0].nbytes
+        single = nnx.List(list(weights))
+        np.testing.assert_allclose(scan_layers(body, x, single, start, stop), expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_on_a_tpu_no_stack_of_weights_is_copied():
+    """With the whole step in the choice, XLA copied those of q and k into another layout: 1.6 GiB."""
+    manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
+    asked = (GenerationRequest("", step_cache=form).resolve(manifest) for form in (None, "residual"))
+    runs = (RunPrograms(manifest, each, "bfloat16") for each in asked)
+    exact, cached = (next(forecast(run, "v6e:2x4", (2, 4, 1), ["denoise"])) for run in runs)
+    assert cached.temp_gib - exact.temp_gib < 0.5
+
+
+def test_the_planner_counts_cached_steps():
+    manifest = read_manifest(EMBEDDED)
+
+    def work(**options):
+        run = RunPrograms(manifest, GenerationRequest("", **options).resolve(manifest), "float32")
+        (stage,) = forecast(run, "v6e:2x2", (1, 2, 1), ["denoise"])
+        return stage
+
+    exact, half = work(), work(step_cache="residual")
+    blocks = manifest.configs["transformer"].layers
+    assert 0.5 < half.flops / exact.flops < 0.5 + 0.8 / blocks  # 25 of 50 full steps, and 25 of one block
+    assert half.estimated_s < 0.8 * exact.estimated_s
