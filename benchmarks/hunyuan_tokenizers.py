@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import transformers
@@ -44,9 +45,12 @@ def save_qwen_tokenizer(folder: Path, *, parts: bool = False) -> int:
         tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[2], chat_template=TEMPLATE, padding_side="right"
     )
     whole.save_pretrained(folder)
-    if parts:
+    if parts:  # as transformers 4 wrote them
         bpe.model.save(str(folder))
         (folder / "tokenizer.json").unlink()
+        path = folder / "tokenizer_config.json"
+        added = {str(bpe.token_to_id(token)): {"content": token, "special": True} for token in SPECIAL}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": added}))
     return bpe.get_vocab_size()
 
 

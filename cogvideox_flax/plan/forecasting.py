@@ -26,12 +26,17 @@ from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import meshes
-from cogvideox_flax.plan.timing import KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
+from cogvideox_flax.plan.timing import ATTENTION_RATES, KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.plan.wire import bytes_over_busiest_link
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
-_RATES = " and ".join(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items())
+_RATES = ", ".join(
+    [
+        *(f"attention of head size {size} at {rate}" for size, rate in ATTENTION_RATES.items()),
+        *(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items()),
+    ]
+)
 METHOD = (
     f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
     "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"

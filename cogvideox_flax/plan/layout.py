@@ -16,7 +16,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.plan.chips import CHIPS, Chip
-from cogvideox_flax.plan.timing import KERNEL_RATES
+from cogvideox_flax.plan.timing import attention_rate
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
 _MATMUL_EFFICIENCY = 0.85  # share of the matrix rate that products reach
@@ -57,7 +57,7 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
         heads = work.heads // tp
         group = ulysses_group(heads, sp)  # devices that exchange heads; keys circulate between groups
         flops = 4 * work.tokens**2 * work.head_dim * -(-heads // group) / (sp // group) * (batch // dp)
-        seconds = flops / (KERNEL_RATES["cogvideox_splash"] * chip.flops)
+        seconds = flops / (attention_rate(work.head_dim) * chip.flops)
         seconds += 24 * work.width * local_channels / tp / (_MATMUL_EFFICIENCY * chip.flops)
         seconds += _LAYER_TRAFFIC * local_channels / chip.bandwidth
         wire = 2 * local_channels / tp * (4 * (1 - 1 / group) + 2 * (sp // group - 1)) + 2 * 4 * local_channels * 2 * (

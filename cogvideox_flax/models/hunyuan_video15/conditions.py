@@ -66,7 +66,9 @@ class RefinerBlock(nnx.Module):
         gate_attn, gate_mlp = jnp.split(self.gates(jax.nn.silu(emb))[:, None], 2, -1)
         y = self.norm1(x)
         q, k, v = (f(y).reshape(*y.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        x = x + gate_attn * self.out(attention.attend(q, k, v, kv_len=count).reshape(x.shape))
+        # a kernel would take a TPU's compiler longer than XLA takes for so few tokens
+        attended = attention.attend(q, k, v, kv_len=count, backend="xla")
+        x = x + gate_attn * self.out(attended.reshape(x.shape))
         return x + gate_mlp * self.down(jax.nn.silu(self.up(self.norm2(x))))
 
 

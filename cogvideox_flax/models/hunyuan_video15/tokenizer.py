@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -92,12 +92,12 @@ class Tokenizers:
         self._pad = self._bpe.token_to_id(PAD_TOKEN)
         if self._pad is None:
             raise InputError(f"{Path(folder) / 'tokenizer'} has no token {PAD_TOKEN}; it is not Qwen2.5's tokenizer")
-        first_extra = BYTE_OFFSET + 256
-        self._special = {"<pad>": 0, "</s>": BYTE_EOS, "<unk>": 2}
-        self._special |= {f"<extra_id_{i}>": first_extra + i for i in range(BYTE_EXTRA)}
-        self._special |= _added_tokens(Path(folder) / "tokenizer_2")
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        special = {token: AddedToken(i, True, True) for i, token in enumerate(("<pad>", "</s>", "<unk>"))}
+        special |= {f"<extra_id_{i}>": AddedToken(BYTE_OFFSET + 256 + i) for i in range(BYTE_EXTRA)}
+        special |= _added_tokens(Path(folder) / "tokenizer_2")
+        self._special = {token: added.id for token, added in special.items()}
+        longest_first = sorted(special, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(special[token].pattern(token) for token in longest_first)})")
 
     def prompts(self, prompts: Sequence[str]) -> dict[str, Int32[np.ndarray, "B L"]]:
         """`ids` and `mask` of prompts within their chat, padded on the right; a warning says what is cut."""
@@ -126,8 +126,22 @@ class Tokenizers:
     def _bytes(self, text: str) -> list[int]:
         ids: list[int] = []
         for part in self._split.split(text):
-            ids += [self._special[part]] if part in self._special else [BYTE_OFFSET + byte for byte in part.encode()]
+            special = self._special.get(part.strip())
+            ids += [BYTE_OFFSET + byte for byte in part.encode()] if special is None else [special]
         return ids
+
+
+class AddedToken(NamedTuple):
+    """A token beside the vocabulary: its id, and whether it takes the white space before and after it."""
+
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+    def pattern(self, token: str) -> str:
+        """A regular expression for it."""
+        space = r"\s*"
+        return space * self.lstrip + re.escape(token) + space * self.rstrip
 
 
 def _checked(prompts: Sequence[str]) -> Sequence[str]:
@@ -167,7 +181,8 @@ def _load_bpe(folder: Path) -> Any:
 
 
 def _make_bpe(folder: Path) -> Any:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    import tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if missing := [path.name for path in (vocab, merges) if not path.is_file()]:
@@ -178,23 +193,26 @@ def _make_bpe(folder: Path) -> Any:
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
     bpe.decoder = decoders.ByteLevel()
-    added = sorted(_added_tokens(folder).items(), key=lambda pair: pair[1])
-    bpe.add_special_tokens([AddedToken(token, normalized=False) for token, _ in added])
-    if wrong := [token for token, i in added if bpe.token_to_id(token) != i]:
+    added = sorted(_added_tokens(folder).items(), key=lambda pair: pair[1].id)
+    bpe.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token, _ in added])
+    if wrong := [token for token, each in added if bpe.token_to_id(token) != each.id]:
         raise InputError(f"{folder}: {', '.join(wrong[:3])} do not follow the vocabulary; download the tokenizer again")
     return bpe
 
 
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Tokens beside the vocabulary -> their ids; none without the files that say so."""
-    found: dict[str, int] = {}
+def _added_tokens(folder: Path) -> dict[str, AddedToken]:
+    """Tokens beside the vocabulary; none without the files that say so."""
+    found: dict[str, AddedToken] = {}
     config, added = folder / "tokenizer_config.json", folder / "added_tokens.json"
     try:
         if added.is_file():
-            found |= {str(token): int(i) for token, i in load_json(added).items()}
+            found |= {str(token): AddedToken(int(i)) for token, i in load_json(added).items()}
         if config.is_file():
             entries: Mapping[str, Any] = load_json(config).get("added_tokens_decoder") or {}
-            found |= {str(entry["content"]): int(i) for i, entry in entries.items()}
+            found |= {
+                str(entry["content"]): AddedToken(int(i), bool(entry.get("lstrip")), bool(entry.get("rstrip")))
+                for i, entry in entries.items()
+            }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise InputError(f"cannot read the tokens in {folder}: {e}; download the tokenizer again") from e
-    return {token: i for token, i in found.items() if token}
+    return {token: each for token, each in found.items() if token}
