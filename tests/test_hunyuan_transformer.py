@@ -15,12 +15,16 @@ from reference import random, relative_error, rms_error
 
 from benchmarks.hunyuan_layout import build
 from benchmarks.released_layout import randomise
-from cogvideox_flax.checkpoint import load_component
+from cogvideox_flax.checkpoint import load_component, parameters
 from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.lora.adapters import add_lora
 from cogvideox_flax.models.hunyuan_video15.conditions import valid_first
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
+from cogvideox_flax.models.hunyuan_video15.family import TEXT_TO_VIDEO
+from cogvideox_flax.models.hunyuan_video15.sharding import LINEAR_MAPS, TRANSFORMER
 from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
-from cogvideox_flax.sharding import make_mesh
+from cogvideox_flax.nn.quantized import quantize
+from cogvideox_flax.sharding import make_mesh, parameter_axes
 from conversion.convert import convert
 
 BAR = 1e-4
@@ -168,6 +172,16 @@ def test_the_released_sizes():
         count = sum(leaf.size for leaf in jax.tree.leaves(model))
         assert count == sum(p.numel() for p in module.parameters())
     assert abs(count / 8.327e9 - 1) < 0.005
+
+
+def test_every_parameter_has_a_row(pair):
+    """Of the weights, of adapters on all targets, and of quantized weights."""
+    model = load_component("transformer", pair[1], "float32")
+    everywhere = tuple(TEXT_TO_VIDEO.lora.targets)
+    adapted = add_lora(TEXT_TO_VIDEO, model, rank=2, alpha=2.0, targets=everywhere, key=jax.random.key(0))
+    for module in (model, adapted, quantize(model, LINEAR_MAPS, "int8")):
+        for name in parameters(module):
+            parameter_axes(TRANSFORMER, name)
 
 
 def test_faults(pair, tmp_path):

@@ -153,6 +153,8 @@ def attend_jointly(
     """
     _check(q, k, v, backend, interpret, tile_sizes)
     _check(*joint, backend, interpret, tile_sizes)
+    if (joint[0].dtype, joint[0].shape[0], joint[0].shape[2:]) != (q.dtype, q.shape[0], q.shape[2:]):
+        raise InputError(f"joint tokens must be as q {q.dtype} {q.shape} but for their number; got {joint[0].shape}")
     kv_len = None if kv_len is None else int(_check_length(kv_len, q.shape[0], k.shape[1]))  # type: ignore[arg-type]
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"tile_sizes": tile_sizes} if tile_sizes is not None else {}
