@@ -178,7 +178,7 @@ def test_every_parameter_has_a_row(pair):
     """Of the weights, of adapters on all targets, and of quantized weights."""
     model = load_component("transformer", pair[1], "float32")
     everywhere = tuple(TEXT_TO_VIDEO.lora.targets)
-    adapted = add_lora(TEXT_TO_VIDEO, model, rank=2, alpha=2.0, targets=everywhere, key=jax.random.key(0))
+    adapted = add_lora(TEXT_TO_VIDEO, model, rank=2, alpha=2.0, targets=everywhere, rngs=nnx.Rngs(0))
     for module in (model, adapted, quantize(model, LINEAR_MAPS, "int8")):
         for name in parameters(module):
             parameter_axes(TRANSFORMER, name)
