@@ -26,6 +26,9 @@ from benchmarks.machine import machine
 RESULTS = Path(__file__).parent / "results"
 STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"}
 """The stored dtypes of the random checkpoint: those of the released 2b (a 5B transformer is stored in bfloat16)."""
+HUNYUAN = ("hunyuanvideo1.5-480p-t2v", "hunyuanvideo1.5-480p-i2v")
+ENCODERS = ("text_encoder_2", "image_encoder")
+"""Of HunyuanVideo-1.5, whose parts are all stored in bfloat16."""
 
 
 def child(name: str, *args: str) -> dict[str, Any]:
@@ -47,8 +50,11 @@ def child(name: str, *args: str) -> dict[str, Any]:
 
 
 def run_write(folder: str, component: str, release: str, dtype: str) -> dict[str, Any]:
+    from benchmarks import hunyuan_layout
     from benchmarks.released_layout import write_component
 
+    if release in HUNYUAN:
+        return {"bytes": hunyuan_layout.write_component(Path(folder), component, dtype)}
     return {"bytes": write_component(Path(folder), component, release, dtype)}
 
 
@@ -79,13 +85,15 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
     import jax
     import jax.numpy as jnp
 
-    from cogvideox_flax.checkpoint import load_component
+    from cogvideox_flax.checkpoint import load_component, read_manifest
     from cogvideox_flax.runtime.compile import compiler_options
 
     module = load_component(component, native, dtype=dtype)
     key = jax.random.key(0)
-    batch = 1 + int(guided)
-    if component == "text_encoder":
+    batch, call = 1 + int(guided), lambda m, *args: m(*args)
+    if read_manifest(native).family in ("hunyuan_video15", "hunyuan_video15_i2v"):
+        args, call = _hunyuan_inputs(module, component, batch, int(num_frames))
+    elif component == "text_encoder":
         args: tuple[Any, ...] = (jnp.ones((batch, 226), jnp.int32),)
     elif component == "transformer":
         frames = (int(num_frames) - 1) // 4 + 1
@@ -93,9 +101,8 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
         latents = jax.random.normal(key, (batch, frames, 60, 90, module.config.in_channels))
         args = (latents, jax.random.normal(key, (batch, 226, 4096)), jnp.int32(999))
     else:
-        args = (jax.random.normal(key, (1, 3, 60, 90, 16)),)
+        args, call = (jax.random.normal(key, (1, 3, 60, 90, 16)),), lambda m, z: m.decode(z)
     start = time.perf_counter()
-    call = (lambda m, z: m.decode(z)) if component == "vae" else (lambda m, *args: m(*args))
     compiled = jax.jit(call, compiler_options=compiler_options(dtype)).lower(module, *args).compile()
     compile_s = time.perf_counter() - start
     memory = compiled.memory_analysis()
@@ -108,9 +115,31 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
         "compile_s": compile_s,
         "seconds": seconds,
         "temp_gib": memory.temp_size_in_bytes / 2**30 if memory else None,
-        "in": [list(x.shape) for x in args],
+        "in": [list(x.shape) for x in jax.tree.leaves(args)],
         "out": list(out.shape),
     }
+
+
+def _hunyuan_inputs(module: Any, component: str, batch: int, num_frames: int) -> tuple[tuple[Any, ...], Any]:
+    """Arguments at 480x848, and the call: a prompt of 200 tokens without quoted text."""
+    import jax
+    import jax.numpy as jnp
+
+    key, frames = jax.random.key(0), (num_frames - 1) // 4 + 1
+    if component == "vae":
+        return (jax.random.normal(key, (1, frames, 30, 53, 32)),), lambda m, z: m.decode(z)
+    if component == "image_encoder":
+        return (jax.random.normal(key, (batch, 384, 384, 3)),), lambda m, x: m(x)
+    if component != "transformer":
+        return (jnp.ones((batch, 256 if component.endswith("2") else 1108), jnp.int32),), lambda m, ids: m(ids)
+    prompt = {
+        "text": jax.random.normal(key, (batch, 1000, 3584)),
+        "text_mask": jnp.broadcast_to(jnp.arange(1000) < 200, (batch, 1000)),
+        "glyphs": jnp.zeros((batch, 256, 1472)),
+        "glyph_mask": jnp.zeros((batch, 256)),
+    }
+    latents = jax.random.normal(key, (batch, frames, 30, 53, module.config.in_channels))
+    return (latents, jnp.float32(999), prompt), lambda m, x, t, prompt: m(x, t, **prompt)
 
 
 CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {
@@ -128,9 +157,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--release", choices=("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b"), default="cogvideox-2b"
+        "--release", choices=("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b", *HUNYUAN), default="cogvideox-2b"
     )
-    parser.add_argument("--component", nargs="+", choices=STORED, default=list(STORED))
+    parser.add_argument("--component", nargs="+", choices=[*STORED, *ENCODERS], default=list(STORED))
     parser.add_argument("--dtype", default="float32", help="to compute in")
     parser.add_argument("--num-frames", type=int, default=49, help="of the denoising step, at 480x720")
     parser.add_argument("--no-guidance", action="store_true", help="one sample instead of two")
@@ -146,7 +175,8 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     for component in args.component:
         shutil.rmtree(src / component, ignore_errors=True)
-        stored = "bfloat16" if component == "transformer" and args.release != "cogvideox-2b" else STORED[component]
+        of_5b = component == "transformer" and args.release != "cogvideox-2b"
+        stored = "bfloat16" if of_5b or args.release in HUNYUAN else STORED[component]
         guided = "0" if args.no_guidance else "1"
         row = rows[component] = {"stored": stored, "computed": args.dtype}
         for name, arguments in (

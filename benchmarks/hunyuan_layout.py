@@ -106,6 +106,13 @@ def build(component: str, *, small: bool, **changes: Any) -> Any:
     )
 
 
+def write_component(folder: Path, component: str, dtype: str) -> int:
+    """Write one component in the released shape, streamed. Returns its bytes."""
+    with torch.device("meta"):
+        module = build(component, small=False)
+    return write_module(folder / component, module, dtype)
+
+
 COMPONENTS = ("text_encoder", "text_encoder_2", "transformer", "vae")
 IMAGE_ENCODER = "image_encoder"
 
@@ -164,9 +171,7 @@ def main() -> None:
     args.dir.mkdir(parents=True)
     if args.full:
         for name in args.component:
-            with torch.device("meta"):
-                module = build(name, small=False)
-            write_module(args.dir / name, module, "bfloat16")
+            write_component(args.dir, name, "bfloat16")
     else:
         save_layout(args.dir, image=args.image)
     print(args.dir)
