@@ -118,6 +118,17 @@ def test_every_kind_of_run_is_the_same_run(pipe, image_pipe, picture, how):
         np.testing.assert_allclose(generate(model, output_type="float", **more, **how).frames, exact, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["deepcache", "residual"])
+def test_step_cache(pipe, form):
+    """Both streams are kept: with full steps alone the run is the exact one, with cached steps it is another."""
+    how = {"output_type": "latent", "num_inference_steps": 6}
+    exact = generate(pipe, **how).frames
+    same = generate(pipe, step_cache=form, step_cache_schedule=[6, 6, 1], **how).frames
+    np.testing.assert_allclose(same, exact, atol=1e-5 * exact.std())
+    cached = generate(pipe, step_cache=form, step_cache_schedule=[2, 5, 2], **how).frames
+    assert 0 < np.abs(cached - exact).max() < 2 * exact.std()
+
+
 def test_a_batch_does_not_change_its_videos(pipe):
     batch = generate(pipe, PROMPTS, output_type="latent").frames
     alone = generate(pipe, PROMPTS[0], output_type="latent").frames
