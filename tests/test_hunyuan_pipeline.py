@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
 import cogvideox_flax
 from benchmarks.hunyuan_layout import run_reference, save_layout
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.video import save_video
 from cogvideox_flax.sharding import make_mesh
 
 pytest_plugins = ["commands"]
@@ -153,8 +155,6 @@ def test_a_clip_to_start_from(pipe):
 @pytest.mark.parametrize("kind", ["text", "image"])
 def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
     """The eight tensors of stage 1 have the names of the reference system; the frames are those of one run."""
-    from safetensors.numpy import load_file
-
     model, flags = (layout, []) if kind == "text" else (image_layout, ["--image", tmp_path / "first.png"])
     Image.fromarray(picture).save(tmp_path / "first.png")
     where = ["--dir", tmp_path / "stages"]
@@ -167,6 +167,30 @@ def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
     found = load_file(tmp_path / "stages" / "stage1_embeddings.safetensors")
     of_image = {"image_latents", "image_embeds"} if kind == "image" else set()
     assert found.keys() == text | {f"negative_{name}" for name in text} | of_image
+
+
+def test_adapters_on_both_streams_are_trained(layout, pipe, tmp_path, run, picture):
+    """A few steps on a clip; the file has diffusers' names and changes the video."""
+    save_video(tmp_path / "clips" / "a", np.stack([np.resize(picture, (32, 48, 3))] * 5), fps=24)
+    (tmp_path / "clips" / "a.txt").write_text('a sign says "OPEN"')
+    (tmp_path / "sign.toml").write_text(f"""
+        model = "{layout}"
+        clips = "{tmp_path}/clips"
+        out = "{tmp_path}/run"
+        num_frames = 5
+        height = 32
+        width = 48
+        [loop]
+        steps = 3
+        [lora]
+        rank = 2
+        targets = ["q", "text_q", "down"]
+    """)
+    code, out, err = run("train", "--config", tmp_path / "sign.toml", "--quiet")
+    assert code == 0, err
+    assert "transformer.transformer_blocks.1.attn.add_q_proj.lora_A.weight" in load_file(out.strip())
+    size = {"num_frames": 5, "height": 32, "width": 48, "output_type": "latent"}
+    assert not np.array_equal(generate(pipe, lora=[out.strip()], **size).frames, generate(pipe, lora=[], **size).frames)
 
 
 def test_info_knows_the_family(layout, run):
