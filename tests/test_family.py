@@ -63,11 +63,12 @@ def context():
 
 
 def test_the_registry_knows_both():
-    assert list(FAMILIES) == ["cogvideox", "tiny"] and get_family("tiny") is TINY
+    assert list(FAMILIES)[-1] == "tiny" and get_family("tiny") is TINY
     assert get_release("TINY-1") is RELEASE and RELEASES["cogvideox-2b"].family == "cogvideox"
-    assert component_names() == ["text_encoder", "transformer", "vae", "text_encoder_1", "denoiser", "codec"]
+    assert component_names()[:3] == ["text_encoder", "transformer", "vae"]
+    assert component_names()[-3:] == ["text_encoder_1", "denoiser", "codec"]
     assert (TINY.denoiser, TINY.quantizable) == ("denoiser", ("denoiser",))
-    with pytest.raises(InputError, match="unknown model family 'wan'; this version knows cogvideox, tiny"):
+    with pytest.raises(InputError, match="unknown model family 'wan'; this version knows cogvideox, .*, tiny"):
         get_family("wan")
     with pytest.raises(ValueError, match="registered already"):
         register(TINY)

@@ -135,7 +135,6 @@ def attend_jointly(
     joint_len: Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
-    tile_sizes: TileSizes | None = None,
 ) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
     """`attend` of two kinds of tokens in one sequence: many, and few joint ones such as a prompt's.
 
@@ -143,7 +142,7 @@ def attend_jointly(
         joint: queries, keys and values of the joint tokens, which sp does not split.
         kv_len: how many of the keys in k are attended, 1 to S; None: all.
         joint_len: how many of the joint keys, for each batch element; clipped to 0 to L. None: all.
-        backend, interpret, tile_sizes: as for `attend`.
+        backend, interpret: as for `attend`.
 
     Returns:
         The result for q, and for the joint queries.
@@ -151,16 +150,15 @@ def attend_jointly(
     Raises:
         InputError: as for `attend`.
     """
-    _check(q, k, v, backend, interpret, tile_sizes)
-    _check(*joint, backend, interpret, tile_sizes)
+    _check(q, k, v, backend, interpret, None)
+    _check(*joint, backend, interpret, None)
     if (joint[0].dtype, joint[0].shape[0], joint[0].shape[2:]) != (q.dtype, q.shape[0], q.shape[2:]):
         raise InputError(f"joint tokens must be as q {q.dtype} {q.shape} but for their number; got {joint[0].shape}")
     kv_len = None if kv_len is None else int(_check_length(kv_len, q.shape[0], k.shape[1]))  # type: ignore[arg-type]
-    options: dict[str, Any] = {"interpret": interpret} if interpret else {}
-    options |= {"tile_sizes": tile_sizes} if tile_sizes is not None else {}
     if joint_len is not None:
         joint_len = jnp.clip(jnp.asarray(joint_len, jnp.int32), 0, joint[0].shape[1])
-    return sharding.joint_attention(partial(BACKENDS[backend], **options), q, k, v, joint, kv_len, joint_len)
+    run = partial(BACKENDS[backend], interpret=True) if interpret else BACKENDS[backend]
+    return sharding.joint_attention(run, q, k, v, joint, kv_len, joint_len)
 
 
 def _check(q: Array, k: Array, v: Array, backend: str, interpret: bool, tile_sizes: TileSizes | None) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from cogvideox_flax.models.family import Features
+from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.global_arrays import fetch
 
 

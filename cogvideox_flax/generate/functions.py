@@ -18,7 +18,7 @@ from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.step_cache import predict_with_cache
 from cogvideox_flax.generate.windows import Windows, in_windows
 from cogvideox_flax.io.video import to_uint8
-from cogvideox_flax.models.family import predict
+from cogvideox_flax.models.denoiser import predict
 from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.schedulers import Scheduler, StepTable
 

@@ -210,8 +210,6 @@ class GenerationRequest:
         filled |= fixed_settings(self, family, faults)
         with faults.caught():
             filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
-        if isinstance(self.step_cache_schedule, tuple):  # a list is what the settings of a run hold
-            filled["step_cache_schedule"] = list(self.step_cache_schedule)
         size, num_frames = None, self.num_frames
         with faults.caught():
             given = {name: getattr(self, name) for name in media.MEDIA}
@@ -255,7 +253,7 @@ class GenerationRequest:
         return result
 
     def _recommended(self, manifest: Manifest) -> dict[str, Any]:
-        """What the release's authors, and the checkpoint, recommend for fields that are None."""
+        """What the release's authors, and the checkpoint, recommend for fields that are None; others in one form."""
         defaults = manifest.model_family.defaults(manifest.configs)
         filled: dict[str, Any] = {
             field.name: getattr(defaults, field.name)
@@ -264,6 +262,8 @@ class GenerationRequest:
         }
         if self.guidance_scale is None and manifest.guidance_scale is not None:
             filled["guidance_scale"] = manifest.guidance_scale
+        if isinstance(self.step_cache_schedule, tuple):  # a list is what the settings of a run hold
+            filled["step_cache_schedule"] = list(self.step_cache_schedule)
         if is_finite_number(self.guidance_scale):
             filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
         return filled

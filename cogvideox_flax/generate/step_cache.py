@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.models.family import Denoiser, Tokens
+from cogvideox_flax.models.denoiser import Denoiser, Tokens
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.sharding.tables import devices_of
 

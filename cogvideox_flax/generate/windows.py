@@ -19,7 +19,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import PICTURES
 from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import is_count, shown
-from cogvideox_flax.models.family import Configs, Features, ModelFamily, Size
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.family import Configs, ModelFamily, Size
 
 if TYPE_CHECKING:
     from cogvideox_flax.generate.request import GenerationRequest

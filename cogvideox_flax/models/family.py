@@ -10,50 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import shown
+from cogvideox_flax.models.denoiser import Features, Tokens, predict
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.sharding import ParameterRows
 
 Configs = Mapping[str, Any]
 """Component, "tokenizer" or "scheduler" -> its config."""
-
-Features = dict[str, Float[Any, "B ..."]]
-"""Name -> features of each prompt. The names are those in the file of stage 1."""
-
-
-class Tokens(Protocol):
-    """What a denoiser's `embed` makes, its blocks update and its head reads: a dataclass, a registered pytree.
-
-    x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
-    """
-
-    @property
-    def x(self) -> Any: ...
-
-
-class Denoiser(Protocol):
-    """The methods of the module that denoises, beside the family's `embed`; together they are a prediction."""
-
-    def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Any:
-        """The tokens after blocks: all of them, or those of a slice.
-
-        Args:
-            start, stop: as of a slice; start=-1 is the last block.
-            remat: recompute each block in the backward pass.
-        """
-
-    def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
-        """The prediction from the tokens after the last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,26 +336,6 @@ class ModelFamily:
             raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.samplers)}")
         kind: Any = self.samplers[name]
         return _make_sampler(kind, configs["scheduler"])
-
-
-def predict(
-    embed: Callable[..., Tokens],
-    denoiser: Denoiser,
-    latents: Float32[Array, "B T h w C"],
-    features: Features,
-    timestep: Num[Array, ""] | Num[Array, " B"],
-    next_timestep: Num[Array, ""] | None = None,
-    *,
-    remat: bool = False,
-) -> Float32[Array, "B T h w C"]:
-    """The prediction of a denoiser: tokens, all blocks, head.
-
-    Args:
-        embed: a family's `embed`, or one of its `positions`; the next four are its arguments.
-        remat: recompute each block in the backward pass.
-    """
-    tokens = embed(denoiser, latents, features, timestep, next_timestep=next_timestep)
-    return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)
 
 
 @lru_cache(maxsize=64)

@@ -115,8 +115,8 @@ def joint_attention(
 ) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
     """`sequence_parallel_attention` of long and few joint tokens together, without a ring.
 
-    sp splits the long tokens. The joint ones, such as a prompt's, are on every device of sp: each takes its own heads
-    of them, so that the long sequence is exchanged as without them and never resharded.
+    sp splits the long tokens; the joint ones, such as a prompt's, are on every device of sp, which takes its own heads
+    of them. So the long sequence is exchanged as without them and never resharded.
 
     Args:
         joint: queries, keys and values of the joint tokens.
@@ -124,10 +124,7 @@ def joint_attention(
         joint_len: how many of the joint keys; None: all.
 
     Returns:
-        The result for q, and for the joint queries.
-
-    Raises:
-        InputError: batch or heads do not divide over their mesh axes.
+        The result for q, and for the joint queries. Errors as for `sequence_parallel_attention`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     queries, keys, few = q.shape[1], k.shape[1] if kv_len is None else kv_len, joint[0].shape[1]

@@ -31,7 +31,7 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.run_dir import run_dir_lock
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
-from cogvideox_flax.models.family import Features
+from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, fetch_on_first
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob

@@ -17,7 +17,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import from_uint8
-from cogvideox_flax.models.family import Features
+from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.global_arrays import fetch, put

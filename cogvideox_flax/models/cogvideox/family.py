@@ -24,11 +24,11 @@ from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_rele
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
 from cogvideox_flax.models.cogvideox.visual import encode, with_visual
+from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.family import (
     Component,
     Configs,
     Defaults,
-    Features,
     LoRALayout,
     ModelFamily,
     Size,

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
-from cogvideox_flax.models.family import Configs, Features, VisualStage
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.family import Configs, VisualStage
 
 INPUTS = {
     "text": ("a text-to-video model", ("video",)),

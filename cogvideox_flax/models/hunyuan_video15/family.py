@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
-from cogvideox_flax.models.family import Component, Configs, Defaults, Features, LoRALayout, ModelFamily, Size, Workload
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.family import Component, Configs, Defaults, LoRALayout, ModelFamily, Size, Workload
 from cogvideox_flax.models.hunyuan_video15 import qwen, releases, sharding, siglip, text, visual
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig

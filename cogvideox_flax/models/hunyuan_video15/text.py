@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from cogvideox_flax.models.family import Configs, Features, TextStage
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.family import Configs, TextStage
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenEncoder
 from cogvideox_flax.models.hunyuan_video15.tokenizer import PREFIX_LENGTH, Tokenizers
 from cogvideox_flax.models.t5 import TextEncoder

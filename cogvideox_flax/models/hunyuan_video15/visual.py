@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import Configs, Features, VisualStage
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.family import Configs, VisualStage
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionEncoder
 

@@ -1,0 +1,57 @@
+"""What every denoiser is: tokens are embedded, go through blocks, and a head makes a prediction of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Num
+
+Features = dict[str, Float[Any, "B ..."]]
+"""Name -> features of each prompt. The names are those in the file of stage 1."""
+
+
+class Tokens(Protocol):
+    """What a denoiser's `embed` makes, its blocks update and its head reads: a dataclass, a registered pytree.
+
+    x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
+    """
+
+    @property
+    def x(self) -> Any: ...
+
+
+class Denoiser(Protocol):
+    """The methods of the module that denoises, beside the family's `embed`; together they are a prediction."""
+
+    def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Any:
+        """The tokens after blocks: all of them, or those of a slice.
+
+        Args:
+            start, stop: as of a slice; start=-1 is the last block.
+            remat: recompute each block in the backward pass.
+        """
+
+    def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
+        """The prediction from the tokens after the last block."""
+
+
+def predict(
+    embed: Callable[..., Tokens],
+    denoiser: Denoiser,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Num[Array, ""] | Num[Array, " B"],
+    next_timestep: Num[Array, ""] | None = None,
+    *,
+    remat: bool = False,
+) -> Float32[Array, "B T h w C"]:
+    """The prediction of a denoiser: tokens, all blocks, head.
+
+    Args:
+        embed: a family's `embed`, or one of its `positions`; the next four are its arguments.
+        remat: recompute each block in the backward pass.
+    """
+    tokens = embed(denoiser, latents, features, timestep, next_timestep=next_timestep)
+    return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)
