@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from diffusers.image_processor import VaeImageProcessor
 from media import CAPTION, cost_of_loading, ffmpeg, make_clips, pattern
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -18,18 +19,14 @@ from cogvideox_flax.training.clips import find_clips, load_clip
 
 
 def load_from_whole_decode(path, num_frames, height, width, fps):
-    """The same clip from a whole decode."""
+    """The same clip from a whole decode, cropped by diffusers."""
     frames, own_fps = read_video(path)
     ratio = own_fps / fps if own_fps else 1.0
     there = int(np.ceil((len(frames) - 0.5) / ratio))
     start = (there - num_frames) // 2
     chosen = np.floor(np.arange(start, start + num_frames) * ratio + 0.5).astype(int)
-    own_height, own_width = frames.shape[1:3]
-    scale = max(height / own_height, width / own_width)
-    left, top = (own_width - width / scale) / 2, (own_height - height / scale) / 2
-    box = (left, top, left + width / scale, top + height / scale)
-    resample = Image.Resampling.LANCZOS
-    return np.stack([np.asarray(Image.fromarray(frames[i]).resize((width, height), resample, box=box)) for i in chosen])
+    crop = {"height": height, "width": width, "resize_mode": "crop"}
+    return np.stack([np.asarray(VaeImageProcessor().resize(Image.fromarray(frames[i]), **crop)) for i in chosen])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +54,6 @@ def test_load_clip_equals_decoding_a_whole_real_video(name):
 
 @pytest.mark.parametrize("own", [(32, 47), (33, 47), (47, 31), (13, 20), (1, 1), (1, 90), (90, 1), (32, 48)])
 def test_frames_of_any_size_are_cropped(tmp_path, own):
-    """In floats, the box of 47x32 in 48x32 begins at -4e-15."""
     save_video(tmp_path / "c", np.full((1, *own, 3), 200, np.uint8), 8)
     clip = load_clip(tmp_path / "c", 1, 32, 48, 8)
     assert clip.shape == (1, 32, 48, 3)

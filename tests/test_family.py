@@ -68,7 +68,7 @@ def test_the_registry_knows_both():
     assert component_names()[:3] == ["text_encoder", "transformer", "vae"]
     assert component_names()[-3:] == ["text_encoder_1", "denoiser", "codec"]
     assert (TINY.denoiser, TINY.quantizable) == ("denoiser", ("denoiser",))
-    with pytest.raises(InputError, match="unknown model family 'wan'; this version knows cogvideox, .*, tiny"):
+    with pytest.raises(InputError, match=r"unknown model family 'wan'; this version knows cogvideox, .*, tiny"):
         get_family("wan")
     with pytest.raises(ValueError, match="registered already"):
         register(TINY)
