@@ -47,7 +47,7 @@ def read_keys(name: str) -> dict[str, tuple[int, ...]]:
 
 
 @needs_keys
-@pytest.mark.parametrize("release", RELEASES.values(), ids=lambda r: r.name)
+@pytest.mark.parametrize("release", COGVIDEOX.releases.values(), ids=lambda r: r.name)
 def test_every_released_transformer_key_maps(release):
     keys = read_keys(f"{release.hub_id.split('/')[1]}.transformer.txt")
     mapped = plan(COGVIDEOX, "transformer", release.configs["transformer"], keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,10 @@ from cogvideox_flax.checkpoint import load_component
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import resize_frames
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenConfig
+from cogvideox_flax.models.hunyuan_video15.releases import RELEASES as HUNYUAN_RELEASES
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
 from cogvideox_flax.models.hunyuan_video15.tokenizer import Tokenizers, TokenizersConfig, quoted_text
+from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from conversion.convert import convert
 
@@ -231,3 +235,13 @@ def test_the_released_widths(tmp_path):
     with torch.no_grad():
         theirs = module(torch.tensor(ids).long(), attention_mask=torch.tensor(mask).float())[0].numpy()
     assert relative_error(load_component("text_encoder_2", native, "float32")(ids, mask), theirs) < BAR
+
+
+@pytest.mark.parametrize("release", HUNYUAN_RELEASES.values(), ids=lambda r: r.name)
+def test_configs_of_releases_survive_their_own_file(release):
+    family = get_family(release.family)
+    for name, kind in family.config_types.items():
+        config = release.configs[name]
+        assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    found = family.find_release(release.configs)
+    assert found.configs == release.configs  # a CFG-distilled one has those of the release it was made from
