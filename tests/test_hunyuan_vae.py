@@ -80,9 +80,9 @@ def test_encoding(pair, vae, frames):
 
 
 def test_tiles(pair, vae):
-    """A picture of two and a half tiles by one and a half."""
+    """A picture of two tiles, of which the second is cut."""
     module, _ = pair
-    z, video = random(0, 1, 2, 10, 6, 4), random(1, 1, 5, 160, 96, 3)
+    z, video = random(0, 1, 2, 6, 4, 4), random(1, 1, 1, 96, 64, 3)
     module.enable_tiling(
         tile_sample_min_height=64, tile_sample_min_width=64, tile_latent_min_height=4, tile_latent_min_width=4
     )
@@ -129,11 +129,10 @@ def test_every_mesh(pair, vae, mesh):
 
 
 def test_gradients(vae):
-    z = random(0, 1, 2, 2, 2, 4)
-    gradient = jax.grad(lambda z: jnp.square(vae.decode(z)).mean())(z)
-    nudge = 1e-2 * random(1, *z.shape)
-    change = (jnp.square(vae.decode(z + nudge)).mean() - jnp.square(vae.decode(z - nudge)).mean()) / 2
-    np.testing.assert_allclose((gradient * nudge).sum(), change, rtol=2e-2)
+    z = random(0, 1, 1, 2, 2, 4)
+    loss = jax.jit(lambda z: jnp.square(vae.decode(z)).mean())
+    gradient, nudge = jax.jit(jax.grad(loss))(z), 1e-2 * random(1, *z.shape)
+    np.testing.assert_allclose((gradient * nudge).sum(), (loss(z + nudge) - loss(z - nudge)) / 2, rtol=2e-2)
 
 
 def test_the_released_sizes():
