@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax import attention, sharding
+from cogvideox_flax import sharding
+from cogvideox_flax.attention import xla
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear
@@ -125,7 +126,8 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B I E"]) -> Float32[Array, "B I E"]:
         q, k, v = (f(x).reshape(*x.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        return self.out(attention.attend(q, k, v).reshape(x.shape), out_dtype=jnp.float32)
+        # a single picture does not divide over data parallelism, and its tokens are few
+        return self.out(xla.attend(q, k, v).reshape(x.shape), out_dtype=jnp.float32)
 
 
 class Block(nnx.Module):
