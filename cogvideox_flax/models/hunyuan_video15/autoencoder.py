@@ -69,7 +69,7 @@ class FrameAttention(nnx.Module):
         batch, _, height, width, channels = x.shape
         pixels = height * width
         narrow = self.norm(x).astype(self.q.kernel.dtype).reshape(batch, pixels, channels)
-        # each device computes all of the attention, which is a hundredth of a decoder's work
+        # each device computes all of the attention, a hundredth of a decoder's work on one device
         q, k, v = (sharding.constrain(f(narrow))[:, :, None] for f in (self.q, self.k, self.v))
         empty = jnp.zeros((batch, frames * pixels, 1, channels), k.dtype)
         keys, values, done = cache or (empty, empty, jnp.int32(0))
