@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt8, UInt32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.conditioning import Conditioning, in_one_batch
 from cogvideox_flax.generate.step_cache import predict_with_cache
 from cogvideox_flax.generate.windows import Windows, in_windows
 from cogvideox_flax.io.video import to_uint8
@@ -89,7 +89,7 @@ def make_step(
         i, x = state.step, state.latents
         assert inputs.conditioning is not None
         guided = inputs.conditioning.guided
-        doubled = sharding.constrain(jnp.concatenate([x, x]) if guided else x, "batch")
+        doubled = in_one_batch(x, x) if guided else sharding.constrain(x, "batch")
         features, table = inputs.conditioning.guided_features(), inputs.steps
         t, following = table.timesteps[i], table.next_timesteps[i]
         kept = state.cache
