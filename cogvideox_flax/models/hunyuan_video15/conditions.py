@@ -1,4 +1,7 @@
-"""What the transformer attends to beside the video: tokens of the text, of its quoted parts, and of an image."""
+"""What the transformer attends to beside the video: tokens of the text, of its quoted parts, and of an image.
+
+As in the blocks, linear maps compute in the weights' dtype, and the residual stream and the results are float32.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from cogvideox_flax import attention
+from cogvideox_flax import sharding
+from cogvideox_flax.attention import xla
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.nn.layers import LayerNorm, Linear, TimestepMLP, sinusoid
 from cogvideox_flax.nn.stack import scan_layers, stack
@@ -34,13 +38,10 @@ def valid_first(x: Float[Array, "B L D"], mask: Num[Array, "B L"]) -> tuple[Floa
     """Tokens whose mask is not 0 in front, in order, then zeros; and how many they are."""
     valid = mask != 0
     count = valid.sum(1, dtype=jnp.int32)
-    # padding is dropped: its place is past the end
-    place = jnp.where(valid, jnp.cumsum(valid, 1) - 1, x.shape[1])
-
-    def put(x: Float[Array, "L D"], place: Int32[Array, " L"]) -> Float[Array, "L D"]:
-        return jnp.zeros_like(x).at[place].set(x, mode="drop", unique_indices=True)
-
-    return jax.vmap(put)(x, place), count
+    # the n-th valid token, from 0, stands after all tokens that have at most n valid ones up to and including them
+    place = (jnp.cumsum(valid, 1)[:, :, None] <= jnp.arange(x.shape[1])).sum(1)
+    take = partial(jnp.take, axis=0, mode="fill", fill_value=0)  # places past the end: zeros
+    return sharding.constrain(jax.vmap(take)(x, place), "batch", None, None), count
 
 
 class RefinerBlock(nnx.Module):
@@ -64,12 +65,14 @@ class RefinerBlock(nnx.Module):
     ) -> Float32[Array, "B L D"]:
         """count: how many tokens, the first ones, are attended."""
         gate_attn, gate_mlp = jnp.split(self.gates(jax.nn.silu(emb))[:, None], 2, -1)
-        y = self.norm1(x)
+        dtype = self.q.kernel.dtype
+        y = self.norm1(x, out_dtype=dtype)
         q, k, v = (f(y).reshape(*y.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        # a kernel would take a TPU's compiler longer than XLA takes for so few tokens
-        attended = attention.attend(q, k, v, kv_len=count, backend="xla")
-        x = x + gate_attn * self.out(attended.reshape(x.shape))
-        return x + gate_mlp * self.down(jax.nn.silu(self.up(self.norm2(x))))
+        # few tokens, whole on every device: neither a kernel nor sequence parallelism would pay
+        attended = xla.attend(q, k, v, count)
+        x = x + gate_attn * self.out(attended.reshape(x.shape), out_dtype=jnp.float32)
+        hidden = jax.nn.silu(self.up(self.norm2(x, out_dtype=dtype)))
+        return x + gate_mlp * self.down(hidden, out_dtype=jnp.float32)
 
 
 class TextRefiner(nnx.Module):
@@ -82,12 +85,13 @@ class TextRefiner(nnx.Module):
         self.blocks = stack(config.refiner_layers, partial(RefinerBlock, config), rngs)
 
     def __call__(
-        self, text: Float32[Array, "B L E"], count: Int32[Array, " B"], timestep: Float32[Array, " B"]
+        self, text: Float[Array, "B L E"], count: Int32[Array, " B"], timestep: Float32[Array, " B"]
     ) -> Float32[Array, "B L D"]:
         """text: valid tokens first, `count` of them, then zeros."""
-        mean = text.sum(1) / count[:, None]
+        mean = text.astype(jnp.float32).sum(1) / count[:, None]
         emb = self.time_embedding(sinusoid(timestep, TIME_WIDTH)) + self.mean_embedding(mean)
-        return scan_layers(lambda x, block: (block(x, emb, count), None), self.proj_in(text), self.blocks)
+        x = self.proj_in(text.astype(self.proj_in.kernel.dtype), out_dtype=jnp.float32)
+        return scan_layers(lambda x, block: (block(x, emb, count), None), x, self.blocks)
 
 
 class GlyphProjection(nnx.Module):
@@ -99,9 +103,10 @@ class GlyphProjection(nnx.Module):
         self.linear_2 = Linear(GLYPH_HIDDEN, GLYPH_HIDDEN, rngs=rngs)
         self.linear_3 = Linear(GLYPH_HIDDEN, config.width, rngs=rngs)
 
-    def __call__(self, x: Float32[Array, "B M E"]) -> Float32[Array, "B M D"]:
+    def __call__(self, x: Float[Array, "B M E"]) -> Float32[Array, "B M D"]:
         gelu = partial(jax.nn.gelu, approximate=False)
-        return self.linear_3(gelu(self.linear_2(gelu(self.linear_1(self.norm(x))))))
+        x = self.norm(x, out_dtype=self.linear_1.kernel.dtype)
+        return self.linear_3(gelu(self.linear_2(gelu(self.linear_1(x)))), out_dtype=jnp.float32)
 
 
 class ImageProjection(nnx.Module):
@@ -113,5 +118,7 @@ class ImageProjection(nnx.Module):
         self.linear_2 = Linear(config.image_width, config.width, rngs=rngs)
         self.norm_out = LayerNorm(config.width, eps=EPS)
 
-    def __call__(self, x: Float32[Array, "B I E"]) -> Float32[Array, "B I D"]:
-        return self.norm_out(self.linear_2(jax.nn.gelu(self.linear_1(self.norm_in(x)), approximate=False)))
+    def __call__(self, x: Float[Array, "B I E"]) -> Float32[Array, "B I D"]:
+        x = self.norm_in(x, out_dtype=self.linear_1.kernel.dtype)
+        x = self.linear_2(jax.nn.gelu(self.linear_1(x), approximate=False), out_dtype=jnp.float32)
+        return self.norm_out(x)

@@ -218,13 +218,13 @@ class Transformer(nnx.Module):
             emb = emb + self.next_time_embedding(sinusoid(_per_sample(next_timestep, batch), TIME_WIDTH))
 
         kinds = self.kind_embedding[...].astype(jnp.float32)
-        refined, count = valid_first(text.astype(jnp.float32), text_mask)
+        text, count = valid_first(text, text_mask)
         parts = [
-            (self.glyph_embed(glyphs.astype(jnp.float32)) + kinds[GLYPHS], glyph_mask != 0),
-            (self.text_embed(refined, count, t) + kinds[TEXT], jnp.arange(text.shape[1]) < count[:, None]),
+            (self.glyph_embed(glyphs) + kinds[GLYPHS], glyph_mask != 0),
+            (self.text_embed(text, count, t) + kinds[TEXT], jnp.arange(text.shape[1]) < count[:, None]),
         ]
         if image is not None:
-            tokens = self.image_embed(image.astype(jnp.float32)) + kinds[IMAGE]
+            tokens = self.image_embed(image) + kinds[IMAGE]
             parts.insert(0, (tokens, jnp.ones(tokens.shape[:2], bool)))
         prompt, text_length = valid_first(*(jnp.concatenate(part, 1) for part in zip(*parts, strict=True)))
 
