@@ -86,15 +86,18 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
     import jax.numpy as jnp
 
     from cogvideox_flax.checkpoint import load_component, read_manifest
+    from cogvideox_flax.models.hunyuan_video15.releases import FAMILY, IMAGE_FAMILY
     from cogvideox_flax.runtime.compile import compiler_options
 
     module = load_component(component, native, dtype=dtype)
     key = jax.random.key(0)
-    batch, call = 1 + int(guided), lambda m, *args: m(*args)
-    if read_manifest(native).family in ("hunyuan_video15", "hunyuan_video15_i2v"):
+    batch = 1 + int(guided)
+    args: tuple[Any, ...]
+    call: Callable[..., Any] = lambda m, *args: m(*args)  # noqa: E731
+    if read_manifest(native).family in (FAMILY, IMAGE_FAMILY):
         args, call = _hunyuan_inputs(module, component, batch, int(num_frames))
     elif component == "text_encoder":
-        args: tuple[Any, ...] = (jnp.ones((batch, 226), jnp.int32),)
+        args = (jnp.ones((batch, 226), jnp.int32),)
     elif component == "transformer":
         frames = (int(num_frames) - 1) // 4 + 1
         frames += -frames % (module.config.patch_size_t or 1)

@@ -126,7 +126,7 @@ def save_layout(folder: Path, *, image: bool = False, guidance_scale: float = 6.
     modules = {
         name: randomise(build(name, small=True, **changes.get(name, {})), seed) for seed, name in enumerate(names)
     }
-    kind = diffusers.HunyuanVideo15ImageToVideoPipeline if image else diffusers.HunyuanVideo15Pipeline
+    kind: Any = diffusers.HunyuanVideo15ImageToVideoPipeline if image else diffusers.HunyuanVideo15Pipeline
     more = {}
     if image:
         size = {"height": SIGLIP["image_size"], "width": SIGLIP["image_size"]}

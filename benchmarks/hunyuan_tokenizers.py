@@ -7,6 +7,7 @@ from pathlib import Path
 
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -15,11 +16,6 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """As Qwen2.5's, for texts alone."""
-
-# Qwen2's own
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 WORDS = ["You are a helpful assistant. Describe the video by detailing the following aspects", "a cat plays the guitar"]
 
@@ -31,7 +27,7 @@ def save_qwen_tokenizer(folder: Path, *, parts: bool = False) -> int:
     """
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

@@ -43,6 +43,24 @@ class TokenizerConfig(Config):
         return cls(max_length=max_length or int(raw.get("model_max_length", 226)))
 
 
+def check_prompts(prompts: Sequence[str]) -> Sequence[str]:
+    """The prompts, which are texts that can be encoded.
+
+    Raises:
+        InputError: not a list of strings, or a string that is not valid Unicode.
+    """
+    if isinstance(prompts, str):
+        raise InputError("the tokenizer takes a list of prompts, got one string; write [prompt]")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InputError(f"a prompt must be a string; got {prompt!r} ({type(prompt).__name__})")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"the prompt {prompt!r} is not valid Unicode at character {e.start}; retype it") from e
+    return prompts
+
+
 class Tokenizer:
     """A list of prompts to ids, int32 [B, max_length].
 
@@ -78,10 +96,8 @@ class Tokenizer:
         Raises:
             InputError: not a list of strings, or a string that is not valid Unicode.
         """
-        if isinstance(prompts, str):
-            raise InputError("the tokenizer takes a list of prompts, got one string; write [prompt]")
         ids = np.full((len(prompts), self.max_length), PAD, np.int32)
-        for row, prompt in zip(ids, prompts, strict=True):
+        for row, prompt in zip(ids, check_prompts(prompts), strict=True):
             tokens = self._encode(prompt)
             kept, cut = tokens[: self.max_length - 1], tokens[self.max_length - 1 :]
             if cut:
@@ -96,12 +112,6 @@ class Tokenizer:
         return ids
 
     def _encode(self, prompt: str) -> list[int]:
-        if not isinstance(prompt, str):
-            raise InputError(f"a prompt must be a string; got {prompt!r} ({type(prompt).__name__})")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as e:
-            raise InputError(f"the prompt {prompt!r} is not valid Unicode at character {e.start}; retype it") from e
         ids: list[int] = []
         for part in self._split.split(prompt):
             ids += [self._special[part]] if part in self._special else self._model.EncodeAsIds(part)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from cogvideox_flax.models.cogvideox.releases import FAMILY as COGVIDEOX
+from cogvideox_flax.models.hunyuan_video15.releases import FAMILY as HUNYUAN_VIDEO15
+from cogvideox_flax.models.hunyuan_video15.releases import IMAGE_FAMILY as HUNYUAN_VIDEO15_IMAGE
 from conversion import cogvideox, hunyuan_video15
 from conversion.rules import Tables
 
 TABLES: dict[str, Tables] = {
-    "cogvideox": cogvideox.TABLES,
-    "hunyuan_video15": hunyuan_video15.TABLES,
-    "hunyuan_video15_i2v": hunyuan_video15.TABLES,
+    COGVIDEOX: cogvideox.TABLES,
+    HUNYUAN_VIDEO15: hunyuan_video15.TABLES,
+    HUNYUAN_VIDEO15_IMAGE: hunyuan_video15.TABLES,
 }
 """Family -> its tables."""
 

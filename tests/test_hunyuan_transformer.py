@@ -21,7 +21,7 @@ from cogvideox_flax.lora.adapters import add_lora
 from cogvideox_flax.models.hunyuan_video15.conditions import valid_first
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.family import TEXT_TO_VIDEO
-from cogvideox_flax.models.hunyuan_video15.sharding import LINEAR_MAPS, TRANSFORMER
+from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.nn.quantized import quantize
 from cogvideox_flax.sharding import make_mesh, parameter_axes
@@ -94,8 +94,6 @@ def test_parity(pair, image):
 
 def test_bfloat16_is_no_worse_than_torch(pair):
     module, native = pair
-    if module.config.use_meanflow:
-        pytest.skip("one form is enough")
     given, latents, timestep = inputs(True), random(0, BATCH, *GRID, 9), [500.0, 500.0]
     exact = run_reference(module, latents, timestep, given)
     rounded = HunyuanVideo15Transformer3DModel(**module.config)
@@ -179,7 +177,7 @@ def test_every_parameter_has_a_row(pair):
     model = load_component("transformer", pair[1], "float32")
     everywhere = tuple(TEXT_TO_VIDEO.lora.targets)
     adapted = add_lora(TEXT_TO_VIDEO, model, rank=2, alpha=2.0, targets=everywhere, rngs=nnx.Rngs(0))
-    for module in (model, adapted, quantize(model, LINEAR_MAPS, "int8")):
+    for module in (model, adapted, quantize(model, TEXT_TO_VIDEO.components["transformer"].linear_maps, "int8")):
         for name in parameters(module):
             parameter_axes(TRANSFORMER, name)
 

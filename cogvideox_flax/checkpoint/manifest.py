@@ -51,8 +51,12 @@ class Manifest:
 
     @property
     def release(self) -> Release | None:
-        """The release with this architecture, or None."""
-        return self.model_family.find_release(self.configs)
+        """The release with this architecture, or None; among several, the one with this guidance scale."""
+        found = self.model_family.find_release(self.configs)
+        if found is None or found.guidance_scale == self.guidance_scale:
+            return found
+        others = [each for each in self.model_family.releases.values() if each.configs == found.configs]
+        return next((each for each in others if each.guidance_scale == self.guidance_scale), found)
 
     @property
     def default_dtype(self) -> str:
@@ -85,7 +89,7 @@ class Manifest:
     @classmethod
     def of_release(cls, release: Release) -> Manifest:
         """The manifest of a release, without a checkpoint."""
-        return cls(family=release.family, configs=dict(release.configs))
+        return cls(family=release.family, configs=dict(release.configs), guidance_scale=release.guidance_scale)
 
     def to_json(self) -> dict[str, Any]:
         return {

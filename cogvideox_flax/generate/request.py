@@ -40,6 +40,8 @@ DTYPES = ("bfloat16", "float32", "float16")
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
 
+_SIDE = "pixels; default: the release's, or what suits the picture"
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -67,11 +69,11 @@ class GenerationRequest:
     num_frames: int | None = option(
         None, "such as 49; default: the release's, or what the video has", parse=int, for_media=True
     )
-    height: int | None = option(None, "pixels; default: the release's", parse=int, for_media=True)
-    width: int | None = option(None, "pixels; default: the release's", parse=int, for_media=True)
-    num_inference_steps: int | None = option(None, "default: the release's (50)", flags=("--steps",), parse=int)
+    height: int | None = option(None, _SIDE, parse=int, for_media=True)
+    width: int | None = option(None, _SIDE, parse=int, for_media=True)
+    num_inference_steps: int | None = option(None, "default: the release's, such as 50", flags=("--steps",), parse=int)
     guidance_scale: float | None = option(
-        None, "default: the checkpoint's (6 for the releases); 1 turns guidance off", parse=float
+        None, "default: the checkpoint's, such as 6; 1 turns guidance off", parse=float
     )
     use_dynamic_cfg: bool | Literal["index"] | None = option(
         None,
@@ -80,7 +82,7 @@ class GenerationRequest:
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
-        None, "the sampler, ddim, dpm or one_step (models that restore a clip); default: the release's", parse=str
+        None, "the sampler, such as ddim or dpm; default: the release's", parse=str
     )
     seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)

@@ -62,14 +62,16 @@ class Tiling:
             raise InputError("tiles would not add up to the picture:\n" + "\n".join(faults))
 
     def encode_layout(self, factor: int) -> TileLayout:
-        """Tiles of a video, and of their encoding."""
+        """Tiles of a video, and of their encoding. Argument and errors as for `check`."""
+        self.check(factor)
         return TileLayout(
             _axis(self.height, self.height // factor, self.overlap_height),
             _axis(self.width, self.width // factor, self.overlap_width),
         )
 
     def decode_layout(self, factor: int) -> TileLayout:
-        """Tiles of a latent, and of their decoding."""
+        """Tiles of a latent, and of their decoding. Argument and errors as for `check`."""
+        self.check(factor)
         return TileLayout(
             _axis(self.height // factor, self.height, self.overlap_height),
             _axis(self.width // factor, self.width, self.overlap_width),
@@ -171,26 +173,6 @@ def check_clip(x: Array, name: str, channels: int, factor: int) -> None:
             f"the {name} is {x.shape[HEIGHT]}x{x.shape[WIDTH]} (height x width); both must be multiples of {factor}: "
             "crop or resize it first"
         )
-
-
-def encode_tiles(tiling: Tiling | None, factor: int) -> TileLayout | None:
-    """The layout for encoding; None without tiling. factor: pixels per latent pixel.
-
-    Raises:
-        InputError: tiles that would not add up.
-    """
-    if tiling is None:
-        return None
-    tiling.check(factor)
-    return tiling.encode_layout(factor)
-
-
-def decode_tiles(tiling: Tiling | None, factor: int) -> TileLayout | None:
-    """The layout for decoding; as `encode_tiles`."""
-    if tiling is None:
-        return None
-    tiling.check(factor)
-    return tiling.decode_layout(factor)
 
 
 def run_clips(

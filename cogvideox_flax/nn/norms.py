@@ -17,7 +17,7 @@ from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.resample import repeat_frames, repeat_space
 
 _MIN_LENGTH = 1e-12
-"""Of the pixels that `ChannelNorm` divides by."""
+"""Of the pixels that `ChannelRMSNorm` divides by."""
 
 _SUBLANES = 8  # rows of a TPU's register
 
@@ -61,7 +61,7 @@ class GroupNormSiLU(GroupNorm):
         return jax.nn.silu(x.astype(jnp.float32) * a + b).astype(x.dtype)
 
 
-class ChannelNorm(nnx.Module):
+class ChannelRMSNorm(nnx.Module):
     """x / |x| * sqrt(C) * scale over the channels of each pixel, in float32, rounded once. scale: [C].
 
     Source: diffusers `HunyuanVideo15RMS_norm`, which is torch's normalize.

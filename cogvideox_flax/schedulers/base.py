@@ -28,7 +28,7 @@ class StepTable:
     x0       = signal x - sigma v
     x        <- from_sample x + from_x0 x0 + from_previous_x0 (x0 of the step before) + from_noise noise
 
-    The last two are zero for DDIM. All entries are finite, so the same equations serve every row.
+    The last two are zero for DDIM and flow matching. All entries are finite, so the same equations serve every row.
     """
 
     timesteps: Int32[np.ndarray, " N"] | Float32[np.ndarray, " N"]

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.tiling import Tiling, check_clip, decode_tiles, encode_tiles, run_clips
+from cogvideox_flax.models.posterior import mean_and_logvar
+from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
@@ -31,8 +32,6 @@ ENCODE_CHUNK = 8
 
 DECODE_CHUNK = 2
 """Latent frames per decoder chunk."""
-
-LOGVAR_RANGE = (-30.0, 20.0)
 
 FIXED_EPS = 1e-6
 """Epsilon of the norms that ignore the config, as in the reference: modulated norms and the encoder's last norm."""
@@ -248,12 +247,11 @@ class Autoencoder(nnx.Module):
         """
         factor = self.config.spatial_compression
         check_clip(video, "video", self.config.in_channels, factor)
-        layout = encode_tiles(tiling, factor)
+        layout = None if tiling is None else tiling.encode_layout(factor)
         run = partial(in_chunks, self.encoder, sizes=chunk_sizes(video.shape[1], ENCODE_CHUNK))
         narrow = video.astype(self.encoder.conv_in.kernel.dtype)
         moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
-        mean, logvar = jnp.split(moments, 2, -1)
-        return mean, logvar.clip(*LOGVAR_RANGE)
+        return mean_and_logvar(moments)
 
     def decode(
         self,
@@ -279,7 +277,7 @@ class Autoencoder(nnx.Module):
             InputError: a shape or a tiling that does not fit.
         """
         check_clip(z, "latent", self.config.latent_channels, 1)
-        layout = decode_tiles(tiling, self.config.spatial_compression)
+        layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
         sizes = chunk_sizes(z.shape[1], DECODE_CHUNK) if chunks is None else chunks
         run = partial(in_chunks, self.decoder, sizes=sizes)
         narrow = z.astype(self.decoder.conv_in.kernel.dtype)

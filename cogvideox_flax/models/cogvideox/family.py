@@ -23,7 +23,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.releases import FAMILY, RELEASES, find_release
 from cogvideox_flax.models.cogvideox.sizes import check_channels, fit_frames, resolve_size, size_warnings
 from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
-from cogvideox_flax.models.cogvideox.visual import encode, with_visual
+from cogvideox_flax.models.cogvideox.visual import with_visual
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.family import (
     Component,
@@ -35,6 +35,7 @@ from cogvideox_flax.models.family import (
     TextStage,
     Workload,
 )
+from cogvideox_flax.models.posterior import encode
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.schedulers import SCHEDULERS
 from cogvideox_flax.schedulers.config import SchedulerConfig

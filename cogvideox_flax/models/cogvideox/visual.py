@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.family import Configs, VisualStage
+from cogvideox_flax.models.posterior import encode, sample
 
 INPUTS = {
     "text": ("a text-to-video model", ("video",)),
@@ -25,22 +26,6 @@ INPUTS = {
 
 INPAINT_NOISE = 0.0563
 """The standard deviation of the noise in the masked video of models that were trained with some, as in VideoX-Fun."""
-
-
-def encode(
-    vae: Autoencoder, video: Float[Array, "B F H W 3"], *, tiled: bool = False
-) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
-    """Mean and logvar of a video's latents, without the scaling factor."""
-    tiling = vae.config.tiling if tiled else None
-    return vae.encode(video, tiling=tiling, slicing=len(video) > 1)
-
-
-def sample(
-    vae: Autoencoder, video: Float[Array, "B F H W 3"], noise: Float32[Array, "B T h w C"], *, tiled: bool
-) -> Float32[Array, "B T h w C"]:
-    """A sample of the posterior, not scaled."""
-    mean, logvar = (x.astype(jnp.float32) for x in encode(vae, video, tiled=tiled))
-    return mean + jnp.exp(0.5 * logvar) * noise
 
 
 def shrink_mask(mask: Float32[Array, "B F H W C"], latents: tuple[int, int, int]) -> Float32[Array, "B T h w C"]:

@@ -22,13 +22,12 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.chunks import in_chunks, sizes_after_first
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.resample import Downsample, Upsample, mean_groups, repeat_channels
-from cogvideox_flax.models.tiling import Tiling, check_clip, decode_tiles, encode_tiles, run_clips
+from cogvideox_flax.models.posterior import mean_and_logvar
+from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d
 from cogvideox_flax.nn.layers import Linear
-from cogvideox_flax.nn.norms import ChannelNorm
+from cogvideox_flax.nn.norms import ChannelRMSNorm
 from cogvideox_flax.nn.stack import stack
-
-LOGVAR_RANGE = (-30.0, 20.0)
 
 Cache = Any
 """A pytree: the last two padded input frames of every causal convolution; the keys and values of the attention."""
@@ -40,9 +39,9 @@ class ResNetBlock(nnx.Module):
     """norm, silu, conv, twice, plus the input."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        self.norm1 = ChannelNorm(channels)
+        self.norm1 = ChannelRMSNorm(channels)
         self.conv1 = Conv(channels, channels, rngs=rngs)
-        self.norm2 = ChannelNorm(channels)
+        self.norm2 = ChannelRMSNorm(channels)
         self.conv2 = Conv(channels, channels, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T H W C"], cache: Cache) -> tuple[Float[Array, "B T H W C"], Cache]:
@@ -56,7 +55,7 @@ class FrameAttention(nnx.Module):
     """Attention of one head, as wide as the channels, of each pixel to those of its frame and of all frames before."""
 
     def __init__(self, channels: int, *, rngs: nnx.Rngs):
-        self.norm = ChannelNorm(channels)
+        self.norm = ChannelRMSNorm(channels)
         self.q = Linear(channels, channels, rngs=rngs)
         self.k = Linear(channels, channels, rngs=rngs)
         self.v = Linear(channels, channels, rngs=rngs)
@@ -131,7 +130,7 @@ class Encoder(nnx.Module):
             Level(config.layers_per_block, width, resample(i), rngs=rngs) for i, width in enumerate(widths)
         )
         self.mid = Middle(widths[-1], rngs=rngs)
-        self.norm_out = ChannelNorm(widths[-1])
+        self.norm_out = ChannelRMSNorm(widths[-1])
         self.conv_out = Conv(widths[-1], 2 * config.latent_channels, rngs=rngs)
 
     def __call__(
@@ -164,7 +163,7 @@ class Decoder(nnx.Module):
         self.levels = nnx.List(
             Level(config.layers_per_block + 1, width, resample(i), rngs=rngs) for i, width in enumerate(widths)
         )
-        self.norm_out = ChannelNorm(widths[-1])
+        self.norm_out = ChannelRMSNorm(widths[-1])
         self.conv_out = Conv(widths[-1], config.out_channels, rngs=rngs)
 
     def __call__(
@@ -210,9 +209,9 @@ class Autoencoder(nnx.Module):
         sizes = sizes_after_first(video.shape[1], time)
         run = partial(in_chunks, partial(self.encoder, frames=len(sizes)), sizes=sizes)
         narrow = video.astype(self.encoder.conv_in.kernel.dtype)
-        moments = run_clips(run, narrow, encode_tiles(tiling, factor), slicing=slicing, factor=factor)
-        mean, logvar = jnp.split(moments.astype(narrow.dtype), 2, -1)
-        return mean, logvar.clip(*LOGVAR_RANGE)
+        layout = None if tiling is None else tiling.encode_layout(factor)
+        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
+        return mean_and_logvar(moments.astype(narrow.dtype))
 
     def decode(
         self, z: Float[Array, "B T h w L"], *, tiling: Tiling | None = None, slicing: bool = False
@@ -234,7 +233,8 @@ class Autoencoder(nnx.Module):
         frames = z.shape[1]
         run = partial(in_chunks, partial(self.decoder, frames=frames), sizes=[1] * frames)
         narrow = z.astype(self.decoder.conv_in.kernel.dtype)
-        return run_clips(run, narrow, decode_tiles(tiling, self.config.spatial_compression), slicing=slicing, factor=1)
+        layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
+        return run_clips(run, narrow, layout, slicing=slicing, factor=1)
 
 
 def _run_levels(levels: Sequence[Level], x: Array, caches: Sequence[Cache]) -> tuple[Array, list[Cache]]:

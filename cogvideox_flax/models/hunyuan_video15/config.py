@@ -38,6 +38,15 @@ class TransformerConfig(Config):
     target_size: int = 640
     use_meanflow: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        axes = self.rope_axes
+        if len(axes) != 3 or sum(axes) != self.head_dim or any(n % 2 for n in axes):
+            raise CheckpointError(
+                f"transformer config: rope_axes_dim is {list(axes)}; expected three even numbers that add up to the "
+                f"head size, {self.head_dim}"
+            )
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("transformer", raw, patch_size=1, patch_size_t=1, qk_norm="rms_norm")
@@ -88,10 +97,18 @@ class VAEConfig(Config):
     temporal_compression: int = 4
     scaling_factor: float = 1.03682
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.block_channels) != self.spatial_levels + 1:
+            raise CheckpointError(
+                f"vae config: {len(self.block_channels)} levels for {self.spatial_compression}x compression; "
+                f"expected {self.spatial_levels + 1}"
+            )
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("vae", raw, downsample_match_channel=True, upsample_match_channel=True)
-        config = cls(
+        return cls(
             in_channels=raw.get("in_channels", 3),
             out_channels=raw.get("out_channels", 3),
             latent_channels=raw.get("latent_channels", 32),
@@ -101,12 +118,6 @@ class VAEConfig(Config):
             temporal_compression=raw.get("temporal_compression_ratio", 4),
             scaling_factor=raw.get("scaling_factor", 1.03682),
         )
-        if len(config.block_channels) != config.spatial_levels + 1:
-            raise CheckpointError(
-                f"vae config: {len(config.block_channels)} levels for {config.spatial_compression}x compression; "
-                f"expected {config.spatial_levels + 1}"
-            )
-        return config
 
     @property
     def tiling(self) -> Tiling:

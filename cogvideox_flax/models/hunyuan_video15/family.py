@@ -22,6 +22,7 @@ from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEC
 from cogvideox_flax.models.hunyuan_video15.sizes import NUM_FRAMES, bucket_of, resolve_size, size_rule, size_warnings
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TOKENIZER_FILES, Tokenizers, TokenizersConfig
 from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transformer
+from cogvideox_flax.models.posterior import encode
 from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler
 from cogvideox_flax.sharding import REPLICATED
 
@@ -189,7 +190,7 @@ _DIFFUSION = {
         module=Transformer,
         stage="denoise",
         sharding=sharding.TRANSFORMER,
-        linear_maps=sharding.LINEAR_MAPS,
+        linear_maps=tuple(LORA.targets.values()),
         heads="heads",
         class_names=("HunyuanVideo15Transformer3DModel",),
     ),
@@ -216,7 +217,7 @@ def _family(name: str, components: Mapping[str, Component]) -> ModelFamily:
         releases=releases.releases_of(name),
         find_release=partial(releases.find_release, name),
         check=_check,
-        check_tiling=lambda configs: None,
+        check_tiling=lambda configs: configs["vae"].tiling.check(configs["vae"].spatial_compression),
         lora=LORA,
         samplers={FlowMatchScheduler.kind: FlowMatchScheduler},
         defaults=_defaults,
@@ -232,11 +233,11 @@ def _family(name: str, components: Mapping[str, Component]) -> ModelFamily:
         fit_frames=lambda configs, count: size_rule(configs["vae"]).fit_frames(count),
         longest=lambda configs: NUM_FRAMES,
         embed=embed,
-        encode=visual.encode,
+        encode=encode,
         latent_scale=lambda configs: configs["vae"].scaling_factor,
         decode=decode,
     )
 
 
-TEXT_TO_VIDEO = _family(releases.TEXT_TO_VIDEO, _TEXT_ENCODERS | _DIFFUSION)
-IMAGE_TO_VIDEO = _family(releases.IMAGE_TO_VIDEO, _TEXT_ENCODERS | _IMAGE_ENCODER | _DIFFUSION)
+TEXT_TO_VIDEO = _family(releases.FAMILY, _TEXT_ENCODERS | _DIFFUSION)
+IMAGE_TO_VIDEO = _family(releases.IMAGE_FAMILY, _TEXT_ENCODERS | _IMAGE_ENCODER | _DIFFUSION)

@@ -61,6 +61,14 @@ class QwenConfig(Config):
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"text_encoder config: {self.width} channels, {self.heads} heads and {self.kv_heads} heads of keys; "
+                "expected an even number of channels per head, and the same number of heads for each of the keys'"
+            )
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """Also of a whole Qwen2.5-VL, whose text part is `text_config`; theta's place differs by version."""

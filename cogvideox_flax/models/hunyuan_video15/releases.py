@@ -14,8 +14,8 @@ from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers import FlowMatchConfig
 
-TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "hunyuan_video15", "hunyuan_video15_i2v"
-"""The two kinds of checkpoint, each a family: one has an image encoder."""
+FAMILY, IMAGE_FAMILY = "hunyuan_video15", "hunyuan_video15_i2v"
+"""Text-to-video and image-to-video checkpoints; the latter have an image encoder, so they are a family of their own."""
 
 FPS = 24
 STEPS, DISTILLED_STEPS = 50, 12
@@ -35,7 +35,7 @@ def _release(name: str, shift: float) -> Release:
     return Release(
         name=f"hunyuanvideo1.5-{name.replace('_', '-')}",
         hub_id=f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{name}",
-        family=IMAGE_TO_VIDEO if is_image else TEXT_TO_VIDEO,
+        family=IMAGE_FAMILY if is_image else FAMILY,
         configs={
             "tokenizer": TokenizersConfig(),
             "text_encoder": QwenConfig(),
@@ -74,6 +74,7 @@ RELEASES: dict[str, Release] = {
 
 
 def releases_of(family: str) -> dict[str, Release]:
+    """Name -> release, of one of the two families."""
     return {name: release for name, release in RELEASES.items() if release.family == family}
 
 

@@ -30,10 +30,3 @@ TRANSFORMER: ParameterRows = (
 )
 
 VAE: ParameterRows = ((r"(encoder|decoder)\..*", REPLICATED),)
-
-LINEAR_MAPS = tuple(
-    f"blocks.{stream}.{name}"
-    for stream in ("video", "text")
-    for name in ("attn.q", "attn.k", "attn.v", "attn.out", "mlp.up", "mlp.down")
-)
-"""The linear maps of the blocks, which can be quantized."""

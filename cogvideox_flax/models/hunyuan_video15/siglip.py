@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.config import Config, require
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear
 from cogvideox_flax.nn.stack import scan_layers, stack
 
@@ -53,6 +53,14 @@ class VisionConfig(Config):
     image_size: int = 384
     patch_size: int = 14
     norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads or self.image_size < self.patch_size:
+            raise CheckpointError(
+                f"image_encoder config: {self.width} channels in {self.heads} heads, pictures of {self.image_size} "
+                f"pixels in patches of {self.patch_size}; expected whole heads, and pictures of a patch or more"
+            )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -35,10 +35,12 @@ def encode_glyphs(encoder: TextEncoder, tokens: Tokens) -> Features:
 
 
 def tokenize_prompt(tokenizers: Tokenizers, prompts: Sequence[str]) -> Any:
+    """What `encode_prompt` takes; errors as for `Tokenizers.prompts`."""
     return tokenizers.prompts(prompts)
 
 
 def tokenize_glyphs(tokenizers: Tokenizers, prompts: Sequence[str]) -> Any:
+    """What `encode_glyphs` takes; errors as for `Tokenizers.glyphs`."""
     return tokenizers.glyphs(prompts)
 
 
@@ -47,10 +49,12 @@ def _shapes(batch: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def prompt_shapes(configs: Configs, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of what `encode_prompt` takes."""
     return _shapes(batch, PREFIX_LENGTH + configs["tokenizer"].max_length)
 
 
 def glyph_shapes(configs: Configs, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of what `encode_glyphs` takes."""
     return _shapes(batch, configs["tokenizer"].glyph_length)
 
 

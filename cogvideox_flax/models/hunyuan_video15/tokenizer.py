@@ -19,6 +19,7 @@ from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import shown
+from cogvideox_flax.tokenizer import check_prompts
 
 log = logging.getLogger(__name__)
 
@@ -100,22 +101,29 @@ class Tokenizers:
         self._split = re.compile(f"({'|'.join(special[token].pattern(token) for token in longest_first)})")
 
     def prompts(self, prompts: Sequence[str]) -> dict[str, Int32[np.ndarray, "B L"]]:
-        """`ids` and `mask` of prompts within their chat, padded on the right; a warning says what is cut."""
+        """`ids` and `mask` of prompts within their chat, padded on the right; a warning says what is cut.
+
+        Raises:
+            InputError: not a list of strings, or a string that is not valid Unicode.
+        """
         length = PREFIX_LENGTH + self.config.max_length
         rows = []
-        for prompt in _checked(prompts):
+        for prompt in check_prompts(prompts):
             ids = self._bpe.encode(chat(prompt), add_special_tokens=False).ids
             if cut := ids[length:]:
                 end = self._bpe.decode(cut, skip_special_tokens=True).removesuffix("\nassistant\n")
-                message = "the prompt has %d tokens more than the %d that the model reads; its end is cut: %s"
+                message = "the prompt, with the end of its chat, has %d tokens more than the model's %d and is cut: %s"
                 log.warning(message, len(cut), self.config.max_length, shown(end, 200))
             rows.append(ids[:length])
         return _padded(rows, length, self._pad)
 
     def glyphs(self, prompts: Sequence[str]) -> dict[str, Int32[np.ndarray, "B L"]]:
-        """`ids` and `mask` of the quoted text of prompts, padded on the right; without any, the mask is 0."""
+        """`ids` and `mask` of the quoted text of prompts, padded on the right; without any, the mask is 0.
+
+        Errors as for `prompts`.
+        """
         length, rows = self.config.glyph_length, []
-        for prompt in _checked(prompts):
+        for prompt in check_prompts(prompts):
             text = quoted_text(prompt)
             ids = [] if text is None else self._bytes(text)
             if len(ids) > length - 1:
@@ -142,19 +150,6 @@ class AddedToken(NamedTuple):
         """A regular expression for it."""
         space = r"\s*"
         return space * self.lstrip + re.escape(token) + space * self.rstrip
-
-
-def _checked(prompts: Sequence[str]) -> Sequence[str]:
-    if isinstance(prompts, str):
-        raise InputError("the tokenizer takes a list of prompts, got one string; write [prompt]")
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise InputError(f"a prompt must be a string; got {prompt!r} ({type(prompt).__name__})")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as e:
-            raise InputError(f"the prompt {prompt!r} is not valid Unicode at character {e.start}; retype it") from e
-    return prompts
 
 
 def _padded(rows: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, Int32[np.ndarray, "B L"]]:

@@ -13,21 +13,7 @@ from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.family import Configs, VisualStage
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionEncoder
-
-
-def encode(
-    vae: Autoencoder, video: Float[Array, "B F H W 3"], *, tiled: bool = False
-) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
-    """Mean and logvar of a video's latents, without the scaling factor."""
-    return vae.encode(video, tiling=vae.config.tiling if tiled else None, slicing=len(video) > 1)
-
-
-def sample(
-    vae: Autoencoder, video: Float[Array, "B F H W 3"], noise: Float32[Array, "B T h w C"], *, tiled: bool
-) -> Float32[Array, "B T h w C"]:
-    """A sample of the posterior, not scaled."""
-    mean, logvar = (x.astype(jnp.float32) for x in encode(vae, video, tiled=tiled))
-    return mean + jnp.exp(0.5 * logvar) * noise
+from cogvideox_flax.models.posterior import encode, sample
 
 
 def mean_latents(
