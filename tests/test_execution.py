@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import signal
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,7 @@ from cogvideox_flax.runtime import compile_cache, devices
 from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
 from cogvideox_flax.runtime.devices import bytes_per_device
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.runtime.terminal import stoppable
+from cogvideox_flax.runtime.terminal import reliable_interrupts
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 
@@ -220,33 +223,28 @@ def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < (0.5 if dtype == "float32" else 1.5) * least
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_not_lost_in_a_destructor():
-    class Dying:
-        def __del__(self):
-            signal.raise_signal(signal.SIGINT)
-
-    handler = signal.getsignal(signal.SIGINT)
-    with stoppable() as check:
-        check()
-        Dying()  # what is raised in there is dropped
-        with pytest.raises(KeyboardInterrupt):
-            check()
-    assert signal.getsignal(signal.SIGINT) is handler
-    with stoppable() as check, pytest.raises(KeyboardInterrupt):
+class InterruptedAtItsEnd:
+    def __del__(self):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_handler_that_stops_in_its_own_way_is_left_to_it():
-    heard = []
-    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    try:
-        with stoppable() as check:
-            signal.raise_signal(signal.SIGINT)
-            check()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert heard == [signal.SIGINT]
+def interrupted_garbage_collection():
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        signal.raise_signal(signal.SIGINT)
+
+    gc.callbacks.append(callback)
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("dropping", [InterruptedAtItsEnd, interrupted_garbage_collection])
+def test_ctrl_c_is_not_lost_where_python_drops_exceptions(dropping):
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), reliable_interrupts():
+        dropping()
+        time.sleep(20)
+    assert sys.unraisablehook is hook
 
 
 def pictures(native, folder, **settings):

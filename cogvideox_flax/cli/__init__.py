@@ -14,10 +14,12 @@ from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import find_place
+from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 LOGGERS = ("cogvideox_flax", "conversion")
 
 
+@reliable_interrupts()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = make_parser().parse_args(argv)

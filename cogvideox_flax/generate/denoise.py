@@ -17,7 +17,7 @@ from cogvideox_flax.generate.functions import DenoiseInputs, DenoiseState
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.runtime.terminal import stoppable
+from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 
 def denoise_steps(
@@ -100,13 +100,12 @@ def with_progress(
         progress: show the bar, on stderr.
     """
     bar = tqdm(total=total, initial=done, desc="denoising", unit="step", disable=not progress)
-    with bar, stoppable() as check:
+    with reliable_interrupts(), bar:
 
         def each() -> Iterator[DenoiseState]:
             for state in states:
                 bar.update(int(state.step) - bar.n)
                 yield state
-                check()
 
         try:
             yield each()

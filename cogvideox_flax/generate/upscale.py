@@ -35,7 +35,7 @@ from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.io.video import open_video
 from cogvideox_flax.runtime.global_arrays import fetch
-from cogvideox_flax.runtime.terminal import stoppable
+from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 SIDE_STEP, FRAME_STEP = 16, 8
 """The clip is padded to a multiple of 16 pixels before it is enlarged, and to 8 n + 1 frames, as in the source."""
@@ -241,11 +241,10 @@ def upscale_frames(
     count, height, width, _ = plan.shape
     pending = np.zeros((0, height, width, 3), np.float32)
     total = len(starts) * len(tops) * len(lefts)
-    with tqdm(total=total, desc="upscaling", unit="tile", disable=not progress) as bar, stoppable() as check:
+    with reliable_interrupts(), tqdm(total=total, desc="upscaling", unit="tile", disable=not progress) as bar:
         for i, start in enumerate(starts):
 
             def run(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
-                check()
                 done = run_tile(tile)
                 bar.update()
                 return done

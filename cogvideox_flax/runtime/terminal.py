@@ -6,13 +6,15 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from tqdm import tqdm
 
 log = logging.getLogger(__name__)
+
+RESEND_S = 0.05
+"""Longer than what drops an exception usually takes."""
 
 
 def say(message: str, announce: bool) -> None:
@@ -24,41 +26,26 @@ def say(message: str, announce: bool) -> None:
 
 
 @contextmanager
-def stoppable() -> Iterator[Callable[[], None]]:
-    """Makes Ctrl-C reliable in a loop: yields a function that raises a pending KeyboardInterrupt.
+def reliable_interrupts() -> Iterator[None]:
+    """Makes Ctrl-C stop the main thread wherever it is; also a decorator.
 
-    Python drops an exception that is raised inside a destructor or a callback of the garbage collector; JAX runs some
-    of these in every step.
+    Python drops an exception that is raised inside a destructor or a callback of the garbage collector, and JAX runs
+    some of these in every step. A KeyboardInterrupt that was dropped is sent again a moment later.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield lambda: None
-        return
-    pressed = threading.Event()
+    before = sys.unraisablehook
 
-    def on_interrupt(number: int, frame: FrameType | None) -> None:
-        try:
-            before(number, frame)  # another handler may not raise
-        except KeyboardInterrupt:
-            pressed.set()
-            if not _drops_exceptions(frame):
-                raise
+    def send_again(dropped: sys.UnraisableHookArgs) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            before(dropped)
+            return
+        main = threading.main_thread().ident
+        assert main is not None
+        again = threading.Timer(RESEND_S, signal.pthread_kill, (main, signal.SIGINT))
+        again.daemon = True
+        again.start()
 
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, on_interrupt)
+    sys.unraisablehook = send_again
     try:
-        yield check
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Whether Python only prints what is raised here: in a destructor, or in JAX's garbage collection callback."""
-    while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
-            return True
-        frame = frame.f_back
-    return False
+        sys.unraisablehook = before
