@@ -95,21 +95,22 @@ class Hosts:
 def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
     """The same as one process computes. Each host converts the model; process 0 alone has the stage files."""
     model, size = ["--dtype", "float32", *MESH], ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2]
-    for argv in (["encode", PROMPT, "--model", layout], ["denoise", *size], ["decode"]):
+    # frames are compared as PNGs: H.264 turns a difference of one level into many
+    for argv in (["encode", PROMPT, "--model", layout], ["denoise", *size], ["decode", "--out", "frames"]):
         with Hosts(tmp_path, *argv, *model, "--dir", "run") as hosts:
             (printed,) = hosts.succeed()
-    assert printed == "run/output_video.mp4"
+    assert printed == "frames"
     run = hosts.folders[0] / "run"
-    names = (run_dir.CONFIG_FILE, run_dir.EMBEDDINGS_FILE, run_dir.LATENTS_FILE, run_dir.VIDEO_FILE)
+    names = (run_dir.CONFIG_FILE, run_dir.EMBEDDINGS_FILE, run_dir.LATENTS_FILE)
     assert {path.name for path in run.iterdir()} == set(names)
     assert not (hosts.folders[1] / "run").exists()
     assert all(len(list(folder.glob("cache/*/config.json"))) == 1 for folder in hosts.folders)
 
-    alone = ["--dir", tmp_path / "alone", "--out", tmp_path / "video.mp4"]
-    (video,) = paths("generate", PROMPT, "--model", layout, *model, *size, *alone)
+    alone = ["--dir", tmp_path / "alone", "--out", tmp_path / "frames"]
+    (folder,) = paths("generate", PROMPT, "--model", layout, *model, *size, *alone)
     latents = [load_file(folder / run_dir.LATENTS_FILE)["latents"] for folder in (run, tmp_path / "alone")]
     np.testing.assert_allclose(*latents, atol=1e-4)
-    frames = [read_video(path)[0].astype(int) for path in (run / run_dir.VIDEO_FILE, video)]
+    frames = [read_video(path)[0].astype(int) for path in (hosts.folders[0] / "frames", folder)]
     assert np.abs(frames[0] - frames[1]).max() <= 1
 
 
