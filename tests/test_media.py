@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -292,6 +293,59 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     np.testing.assert_allclose(found, expected, atol=1e-4)
     settings = read_metadata(video)["settings"]
     assert settings[kind][0]["file"] == str(media[kind]) and len(settings[kind][0]["sha256"]) == 64
+
+
+def test_stages_of_another_picture_are_not_taken_over(image_model, picture, paths, run, tmp_path, monkeypatch):
+    """A stage says what it was made of; the settings in the directory may be those of a later `encode`."""
+    folder, other = ["--dtype", "float32", "--dir", tmp_path / "run"], tmp_path / "other.png"
+    size = ["--num-frames", 9, "--height", 64, "--width", 96]
+    Image.fromarray(smooth(7, 64, 96)).save(other)
+    moved = shutil.copy(picture, tmp_path / "moved.png")
+
+    def encode(image, *more):
+        return ["encode", PROMPTS[0], "--model", image_model, *folder, *size, "--image", image, *more]
+
+    def refused(*argv):
+        code, out, err = run(*argv, *folder)
+        assert code == 2 and out == "" and err.count("error: ") == 1
+        return err
+
+    paths(*encode(picture))
+    paths("denoise", *folder)
+    paths(*encode(moved))
+    paths("decode", *folder)  # the same picture in another place
+    with monkeypatch.context() as patch:  # the new settings are written, its latents are not
+        patch.setattr(Pipeline, "encode", interrupted)
+        assert run(*encode(other))[0] == 130
+    assert "was made before image changed; run `cogvideox encode` again" in refused("denoise")
+    assert "was made before image changed; run `cogvideox denoise` again" in refused("decode")
+    paths(*encode(other))
+    assert "was made before image changed; run `cogvideox denoise` again" in refused("decode")
+    assert "was made before seed changed; run `cogvideox encode` again" in refused("denoise", "--seed", 1)
+    paths("denoise", *folder)
+    paths("decode", *folder)
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_several_videos_are_those_of_the_following_seeds(kind, image_model, text_model, picture, clip, paths, tmp_path):
+    """Also in the noise of the latents of pictures and clips."""
+    model, media = (image_model, picture) if kind == "image" else (text_model, clip)
+    pipe = Pipeline.from_pretrained(model, "float32")
+    how = {kind: media, **I2V, "output_type": "latent", "progress": False}
+    both = pipe(PROMPTS[0], **how, seed=4, num_videos=2).frames
+    for i in range(2):
+        np.testing.assert_array_equal(both[i : i + 1], pipe(PROMPTS[0], **how, seed=4 + i).frames)
+    size = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2, "--dtype", "float32"]
+    command = ["generate", PROMPTS[0], "--model", model, *size, f"--{kind}", media, "--out", tmp_path / "x.npz"]
+    found = paths(*command, "--num-videos", 2, "--seed", 4)
+    extra = both.shape[1] - np.load(found[0])["latents"].shape[1]
+    for i in range(2):
+        np.testing.assert_array_equal(np.load(found[i])["latents"], both[i : i + 1, extra:])
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".npz"] == []
 
 
 def test_the_picture_and_its_options_matter(image_model, picture):

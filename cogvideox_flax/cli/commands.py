@@ -77,11 +77,13 @@ def generate(args: argparse.Namespace) -> None:
     wanted = ("encode", "denoise") if latents_only else ("encode", "denoise", "decode")
     pipe.check_memory(record.request, wanted, keep=False, **quiet)
     with run_dir_lock(folder, temporary=args.dir is None):
-        stages.encode(pipe, record, folder, **quiet)
-        pipe.release()
         videos = [(one, video_dir(folder, one, record)) for one in record.videos()]
+        by_seed, text = pipe.programs(record.request).encodes_by_seed, None
+        for one, own in videos if by_seed else [(record, folder)]:
+            text = stages.encode(pipe, one, own, text=text, **quiet)
+        pipe.release()
         for one, own in videos:
-            stages.denoise(pipe, one, own, embeddings=folder, **quiet)
+            stages.denoise(pipe, one, own, embeddings=own if by_seed else folder, **quiet)
         pipe.release()
         batch = len(paths) // len(videos)
         for i, (_, own) in enumerate(videos):

@@ -71,7 +71,7 @@ class Run:
 def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any]) -> Run:
     """Check a run as far as is possible before anything is converted or loaded.
 
-    before: fields of the request, and `dtype`, which the options override.
+    before: fields of the request, which the options override, and what else `read_settings` finds.
     """
     from cogvideox_flax.generate import checks, run_dir
     from cogvideox_flax.generate.request import GenerationRequest
@@ -81,7 +81,8 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
     dtype = args.dtype or before.get("dtype", manifest.default_dtype)
     model = EMBEDDED if args.model is None else args.model
     given = {"lora": [], **before, **given_options(args)}
-    given.pop("dtype", None)
+    for name in ("dtype", "fingerprints"):
+        given.pop(name, None)
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
     checks.check_model(manifest, model, dtype, mesh)
     request = GenerationRequest(**given).resolve(manifest)

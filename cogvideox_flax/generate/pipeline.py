@@ -111,6 +111,8 @@ class Pipeline(CompiledComponents):
         frames = []
         conditioning = None if request.one_program else self.encode(request, progress=progress)
         for one in request.videos():
+            if frames and conditioning is not None and self.programs(one).encodes_by_seed:
+                conditioning = self.encode(one, text=conditioning, progress=progress)
             if conditioning is None:
                 made, steps_done, stopped = *self._run_as_one_program(one, progress), False
             else:
@@ -175,20 +177,35 @@ class Pipeline(CompiledComponents):
         return {stage.component: stage.tokenize(self.tokenizer, list(texts)) for stage in stages}
 
     def encode(
-        self, request: GenerationRequest, *, negative: bool | None = None, progress: bool = True
+        self,
+        request: GenerationRequest,
+        *,
+        negative: bool | None = None,
+        text: Conditioning | None = None,
+        progress: bool = True,
     ) -> Conditioning:
         """Text features of the prompts and, where guidance needs them, of the negative prompts; latents of the pictures
         and clips.
 
         Args:
             negative: encode the negative prompts in any case, or in none.
+            text: an earlier result for the same prompts, whose text features are used again.
 
         Raises:
             InputError: an encoder gives NaN or infinity, or a frame cannot be decoded.
         """
         run = self.programs(request)
+        if text is None:
+            negative = run.request.guided if negative is None else negative
+            text = Conditioning(**self._encode_text(run, negative, progress))
+        latents = {stage.feature: self._encode_visual(run, stage, progress) for stage in run.visual}
+        video = latents.pop(VIDEO_FEATURE, None)
+        return Conditioning(text.text, text.negative_text, latents, video)
+
+    def _encode_text(self, run: RunPrograms, negative: bool, progress: bool) -> dict[str, dict[str, Any]]:
+        """`text` and, if `negative`, `negative_text` of a conditioning."""
         texts = {"text": run.request.prompt}
-        if run.request.guided if negative is None else negative:
+        if negative:
             texts["negative_text"] = run.request.negative_prompt
         tokens = {name: self._tokens(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
         found: dict[str, Any] = {name: {} for name in texts}
@@ -203,11 +220,9 @@ class Pipeline(CompiledComponents):
                     raise self._bad("text encoder")
                 found[name] |= features
             self.profiling.after_stage(spec.name)
-        latents = {stage.feature: self.encode_visual(run, stage, progress) for stage in run.visual}
-        video = latents.pop(VIDEO_FEATURE, None)
-        return Conditioning(**found, pictures=latents, video=video)
+        return found
 
-    def encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
+    def _encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
         """Scaled latents of a picture or clip."""
         spec, inputs = run.encode_visual(stage), replicate(run.media(stage), self.mesh)
         latents, finite = self._run(spec, self.component(stage.component), *inputs, progress=progress)

@@ -101,6 +101,12 @@ class RunPrograms:
         return [stage for stage in stages if getattr(self.request, stage.input) is not None]
 
     @property
+    def encodes_by_seed(self) -> bool:
+        """Whether latents of the given pictures and clips hold noise that is drawn by the request's seed."""
+        given = self.request.encoder_noise or {}
+        return any(stage.noise is not None and stage.input not in given for stage in self.visual)
+
+    @property
     def denoiser_batch(self) -> int:
         """What the denoiser sees at once: twice the prompts, with guidance."""
         return self.request.batch * (2 if self.request.guided else 1)

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,16 @@ def recorded(*stages: Stage) -> list[str]:
     return [name for name, option in options(*stages).items() if option.recorded]
 
 
+def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
+    """The prompts and the settings of these stages as JSON values; pictures and clips by their contents, wherever they
+    lie.
+
+    values: of `RunRecord.values` or `read_settings`.
+    """
+    found = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
+    return found | {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Everything that decides what a run computes.
@@ -103,6 +113,10 @@ class RunRecord:
     revision: str | None
     dtype: str
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """Field of the request that the settings hold -> its value."""
+        return {name: getattr(self.request, name) for name in ("prompt", *recorded("encode", "denoise", "decode"))}
 
     def settings(self, *stages: Stage) -> dict[str, Any]:
         """What the request says for these stages, as JSON values under the names of the settings."""
@@ -136,8 +150,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """What `generation_config.json` says, under the names of the request: prompts and model at least.
 
     Returns:
-        Fields of the request, `model_id`, `revision` and `dtype`, as far as the file has them: the reference system
-        writes fewer fields than we do.
+        Fields of the request, `model_id`, `revision`, `dtype` and `fingerprints`, as far as the file has them: the
+        reference system writes fewer fields than we do.
 
     Raises:
         InputError: missing, damaged or incomplete.
@@ -156,6 +170,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
     valid = {name: _VALID[types[name]] for name in ("prompt", *recorded("encode", "denoise", "decode"))}
     valid |= {"model_id": _is_text, "dtype": _is_text, "revision": lambda value: isinstance(value, str | None)}
+    valid["fingerprints"] = lambda value: isinstance(value, dict)
     found = {name: raw[_THEIR_NAMES.get(name, name)] for name in valid if _THEIR_NAMES.get(name, name) in raw}
     for name in ("prompt", "negative_prompt"):
         found[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)

@@ -39,6 +39,28 @@ def check_made_for(path: Path, metadata: dict[str, str], settings: dict[str, Any
         raise InputError(f"{path} was made with other settings than this run's ({found}); {again}")
 
 
+def check_unchanged(
+    path: Path, metadata: dict[str, str], settings: dict[str, Any], again: str, model: dict[str, str] | None = None
+) -> None:
+    """Compare all that this library says a file was made of, and the run's; files of other systems say less.
+
+    settings: JSON values; None stands for none.
+    model: part of the checkpoint -> its fingerprint.
+
+    Raises:
+        InputError: they differ; with what, and `again`.
+    """
+    try:
+        made = json.loads(metadata["settings"])
+        parts = made["model"]
+        differ = [name for name, value in settings.items() if made.get(name) != value]
+        differ += [f"the {name}" for name, part in parts.items() if model is not None and model.get(name) != part]
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return  # written by another system
+    if differ:
+        raise InputError(f"{path} was made before {' and '.join(differ)} changed; {again}")
+
+
 def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: dict[str, Any]) -> None:
     """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
     kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})

@@ -33,6 +33,7 @@ from cogvideox_flax.generate.run_dir import (
     LATENTS_FILE,
     STATE_FILE,
     RunRecord,
+    deciding,
     read_settings,
     recorded,
 )
@@ -47,32 +48,37 @@ NEGATIVE = "negative_"
 """Before the name of a text feature: of the negative prompt."""
 
 
-def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = True) -> None:
+def encode(
+    pipe: Pipeline, record: RunRecord, folder: Path, *, text: Conditioning | None = None, progress: bool = True
+) -> Conditioning | None:
     """Stage 1: prompts to features, with and without guidance; pictures and clips to latents.
 
-    Skipped where the file is there and made from the same.
+    Skipped where the file is there and made from the same; then `text` is returned.
+
+    text: an earlier result of this function for the same prompts, whose text features are used again.
 
     The file holds each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt
     under the same name after "negative_"; and the latents of each picture and clip, float32 [B, C, T, h, w], scaled.
     """
     path, request = folder / EMBEDDINGS_FILE, record.request
     settings = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
-    visual = pipe.programs(request).visual
+    run = pipe.programs(request)
     components = [stage.component for stage in pipe.manifest.model_family.text]
-    components += [stage.component for stage in visual]
+    components += [stage.component for stage in run.visual]
     made_with = settings
-    if visual:  # a run of text alone does not depend on these
-        more = {name: getattr(request, name) for name in ("num_frames", "height", "width", "seed", "tiling")}
-        made_with = {**settings, **record.settings("encode"), **more}
+    if run.visual:  # a run of text alone does not depend on these
+        size = {name: getattr(request, name) for name in ("num_frames", "height", "width", "tiling")}
+        made_with = _deciding_latents_of_media(record, run) | size
     key = record.key(made_with, ("tokenizer", *dict.fromkeys(components)))
 
     def begin() -> bool:
+        folder.mkdir(exist_ok=True)
         record.write(folder)
         return stage_files.is_fresh(path, key)
 
     if hosts.from_first(begin):
-        return
-    conditioning = pipe.encode(request, negative=True, progress=progress)
+        return text
+    conditioning = pipe.encode(request, negative=True, text=text, progress=progress)
     assert conditioning.negative_text is not None
     tensors = {name: fetch(value) for name, value in conditioning.text.items()}
     tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
@@ -80,6 +86,7 @@ def encode(pipe: Pipeline, record: RunRecord, folder: Path, *, progress: bool = 
     tensors |= {name: _in_file(fetch(x)) for name, x in latents.items()}
     if hosts.is_first():
         stage_files.save(path, tensors, {"settings": key, **settings, "model_id": record.model_id})
+    return conditioning
 
 
 def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict[str, Float32[np.ndarray, "B ..."]]:
@@ -101,7 +108,15 @@ def read_embeddings(folder: Path, record: RunRecord, manifest: Manifest) -> dict
             raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
     prompts = {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
     stage_files.check_made_for(path, metadata, prompts, again)
+    if run.visual:
+        stage_files.check_unchanged(path, metadata, _deciding_latents_of_media(record, run), again)
     return tensors | {name: _from_file(tensors[name]) for name in visual}
+
+
+def _deciding_latents_of_media(record: RunRecord, run: RunPrograms) -> dict[str, Any]:
+    """What the latents of pictures and clips depend on, but for their size; the seed draws the posterior's noise."""
+    seed = {"seed": record.request.seed} if run.encodes_by_seed else {}
+    return deciding(record.values(), "encode") | seed
 
 
 def _in_file(x: np.ndarray) -> np.ndarray:
@@ -145,7 +160,7 @@ def denoise(
     made_of = hashlib.sha256(b"".join(features[name].tobytes() for name in sorted(features))).hexdigest()
     path = folder / LATENTS_FILE
     parts = pipe.manifest.model_family.denoiser, "scheduler"
-    key = record.key(record.settings("denoise"), parts, embeddings=made_of)
+    key = record.key(deciding(record.values(), "encode", "denoise"), parts, embeddings=made_of)
     if hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         return
     run = pipe.programs(record.request)
@@ -254,6 +269,9 @@ def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float
     if latents.ndim != 5 or latents.shape[1] != channels or 0 in latents.shape:
         raise InputError(f"{path}: latents are {list(latents.shape)}, expected [B, {channels}, T, H, W]; {again}")
     stage_files.check_made_for(path, metadata, _latents_metadata(settings), again)
+    if fingerprints := settings.get("fingerprints"):  # this library wrote the settings, perhaps by a later `encode`
+        now = deciding(settings, "encode", "denoise") | {"dtype": settings.get("dtype")}
+        stage_files.check_unchanged(path, metadata, now, again, model=fingerprints)
     if len(latents) != len(settings["prompt"]):
         raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
     return latents.transpose(0, 2, 3, 4, 1)

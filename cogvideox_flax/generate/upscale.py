@@ -10,7 +10,6 @@ seams lie in the middle of overlaps, and the last tile of a row is larger.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from tqdm import tqdm
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.functions import VIDEO_FEATURE
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
@@ -212,17 +210,13 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
     def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
         frames, height, width, _ = tile.shape
         request = plan.request.varied(video=[Media("a tile", "", height, width, frames, tile)])
-        run, first = pipe.programs(request), not text
+        first = not text
+        conditioning = pipe.encode(request, text=None if first else text[0], progress=progress and first)
         if first:
-            text.append(pipe.encode(request, progress=progress))
+            text.append(conditioning)
             pipe.release(*(stage.component for stage in pipe.manifest.model_family.text))
-            conditioning = text[0]
-        else:
-            (stage,) = run.visual
-            assert stage.feature == VIDEO_FEATURE
-            conditioning = dataclasses.replace(text[0], video=pipe.encode_visual(run, stage, False))
         *_, state = pipe.denoise(conditioning, request, progress=progress and first)
-        latents = state.latents[:, run.size.extra_latents :]
+        latents = state.latents[:, pipe.programs(request).size.extra_latents :]
         how = {"tiling": request.tiling, "progress": progress and first}
         return fetch(pipe.decode(latents, output_type="float", **how))[0]
 
