@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,8 @@ STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"
 HUNYUAN = ("hunyuanvideo1.5-480p-t2v", "hunyuanvideo1.5-480p-i2v")
 ENCODERS = ("text_encoder_2", "image_encoder")
 """Of HunyuanVideo-1.5, whose parts are all stored in bfloat16."""
+LIMIT_S = 6 * 3600.0
+"""Seconds after which a part is killed."""
 
 
 def child(name: str, *args: str) -> dict[str, Any]:
@@ -38,7 +41,10 @@ def child(name: str, *args: str) -> dict[str, Any]:
         [sys.executable, "-m", "benchmarks.full_size", "--child", name, *args], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
+    watchdog = threading.Timer(LIMIT_S, process.kill)
+    watchdog.start()
     out = process.stdout.read()
+    watchdog.cancel()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{name} {' '.join(args)} failed with status {os.waitstatus_to_exitcode(status)}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import processes
 import pytest
 from reference import save_layout
 
@@ -146,9 +146,7 @@ def generate(model, out, *more, prompts=(PROMPT,)):
 def python(*argv, inherit=True, **kwargs):
     """Runs a real process; inherit: with this one's environment."""
     env = {**(os.environ if inherit else {}), "PYTHONPATH": str(ROOT), **kwargs.pop("env", {})}
-    return subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, env=env, check=False, **kwargs
-    )
+    return processes.run([sys.executable, *argv], env=env, **kwargs)
 
 
 @pytest.fixture(scope="module")

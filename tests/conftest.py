@@ -37,14 +37,21 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The tests marked `optimized` are left to the run with --optimized, which runs no others, unless they alone are
-    asked for."""
+    """Slow tests have a limit of their own. The tests marked `optimized` are left to the run with --optimized, which
+    runs no others, unless they alone are asked for."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
     marked = [item for item in items if item.get_closest_marker("optimized")]
     others = [item for item in items if not item.get_closest_marker("optimized")]
     if config.option.markexpr == "not slow" and marked and others:
         wanted, left = (marked, others) if config.option.optimized else (others, marked)
         config.hook.pytest_deselected(items=left)
         items[:] = wanted
+
+
+SLOW_LIMIT_S = 3600
+"""Seconds that a slow test may take; the limit of the others is in pyproject.toml."""
 
 
 def _compiles_quickly(config):

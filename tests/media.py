@@ -6,12 +6,12 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import imageio_ffmpeg
 import numpy as np
+import processes
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.video import count_frames, read_metadata, read_video, save_video
@@ -23,7 +23,9 @@ EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 def ffmpeg(*arguments: object) -> bytes:
     """Run ffmpeg; returns what it writes to stdout."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-loglevel", "error", "-y"]
-    return subprocess.run([*command, *map(str, arguments)], stdout=subprocess.PIPE, check=True).stdout
+    done = processes.run([*command, *arguments], text=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def pattern(width: int = 64, height: int = 48, rate: object = 24, seconds: float = 6) -> list[str]:
@@ -74,7 +76,7 @@ def cost_of_loading(path: Path, folder: Path) -> dict:
     wrapper.write_text(text)
     wrapper.chmod(0o755)
     env = os.environ | {"IMAGEIO_FFMPEG_EXE": str(wrapper), "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", _MEASURED, path], capture_output=True, text=True, env=env)
+    run = processes.run([sys.executable, "-c", _MEASURED, path], env=env)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout) | {"ffmpeg": max(map(int, log.read_text().split()), default=0) / 1024}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import processes
 import pytest
 
 from cogvideox_flax.errors import InputError
@@ -81,7 +81,7 @@ def test_a_program_of_old_code_is_not_kept_under_the_new_codes_name(tmp_path):
     def run() -> list[list[str]]:
         command = [sys.executable, "-c", GENERATE, str(package.parent), str(tmp_path / "programs")]
         env = {**os.environ, "PYTHONPATH": str(package.parent)}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+        done = processes.run(command, env=env, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("have changed since this process started") == 1
         return [line.split() for line in done.stdout.splitlines()]

@@ -6,12 +6,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import processes
 import pytest
 import torch
 from reference import (
@@ -147,12 +147,8 @@ base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
 """
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "native")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = processes.run([sys.executable, "-c", code, tmp_path / "hf", tmp_path / "native"])
+    assert run.returncode == 0, run.stderr
     grown = int(run.stdout.splitlines()[-1])
     assert total > 10 * largest
     # one tensor as read, cast and turned, as written, and as read back; tracing the abstract model

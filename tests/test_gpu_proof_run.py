@@ -6,12 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import processes
 import pytest
 
 from benchmarks.gpu_proof import __main__ as proof
@@ -194,16 +194,14 @@ env = environment(folder, dry_run=True)
 Runner(rows, record, Setting(folder, 600, env), used_mib=lambda: None).run()
 """
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[1])
     path, deadline = tmp_path / "record.json", time.monotonic() + 120
 
     def statuses():
         return {row["row"]: row["status"] for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
-    while statuses().get("hangs") != "running" and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.kill()
-    process.wait()
+    with processes.running([sys.executable, "-c", code], env=env, cwd=Path(__file__).parents[1]):  # and killed
+        while statuses().get("hangs") != "running" and time.monotonic() < deadline:
+            time.sleep(0.2)
     known = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     assert {name: row["status"] for name, row in known.items()} == {
         "fine": "ok",
@@ -293,7 +291,7 @@ def dry_run(tmp_path, *options):
     path = tmp_path / "dry.json"
     command = [sys.executable, "-m", "benchmarks.gpu_proof", "--dry-run", "--json", str(path), *options]
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    run = subprocess.run(command, capture_output=True, text=True, env=env, cwd=Path(__file__).parents[1])
+    run = processes.run(command, env=env, cwd=Path(__file__).parents[1], timeout=600)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(path.read_text())
 

@@ -67,7 +67,7 @@ class Hosts:
     def __exit__(self, *_):
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.wait(60)
 
     def said(self, i: int) -> str:
         return self.errors[i].read_text()
@@ -357,15 +357,15 @@ def test_processes_that_do_not_belong_are_refused():
         return thread
 
     first = start("first", Place(address, 3, 0, 20))
-    start("other count", Place(address, 2, 1, 20)).join()
+    start("other count", Place(address, 2, 1, 20)).join(60)
     with socket.create_connection(("127.0.0.1", port)) as stray:
         stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
     second = start("second", Place(address, 3, 1, 20))
     time.sleep(0.5)
-    start("again", Place(address, 3, 1, 20)).join()
+    start("again", Place(address, 3, 1, 20)).join(60)
     third = start("third", Place(address, 3, 2, 20))
     for thread in (first, second, third):
-        thread.join()
+        thread.join(60)
     assert "--num-processes 2, process 0 says 3" in results["other count"]
     assert "--process-id 1 is taken" in results["again"]
     links, jax_port = results["first"]

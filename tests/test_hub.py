@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import processes
 import pytest
 from reference import make_transformer, save_layout
 
@@ -203,13 +203,7 @@ print(json.dumps(answers))
 
 def client(environment, *calls, **changes):
     """Asks `hub` in a process of its own, since huggingface_hub reads the environment when it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, json.dumps(calls)],
-        capture_output=True,
-        text=True,
-        env=environment | changes,
-        check=False,
-    )
+    done = processes.run([sys.executable, "-c", CLIENT, json.dumps(calls)], env=environment | changes)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -317,7 +311,8 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
     code = (
         "from conversion.download import download; print(download('big/file', None, ('*/*',), progress=False).folder)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = processes.run([sys.executable, "-c", code], env=environment)
+    assert done.returncode == 0, done.stderr
     assert (Path(done.stdout.strip()) / name).read_bytes() == data
     ranges = [headers.get("range") for kind, path, headers in server.asked if kind == "GET" and path.endswith(name)]
     assert ranges == [None, f"bytes={10 * 2**20}-"]
@@ -326,22 +321,17 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
 def test_a_killed_download_keeps_the_files_that_were_complete(server, environment, tmp_path):
     name = "transformer/diffusion_pytorch_model.safetensors"
     server.stall.add(name)
-    process = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, json.dumps([("resolve", MODEL, None)])],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
+    command = [sys.executable, "-c", CLIENT, json.dumps([("resolve", MODEL, None)])]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     snapshots = tmp_path / "hf" / "hub"
-    patience = time.monotonic() + 60
-    while {str(p.relative_to(p.parents[1])) for p in snapshots.glob("*/snapshots/*/*/*")} < NEEDED - {
-        name,
-        "model_index.json",
-    }:
-        assert time.monotonic() < patience
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with processes.running(command, **quiet, env=environment):  # and killed
+        patience = time.monotonic() + 60
+        while {str(p.relative_to(p.parents[1])) for p in snapshots.glob("*/snapshots/*/*/*")} < NEEDED - {
+            name,
+            "model_index.json",
+        }:
+            assert time.monotonic() < patience
+            time.sleep(0.1)
     server.stall.clear()
     assert not (tmp_path / "home").exists() or not list((tmp_path / "home").glob("*/config.json"))
     server.asked.clear()
@@ -351,14 +341,7 @@ def test_a_killed_download_keeps_the_files_that_were_complete(server, environmen
 
 
 def run(environment, folder, *argv):
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, argv)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-        check=False,
-    )
+    return processes.run([sys.executable, "-m", *argv], env=environment, cwd=folder)
 
 
 def test_conversion_of_one_component(server, environment, tmp_path):

@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import pytest
 
 from cogvideox_flax.errors import CheckpointError, InputError
@@ -38,7 +39,7 @@ def test_two_writers_of_one_file_do_not_publish_each_others_half(tmp_path):
         with atomic_write(path) as partial, partial.open("w") as file:
             file.write(500 * letter)
             file.flush()
-            barrier.wait()  # both have written half
+            barrier.wait(20)  # both have written half
             file.write(500 * letter)
         seen.append(path.read_text())
 
@@ -46,7 +47,7 @@ def test_two_writers_of_one_file_do_not_publish_each_others_half(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert set(seen) <= {1000 * "a", 1000 * "b"} and len(seen) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
@@ -90,18 +91,18 @@ with atomic_write(Path(sys.argv[1]) / "a.txt"), atomic_directory(Path(sys.argv[1
 
 
 def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "killed"], cwd=ROOT, capture_output=True)
+    processes.run([sys.executable, "-c", KILLED, tmp_path, "killed"], cwd=ROOT)
     left = set(tmp_path.iterdir())
     assert sorted(p.suffix for p in left) == [".lock", ".lock", ".partial", ".txt"]
-    command = [sys.executable, "-c", KILLED, str(tmp_path), "waits"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as alive:
+    command = [sys.executable, "-c", KILLED, tmp_path, "waits"]
+    with processes.running(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as alive:
         assert alive.stdout.readline() == b"writing\n"
         there = set(tmp_path.iterdir())
         assert len(there) == 4 and not there & left  # it removed what the first left
         remove_orphans(tmp_path)
         assert set(tmp_path.iterdir()) == there
         alive.stdin.close()
-        alive.wait()
+        alive.wait(60)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b"]
 
 
@@ -121,7 +122,7 @@ def test_nothing_is_swept_away_under_its_writer(tmp_path):
             assert (tmp_path / "b" / "file").read_text() == str(i)
     finally:
         done.set()
-        sweeping.join()
+        sweeping.join(60)
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
 
 
@@ -163,7 +164,7 @@ def test_one_at_a_time_though_the_file_comes_and_goes(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(most) == 240 and set(most) == {1}
 
 
@@ -363,8 +364,8 @@ def test_ctrl_c_while_waiting_for_a_lock(tmp_path):
         "with file_lock(Path(sys.argv[1]), busy=None): pass\n"
     )
     with file_lock(tmp_path / ".lock", busy=""):
-        command = [sys.executable, "-c", code, str(tmp_path / ".lock")]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as waiting:
+        command = [sys.executable, "-c", code, tmp_path / ".lock"]
+        with processes.running(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as waiting:
             assert waiting.stdout.readline() == b"waiting\n"
             time.sleep(0.5)
             waiting.send_signal(signal.SIGINT)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,9 +125,23 @@ def test_models_name_logical_axes_and_never_a_mesh():
         assert not re.search(r"[\"'](dp|sp|tp)[\"']|mesh", text, re.IGNORECASE), path
 
 
+def test_every_wait_for_a_process_or_thread_has_a_limit():
+    """In tests and benchmarks: `run`, `communicate`, `wait` and `join` are told one."""
+    for path in [*files("tests"), *files("benchmarks")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            where = f"{path.relative_to(ROOT)}:{node.lineno}"
+            if node.func.attr in ("communicate", "wait", "join"):
+                assert node.args or "timeout" in given, f"{where} may wait forever"
+            if ast.unparse(node.func) in ("subprocess.run", "subprocess.check_output"):
+                assert "timeout" in given, f"{where} may wait forever"
+
+
 def test_the_command_line_answers_without_jax():
     code = "import sys, cogvideox_flax.cli as cli; cli.make_parser(); assert not {'jax', 'flax'} & set(sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = processes.run([sys.executable, "-c", code], cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 
@@ -145,6 +159,6 @@ import sys
 assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)
 print(seconds)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    run = processes.run([sys.executable, "-c", code], cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 2

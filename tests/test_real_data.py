@@ -7,14 +7,13 @@ ties our reading of a latent to theirs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 from PIL import Image
 from reference import convert_component, make_vae, relative_error
@@ -82,7 +81,7 @@ def test_latents_are_read_as_the_released_autoencoder_wrote_them(tmp_path):
 @needs(CLIP, LATENTS)
 def test_only_the_right_reading_fits_and_the_preview_shows_the_clip(tmp_path):
     command = [sys.executable, "-m", "benchmarks.latent_preview", "--data", CLIP.parent, "--out", tmp_path]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ)
+    run = processes.run(command, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     r_squared = json.loads(run.stdout)["r_squared"]
     assert min(r_squared.pop("right"), r_squared.pop("square_crop")) > RIGHT

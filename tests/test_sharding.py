@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from reference import convert_component, make_text_encoder, make_transformer, save_layout
 
@@ -70,15 +71,14 @@ def test_two_hosts_share_a_run(native, alone, tmp_path):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(script.parents[1])}
     files = [tmp_path / f"{n}.npy" for n in range(2)]
-    hosts = [
-        subprocess.Popen([sys.executable, script, str(n), str(port), native, file], env=env, stderr=subprocess.PIPE)
-        for n, file in enumerate(files)
-    ]
-    try:
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                processes.running([sys.executable, script, n, port, native, file], env=env, stderr=subprocess.PIPE)
+            )
+            for n, file in enumerate(files)
+        ]
         said = [host.communicate(timeout=240)[1].decode() for host in hosts]
-    finally:
-        for host in hosts:
-            host.kill()
     for host, text, file in zip(hosts, said, files, strict=True):
         assert host.returncode == 0, text[-3000:]
         np.testing.assert_allclose(np.load(file), alone, atol=1e-4)

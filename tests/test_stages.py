@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import processes
 import pytest
 from commands import PROMPT, ROOT, SIZE, generate
 from reference import make_transformer, save_layout
@@ -192,44 +193,39 @@ def test_replaced_embeddings_are_noticed(paths, copied, work):
     assert work == ["denoise"]
 
 
-def start(*argv):
-    return subprocess.Popen(
-        [sys.executable, "-m", "cogvideox_flax", *map(str, argv)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def wait_for(process, text: bytes) -> bytes:
-    seen = b""
-    while text not in seen:
-        byte = process.stderr.read(1)
-        assert byte, f"the process ended without {text!r}: {seen!r}"
-        seen += byte
-    return seen
+def wait_for(process, file: Path, text: str) -> None:
+    """Until the process has written a text to its file."""
+    deadline = time.monotonic() + 120
+    while text not in file.read_text():
+        assert process.poll() is None, f"the process ended without {text!r}: {file.read_text()}"
+        assert time.monotonic() < deadline, file.read_text()
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
     ("moment", "number", "code", "left"),
     [
-        (b"denoising:", signal.SIGINT, 130, ["denoise"]),
-        (b"compiling the denoising step", signal.SIGKILL, -signal.SIGKILL, ["denoise"]),
+        ("denoising:", signal.SIGINT, 130, ["denoise"]),
+        ("compiling the denoising step", signal.SIGKILL, -signal.SIGKILL, ["denoise"]),
     ],
     ids=["ctrl-c", "kill"],
 )
 def test_a_real_kill(paths, native, tmp_path, work, moment, number, code, left):
     command = generate(native, tmp_path / "x.npz", "--steps", 1000)  # enough to be met at work on a busy machine
-    process = start(*command)
-    seen = wait_for(process, moment)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    with (tmp_path / "stderr").open("w") as stderr:
+        how = {"stdout": subprocess.PIPE, "stderr": stderr, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+        with processes.running([sys.executable, "-m", "cogvideox_flax", *command], **how) as process:
+            wait_for(process, Path(stderr.name), moment)
+            process.send_signal(number)
+            out, _ = process.communicate(timeout=60)
+    err = Path(stderr.name).read_text()
+    Path(stderr.name).unlink()
     assert process.returncode == code
     assert out == b""
-    assert b"Traceback" not in seen + err
+    assert "Traceback" not in err
     if number == signal.SIGINT:
-        assert b"the same command goes on" in err
-        assert str(tmp_path / "x.npz.stages").encode() in err
+        assert "the same command goes on" in err
+        assert str(tmp_path / "x.npz.stages") in err
     assert not (tmp_path / "x.npz").exists()
     assert paths(*command) == [tmp_path / "x.npz"]
     assert work == left

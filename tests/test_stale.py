@@ -6,13 +6,11 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import ROOT, generate
+from commands import generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file
 
@@ -146,11 +144,7 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
     more = ("--steps", 6, "--scheduler", sampler)
     expected = latents(paths, native, tmp_path / "whole", *more)
     command = generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", *more)
-    killed = subprocess.run(
-        [sys.executable, "-c", RUN, "4", *map(str, command)],
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    killed = python("-c", RUN, "4", *command)
     assert killed.returncode == -9, killed.stderr
     state = tmp_path / "run" / run_dir.STATE_FILE
     assert state.exists() and not (tmp_path / "run" / run_dir.LATENTS_FILE).exists()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import processes
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -93,7 +93,7 @@ def test_forecast_of_the_kernel(tmp_path):
     """The benchmark reads a schedule: never below the matrix unit's least, never absurd."""
     out = tmp_path / "attention.json"
     command = [sys.executable, "-m", "benchmarks.attention", "--tokens", "45106", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = processes.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=1800)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]
     assert row["floor_ms"] == pytest.approx(1e3 * 12 * 1.25 * 45106**2 / 1024 / 1.75e9)
@@ -128,8 +128,6 @@ from benchmarks import convolution, tpu
 with tpu.dumped() as dump:
     print(convolution.kernel(dump, convolution.Case(4, 24, 340, 256, 256))["share"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
+    done = processes.run([sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     assert 0.8 < float(done.stdout) < 1

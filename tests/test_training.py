@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 from flax import nnx
 
@@ -202,7 +202,7 @@ OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     tests = Path(__file__).parent
     code = KILLED.format(tests=str(tests), root=str(tests.parent))
-    killed = subprocess.run([sys.executable, "-c", code, tmp_path / "cut"], capture_output=True, text=True)
+    killed = processes.run([sys.executable, "-c", code, tmp_path / "cut"])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folders = [tmp_path / name for name in ("cut", "whole")]
     states = [train(models(), denoise, denoise_batches, OFTEN_SAVED, folder) for folder in folders]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import imageio_ffmpeg
 import jax.numpy as jnp
 import numpy as np
+import processes
 import pytest
 import torch
 from diffusers.video_processor import VideoProcessor
@@ -121,9 +121,7 @@ def test_mp4_plays_everywhere_and_keeps_colours(tmp_path):
     flat = np.empty((3, 32, 32, 3), np.uint8)
     flat[:] = (200, 60, 30)
     save_video(tmp_path / "a.mp4", flat, 8)
-    about = subprocess.run(
-        [imageio_ffmpeg.get_ffmpeg_exe(), "-i", tmp_path / "a.mp4"], capture_output=True, text=True, check=False
-    ).stderr
+    about = processes.run([imageio_ffmpeg.get_ffmpeg_exe(), "-i", tmp_path / "a.mp4"]).stderr
     assert "h264" in about
     assert "yuv420p(tv, bt709" in about
     assert abs(read_video(tmp_path / "a.mp4")[0].astype(int) - flat).max() <= 3

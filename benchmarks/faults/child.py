@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
+DEAD_S = 60
+"""Seconds that a process may take to end once it is killed."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -69,7 +72,7 @@ class Runner:
         if process.is_alive() and process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        process.join(DEAD_S)
         text = err.read_text(errors="replace") if err.exists() else ""
         return Ended(process.exitcode if process.exitcode is not None else -9, text, stuck)
 
@@ -93,7 +96,8 @@ class Runner:
         command = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "benchmarks.faults.child"]
         command += [str(folder), str(fill_after), str(left), str(self.timeout), *map(str, argv)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "DISK": str(folder)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        limit = fill_after + 2 * (self.timeout + DEAD_S) + 60  # both runs, and copying
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=limit)
         ends = [line.split(" ") for line in done.stdout.splitlines() if line.startswith("ended ")]
         if done.returncode or len(ends) != 2:
             raise RuntimeError(f"the disk of its own failed: {done.stdout}{done.stderr}")
@@ -111,7 +115,7 @@ def can_mount() -> bool:
     """Whether a process here may have disks of its own."""
     command = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs none /tmp"]
     with contextlib.suppress(OSError):
-        return subprocess.run(command, capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
     return False
 
 
@@ -159,7 +163,7 @@ def _on_disk() -> None:
             _, err = process.communicate(timeout=float(timeout))
         except subprocess.TimeoutExpired:
             process.kill()
-            stuck, (_, err) = True, process.communicate()
+            stuck, (_, err) = True, process.communicate(timeout=DEAD_S)
         filler.unlink(missing_ok=True)
         print("ended", process.returncode, stuck, err.hex() or "00", flush=True)
 

@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.vs_diffusers.cases import Case
+
+LIMIT_S = 3600.0
+"""Seconds that an answer may take."""
+DEAD_S = 60
+"""Seconds that a process may take to end once it is killed, or has closed its output."""
 
 
 class Stopped(Exception):
@@ -40,6 +46,7 @@ class Worker:
         env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
         env.setdefault("JAX_PLATFORMS", "cpu" if case.device == "cpu" else "cuda")
         self.first, self.side = 0.0, side
+        self._late = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vs_diffusers.worker", side, str(folder), json.dumps(asdict(case))],
             stdin=subprocess.PIPE,
@@ -50,16 +57,25 @@ class Worker:
 
     def _ask(self, word: str) -> str:
         assert self._process.stdin and self._process.stdout
+        watchdog = threading.Timer(LIMIT_S, self._too_late)
+        watchdog.start()
         try:
             print(word, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline().strip()
         except BrokenPipeError:
             answer = ""
+        finally:
+            watchdog.cancel()
         if not answer:
-            code = self._process.wait()
+            code = self._process.wait(DEAD_S)
             why = "killed, as when memory ends" if code == -9 else f"exit status {code}, see its message above"
+            why = f"no answer within {LIMIT_S:g} s" if self._late else why
             raise Stopped(self.side, f"{self.side} stopped at {word!r}: {why}")
         return answer
+
+    def _too_late(self) -> None:
+        self._late = True
+        self._process.kill()
 
     def start(self) -> None:
         """Load, and run once: seconds to the first result, loading not included."""
@@ -82,7 +98,7 @@ class Worker:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.wait(DEAD_S)
 
 
 def work(side: str, folder: Path, case: Case) -> None:
