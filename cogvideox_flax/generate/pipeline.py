@@ -108,7 +108,7 @@ class Pipeline(CompiledComponents):
         stages = ["run"] if request.one_program else STAGES[:-1] if request.output_type == "latent" else STAGES
         self.check_memory(request, stages, progress=progress)
         self._use_loras_of(request)
-        frames = []
+        frames: list[Any] = []
         conditioning = None if request.one_program else self.encode(request, progress=progress)
         for one in request.videos():
             if frames and conditioning is not None and self.programs(one).encodes_by_seed:

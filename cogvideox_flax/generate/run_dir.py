@@ -95,7 +95,7 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
 
     values: of `RunRecord.values` or `read_settings`.
     """
-    found = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
+    found: dict[str, Any] = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
     return found | {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
 
 
