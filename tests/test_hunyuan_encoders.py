@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,16 @@ def test_prompts_become_the_ids_of_the_reference(tokenizers, prompt, caplog):
     assert ("is cut" in caplog.text) == prompt.startswith("long")
 
 
-@pytest.mark.parametrize("prompt", [*PROMPTS, f'"{"ü" * 300}"', '"</s> <extra_id_3> x"', '"two\nlines" “a "b” c"'])
+QUOTED = [
+    f'"{"ü" * 300}"',
+    '"</s> <extra_id_3> x"',
+    '"two\nlines" “a "b” c"',
+    '“open “a “b” " ”” "\n“ “x" y ”" “',
+    '"a \u2003<pad>\t b  <unk></s>  <extra_id_1>  c <pad>"',
+]
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, *QUOTED])
 def test_quoted_text_becomes_the_ids_of_the_reference(tokenizers, prompt, caplog):
     ours, _, byt5 = tokenizers
     recorder, found = Recorder(), ours.glyphs([prompt])
@@ -204,6 +214,19 @@ def test_quoted_text_becomes_the_ids_of_the_reference(tokenizers, prompt, caplog
     for mine, expected in zip((found["ids"], found["mask"]), recorder.given, strict=True):
         np.testing.assert_array_equal(mine, expected)
     assert ("are cut" in caplog.text) == ("ü" in prompt)
+
+
+LONG = {"spaces": f'"{" " * 40000}"', "open": "“" * 40000, "odd": '“a"' * 40000}
+
+
+@pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
+def test_long_prompts_take_linear_time(tokenizers, prompt):
+    """The square of their length takes 20 s or more."""
+    ours, *_ = tokenizers
+    start = time.process_time()
+    ours.glyphs([prompt])
+    ours.prompts([prompt])
+    assert time.process_time() - start < 5
 
 
 def test_faults_of_tokenizers(tmp_path):
