@@ -76,6 +76,7 @@ FULL_QWEN: dict[str, Any] = {
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 128000,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
 }
