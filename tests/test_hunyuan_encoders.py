@@ -229,6 +229,22 @@ def test_long_prompts_take_linear_time(tokenizers, prompt):
     assert time.process_time() - start < 5
 
 
+def test_tokens_that_an_encoder_does_not_have_are_refused(tmp_path):
+    """Those of the prompt, and of quoted text with tokens that were added for more fonts than the encoder knows."""
+    rows = save_qwen_tokenizer(tmp_path / "tokenizer")
+    save_byt5_tokenizer(tmp_path / "tokenizer_2")
+    (tmp_path / "tokenizer_2" / "added_tokens.json").write_text(json.dumps({"<font-9>": 384, "<font-8>": -1}))
+    made = Tokenizers(tmp_path, TokenizersConfig(), vocab_size=rows, glyph_vocab_size=384)
+    assert made.glyphs(['"<extra_id_124>"'])["ids"].max() == 383
+    made.prompts(['"<font-9>"'])
+    for token, i in {"<font-9>": 384, "<font-8>": -1}.items():
+        with pytest.raises(InputError, match=rf"tokenizer_2 makes token {i} of the prompt.* has tokens 0 to 383; copy"):
+            made.glyphs([f'"{token}"'])
+    made.glyphs([f'"{"a" * 300}<font-9>"'])  # is cut
+    with pytest.raises(InputError, match=rf"tokenizer makes token \d+ of the prompt.*has tokens 0 to {rows - 9}"):
+        Tokenizers(tmp_path, TokenizersConfig(), vocab_size=rows - 8).prompts(["a cat"])
+
+
 def test_faults_of_tokenizers(tmp_path):
     with pytest.raises(InputError, match=r"has neither tokenizer\.json nor vocab\.json and merges\.txt"):
         Tokenizers(tmp_path, TokenizersConfig())

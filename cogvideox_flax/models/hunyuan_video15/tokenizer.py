@@ -19,7 +19,7 @@ from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import shown
-from cogvideox_flax.tokenizer import check_prompts
+from cogvideox_flax.tokenizer import check_ids, check_prompts
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +95,17 @@ class Tokenizers:
 
     Args:
         folder: the checkpoint, with tokenizer/ and, where ByT5 has more tokens than bytes, tokenizer_2/.
+        vocab_size, glyph_vocab_size: rows of the embeddings of Qwen2.5-VL and of ByT5.
 
     Raises:
         InputError: a file is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path, config: TokenizersConfig):
-        self.config = config
+    def __init__(
+        self, folder: str | Path, config: TokenizersConfig, *, vocab_size: int = 152064, glyph_vocab_size: int = 1510
+    ):
+        self.config, self._folder = config, Path(folder)
+        self._vocab_size, self._glyph_vocab_size = vocab_size, glyph_vocab_size
         self._bpe = _load_bpe(Path(folder) / "tokenizer")
         self._pad = self._bpe.token_to_id(PAD_TOKEN)
         if self._pad is None:
@@ -117,7 +121,8 @@ class Tokenizers:
         """`ids` and `mask` of prompts within their chat, padded on the right; a warning says what is cut.
 
         Raises:
-            InputError: not a list of strings, or a string that is not valid Unicode.
+            InputError: not a list of strings, a string that is not valid Unicode, or a token that the text encoder
+                does not have.
         """
         length = PREFIX_LENGTH + self.config.max_length
         rows = []
@@ -127,6 +132,7 @@ class Tokenizers:
                 end = self._bpe.decode(cut, skip_special_tokens=True).removesuffix("\nassistant\n")
                 message = "the prompt, with the end of its chat, has %d tokens more than the model's %d and is cut: %s"
                 log.warning(message, len(cut), self.config.max_length, shown(end, 200))
+            check_ids(ids[:length], self._vocab_size, self._folder / "tokenizer")
             rows.append(ids[:length])
         return _padded(rows, length, self._pad)
 
@@ -141,6 +147,7 @@ class Tokenizers:
             ids = [] if text is None else self._bytes(text)
             if len(ids) > length - 1:
                 log.warning("the quoted text has %d bytes; the last %d are cut", len(ids), len(ids) - length + 1)
+            check_ids(ids[: length - 1], self._glyph_vocab_size, self._folder / "tokenizer_2")
             rows.append([*ids[: length - 1], BYTE_EOS] if text is not None else [])
         return _padded(rows, length, 0)
 
