@@ -63,11 +63,14 @@ def generate(pipe, prompt=PROMPTS[0], **changes):
     return pipe(prompt, **({"num_inference_steps": 2, "progress": False} | SIZE | changes))
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:]], ids=["two", "unquoted"])
-def test_text_to_video_against_diffusers(pipe, layout, prompts):
+@pytest.mark.parametrize(
+    ("prompts", "guidance"), [(PROMPTS, 6.0), (PROMPTS[1:], 6.0), (PROMPTS[1:], 0.5)], ids=["two", "unquoted", "weak"]
+)
+def test_text_to_video_against_diffusers(pipe, layout, prompts, guidance):
+    """Guidance is off at 1 alone."""
     negative = NEGATIVE[: len(prompts)]
     latents = noise_for(pipe, prompts, **SIZE)
-    options = {"num_inference_steps": 4, **SIZE}
+    options = {"num_inference_steps": 4, "guidance_scale": guidance, **SIZE}
     ours = pipe(prompts, negative, latents=latents, output_type="float", progress=False, **options)
     theirs = run_reference(layout, prompts, negative, latents, **options)
     assert ours.frames.shape == theirs.shape == (len(prompts), 9, 64, 96, 3)

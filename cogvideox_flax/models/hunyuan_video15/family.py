@@ -6,6 +6,7 @@ Source: arXiv 2511.18870; diffusers `HunyuanVideo15Pipeline`, `HunyuanVideo15Ima
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,7 @@ def _family(name: str, components: Mapping[str, Component]) -> ModelFamily:
         tokenizer_files=TOKENIZER_FILES,
         read_tokenizer=lambda raw, configs: TokenizersConfig(),
         make_tokenizer=_make_tokenizer,
+        is_guided=lambda scale: not math.isclose(scale, 1),  # as diffusers' guider
         license=LICENSE,
         releases=releases.releases_of(name),
         find_release=partial(releases.find_release, name),
