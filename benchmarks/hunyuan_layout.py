@@ -76,6 +76,7 @@ FULL_QWEN: dict[str, Any] = {
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 128000,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
 }
@@ -143,11 +144,24 @@ def save_layout(folder: Path, *, image: bool = False, guidance_scale: float = 6.
     return folder
 
 
-def run_reference(folder: Path, prompts: list[str], negative: list[str], latents: np.ndarray, **options: Any) -> Any:
-    """diffusers' frames [B, F, H, W, 3] in [0, 1]; latents: [B, T, h, w, C]."""
+def run_reference(
+    folder: Path,
+    prompts: list[str],
+    negative: list[str],
+    latents: np.ndarray,
+    *,
+    guidance_scale: float | None = None,
+    **options: Any,
+) -> Any:
+    """diffusers' frames [B, F, H, W, 3] in [0, 1].
+
+    latents: [B, T, h, w, C]. guidance_scale: default: the checkpoint's.
+    """
     image = "image" in options
     kind = diffusers.HunyuanVideo15ImageToVideoPipeline if image else diffusers.HunyuanVideo15Pipeline
     pipe = kind.from_pretrained(folder)
+    if guidance_scale is not None:
+        pipe.guider = pipe.guider.new(guidance_scale=guidance_scale)
     pipe.vae.enable_slicing()  # without it, diffusers decodes one video only
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():

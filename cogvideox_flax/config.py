@@ -12,14 +12,28 @@ from cogvideox_flax.io.values import is_count, is_finite_number, shown
 
 
 def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
-    """Refuse config values that the implementation does not cover, all at once."""
+    """Refuse config values that the implementation does not cover, all at once.
+
+    A missing key is accepted: merge the reference's default into `raw` where that is not covered. So is null where
+    the covered value is off, which the reference takes for off too.
+    """
     faults = [
         f"  {key}: got {raw[key]!r}, supported is {value!r}"
         for key, value in expected.items()
-        if key in raw and raw[key] is not None and raw[key] != value
+        if key in raw and raw[key] != value and (value or raw[key] is not None)
     ]
     if faults:
         raise CheckpointError(f"{component} config asks for what is not implemented:\n" + "\n".join(faults))
+
+
+def check_compression(name: str, ratio: int, most: int) -> None:
+    """Refuse a VAE's compression that its levels, which halve one after the other, do not make.
+
+    Raises:
+        CheckpointError: not a power of two, or more than all levels make.
+    """
+    if ratio & (ratio - 1) or ratio > most:
+        raise CheckpointError(f"vae config: {name} compression is {ratio}; expected a power of two, at most {most}")
 
 
 MAX = {"layers": 1000, "refiner_layers": 1000, "layers_per_block": 100, "temporal_compression": 64}

@@ -61,6 +61,23 @@ def check_prompts(prompts: Sequence[str]) -> Sequence[str]:
     return prompts
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
+    """Refuse token ids without a row in the text encoder's embedding, which a compiled program would not report.
+
+    Args:
+        vocab_size: rows of the embedding.
+        folder: the tokenizer's, for the message.
+
+    Raises:
+        InputError: with the first such id.
+    """
+    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
+        raise InputError(
+            f"the tokenizer in {folder} makes token {wrong[0]} of the prompt, and the text encoder has tokens 0 to "
+            f"{vocab_size - 1}; copy both from the same checkpoint"
+        )
+
+
 class Tokenizer:
     """A list of prompts to ids, int32 [B, max_length].
 
@@ -82,6 +99,7 @@ class Tokenizer:
 
     def __init__(self, spiece_model_path: str | Path, max_length: int = 226, *, vocab_size: int = 32128):
         self.max_length = max_length
+        self._vocab_size, self._folder = vocab_size, Path(spiece_model_path).parent
         self._model = _load(Path(spiece_model_path))
         extra_ids = max(0, min(MAX_SENTINELS, vocab_size - len(self._model)))
         last = len(self._model) + extra_ids - 1
@@ -94,7 +112,8 @@ class Tokenizer:
         """Encode prompts; a prompt that is too long is cut before its end of sequence, and a warning names the rest.
 
         Raises:
-            InputError: not a list of strings, or a string that is not valid Unicode.
+            InputError: not a list of strings, a string that is not valid Unicode, or a token that the text encoder
+                does not have.
         """
         ids = np.full((len(prompts), self.max_length), PAD, np.int32)
         for row, prompt in zip(ids, check_prompts(prompts), strict=True):
@@ -108,6 +127,7 @@ class Tokenizer:
                     len(cut),
                     shown(self._decode(cut), 200),
                 )
+            check_ids(kept, self._vocab_size, self._folder)
             row[: len(kept) + 1] = [*kept, EOS]
         return ids
 

@@ -48,6 +48,8 @@ def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release:
         ConversionError: a config file is missing or not supported.
     """
     configs = {name: _component_config(src, family, name, release) for name in wanted}
+    if "image_encoder" in configs:
+        _check_feature_extractor(src, configs["image_encoder"].image_size)
     scheduler_file = src / "scheduler" / "scheduler_config.json"
     known = release or family.find_release(configs)
     if release is None and scheduler_file.is_file():
@@ -74,6 +76,25 @@ def _guidance_scale(src: Path) -> float | None:
         return float(raw.get("guidance_scale", 7.5)) if raw.get("enabled", True) else 1.0
 
     return _parse(path, read)
+
+
+def _check_feature_extractor(src: Path, side: int) -> None:
+    """Refuse pictures for the image encoder that are made otherwise than SigLIP's: bicubic, squashed, in [-1, 1].
+
+    Raises:
+        ConversionError: with the values of `feature_extractor/preprocessor_config.json` (transformers
+            `SiglipImageProcessor`).
+    """
+    path = src / "feature_extractor" / "preprocessor_config.json"
+    if not path.is_file():
+        return
+    half = [0.5, 0.5, 0.5]
+    usual = {"do_rescale": True, "do_normalize": True, "image_mean": half, "image_std": half, "resample": 3}
+    usual |= {"rescale_factor": 1 / 255, "size": {"height": side, "width": side}}
+    off = {"do_center_crop": False, "do_pad": False}
+    _parse(
+        path, lambda raw: require("feature_extractor", {"size": {"height": 224, "width": 224}} | raw, **usual, **off)
+    )
 
 
 def _component_config(src: Path, family: ModelFamily, name: str, release: Release | None) -> Any:

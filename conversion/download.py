@@ -21,6 +21,7 @@ CONFIGS = (
     "*/config.json",
     "scheduler/scheduler_config.json",
     "guider/guider_config.json",
+    "feature_extractor/preprocessor_config.json",
     "tokenizer*/tokenizer_config.json",
 )
 

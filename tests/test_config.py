@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import logging
 import re
+from typing import Any
 
+import diffusers
 import jax
 import pytest
+import transformers
 from reference import SHARED
 
 from cogvideox_flax.checkpoint import Manifest
@@ -19,8 +23,12 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.releases import find_release
 from cogvideox_flax.models.cogvideox.sizes import resolve_size
+from cogvideox_flax.models.hunyuan_video15 import config as hunyuan
+from cogvideox_flax.models.hunyuan_video15.qwen import QwenConfig
+from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
 from cogvideox_flax.models.registry import RELEASES, get_release
 from cogvideox_flax.models.t5 import TextEncoderConfig
+from cogvideox_flax.schedulers import FlowMatchConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.sharding import make_mesh
 from cogvideox_flax.tokenizer import TokenizerConfig
@@ -182,3 +190,202 @@ def test_values_that_no_model_has_are_refused(component, changes, message):
     config = RELEASES["cogvideox-2b"].configs[component]
     with pytest.raises(CheckpointError, match=message):
         type(config).from_dict(config.to_dict() | changes)
+
+
+NOISE = {"clip_sample", "clip_sample_range", "sample_max_value", "steps_offset"}  # of other schedulers or spacings
+SAMPLED = {"prediction_type": "v_prediction", "timestep_spacing": "trailing"}
+REFERENCES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
+    "cogvideox transformer": (TransformerConfig, diffusers.CogVideoXTransformer3DModel, {}, {"dropout"}),
+    "cogvideox vae": (
+        VAEConfig,
+        diffusers.AutoencoderKLCogVideoX,
+        {},
+        {
+            "shift_factor",
+            "latents_mean",
+            "latents_std",
+            "force_upcast",
+        },  # neither its forward nor a pipeline reads them
+    ),
+    "ddim": (SchedulerConfig, diffusers.CogVideoXDDIMScheduler, SAMPLED, NOISE),
+    "dpm": (SchedulerConfig, diffusers.CogVideoXDPMScheduler, SAMPLED, NOISE),
+    "t5": (
+        TextEncoderConfig,
+        transformers.T5Config,
+        {"feed_forward_proj": "gated-gelu"},
+        {"dropout_rate", "classifier_dropout", "initializer_factor", "use_cache"}
+        | {"num_decoder_layers", "is_encoder_decoder", "pad_token_id", "eos_token_id"},
+    ),
+    "qwen": (
+        QwenConfig,
+        transformers.Qwen2_5_VLTextConfig,
+        {},
+        {"attention_dropout", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+        | {"sliding_window", "max_window_layers", "max_position_embeddings"},  # of what is refused
+    ),
+    # the head is not run
+    "siglip": (VisionConfig, transformers.SiglipVisionConfig, {}, {"attention_dropout", "vision_use_head"}),
+    "hunyuan transformer": (hunyuan.TransformerConfig, diffusers.HunyuanVideo15Transformer3DModel, {}, {"task_type"}),
+    "hunyuan vae": (hunyuan.VAEConfig, diffusers.AutoencoderKLHunyuanVideo15, {}, set()),
+    "flow match": (
+        FlowMatchConfig,
+        diffusers.FlowMatchEulerDiscreteScheduler,
+        {},
+        {"base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type"},
+    ),
+}
+"""Ours, the reference's, changes of its defaults, and its keys that do not change what it computes."""
+
+
+def reference_config(name: str) -> tuple[Any, dict[str, Any], set[str]]:
+    """Our type, the config file that the reference writes, and the keys of its class that change what it computes."""
+    kind, reference, changes, passed_over = REFERENCES[name]
+    if issubclass(reference, transformers.PreTrainedConfig):
+        raw, keys = reference(**changes).to_dict(), set(reference.__annotations__)
+    else:
+        raw = {key: each.default for key, each in inspect.signature(reference.__init__).parameters.items()} | changes
+        del raw["self"]
+        raw, keys = json.loads(json.dumps(raw)), set(raw)
+    assert passed_over <= keys
+    return kind, raw, (keys - passed_over) & raw.keys()
+
+
+def another(value: Any) -> Any:
+    """A value of the same kind."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return 2 * value or 1
+        case str():
+            return value + "-2"
+        case dict():
+            return value | {"rope_type": "linear", "factor": 2.0}
+        case [str(), *_]:
+            return ["sliding_attention", *value[1:]]
+        case list():
+            return [*value[:-1], 2 * value[-1]]
+    return [0.5]
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_every_key_that_changes_the_computation_is_read_or_refused(name):
+    kind, raw, keys = reference_config(name)
+    usual = kind.from_hf(raw)
+    assert len(keys) >= 7
+    for key in keys:
+        try:
+            assert kind.from_hf(raw | {key: another(raw[key])}) != usual, key
+        except CheckpointError as e:
+            assert "supported is" in str(e) or "expected" in str(e)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "qwen",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_parameters.rope_type: got 'yarn', .*'de",
+        ),
+        ("qwen", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type: got 'linear'"),
+        (
+            "qwen",
+            {"rope_scaling": {"rope_type": "dynamic", "type": "default"}},
+            "rope_scaling.rope_type: got 'dynamic'",
+        ),
+        ("qwen", {"text_config": {"rope_scaling": {"type": "longrope"}}}, "rope_scaling.rope_type: got 'longrope'"),
+        ("qwen", {"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "rope_type: got {'full_attention'"),
+        ("qwen", {"use_sliding_window": True}, "use_sliding_window: got True, supported is False"),
+        ("qwen", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: got .*'sliding_attention'"),
+        ("qwen", {"head_dim": 64}, "head_dim: got 64, supported is 128"),
+        ("qwen", {"hidden_act": None}, "hidden_act: got None, supported is 'silu'"),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "feed_forward_proj: got 'gated-silu', supported is 'gated-gelu'"),
+        ("t5", {"is_gated_act": False}, "is_gated_act: got False"),
+        ("t5", {"dense_act_fn": "relu"}, "dense_act_fn: got 'relu', supported is 'gelu_new'"),
+        ("t5", {"is_decoder": True}, "is_decoder: got True"),
+        ("t5", {"model_type": "umt5"}, "model_type: got 'umt5'"),
+        ("t5", {"relative_attention_num_buckets": 3}, "3 buckets of distances up to 128; expected 4"),
+        ("t5", {"relative_attention_max_distance": 8}, "32 buckets of distances up to 8"),
+        ("siglip", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', supported is 'gelu_pytorch_tanh'"),
+        ("siglip", {"num_channels": 1}, "num_channels: got 1, supported is 3"),
+        ("siglip", {"image_size": [384, 192]}, r"image_size: got \[384, 192\], expected a whole number"),
+        ("cogvideox transformer", {"flip_sin_to_cos": None}, "flip_sin_to_cos: got None, supported is True"),
+        ("cogvideox transformer", {"freq_shift": 1}, "freq_shift: got 1, supported is 0"),
+        ("cogvideox transformer", {"activation_fn": "gelu"}, "activation_fn: got 'gelu'"),
+        ("cogvideox transformer", {"out_channels": None}, "out_channels: got None"),
+        ("cogvideox vae", {"use_quant_conv": True}, "use_quant_conv: got True"),
+        ("cogvideox vae", {"down_block_types": ["CogVideoXUpBlock3D"] * 4}, "expected CogVideoXDownBlock3D 4 times"),
+        ("cogvideox vae", {"up_block_types": ["CogVideoXUpBlock3D"] * 3}, "expected CogVideoXUpBlock3D 4 times"),
+        ("cogvideox vae", {"temporal_compression_ratio": 4.5}, "temporal_compression: got 4.5"),
+        ("cogvideox vae", {"temporal_compression_ratio": 16}, "compression is 16; expected a power of two, at most 8"),
+        ("hunyuan transformer", {"qk_norm": None}, "qk_norm: got None, supported is 'rms_norm'"),
+        ("hunyuan transformer", {"patch_size": 2}, "patch_size: got 2, supported is 1"),
+        ("hunyuan vae", {"upsample_match_channel": False}, "upsample_match_channel: got False"),
+        ("hunyuan vae", {"downsample_match_channel": None}, "downsample_match_channel: got None"),
+        ("hunyuan vae", {"temporal_compression_ratio": 3}, "temporal compression is 3; expected a power of two"),
+        ("hunyuan vae", {"spatial_compression_ratio": 17}, "spatial compression is 17; expected a power of two"),
+        ("ddim", {"prediction_type": "epsilon"}, "prediction_type: got 'epsilon', supported is 'v_prediction'"),
+        ("dpm", {"beta_schedule": "linear"}, "beta_schedule: got 'linear', supported is 'scaled_linear'"),
+        ("dpm", {"trained_betas": [0.1]}, r"trained_betas: got \[0.1\], supported is None"),
+        ("flow match", {"stochastic_sampling": True}, "stochastic_sampling: got True, supported is False"),
+        ("flow match", {"shift_terminal": 0.1}, "shift_terminal: got 0.1, supported is None"),
+    ],
+    ids=str,
+)
+def test_configs_that_compute_something_else_are_refused(name, changes, message):
+    kind, raw, _ = reference_config(name)
+    with pytest.raises(CheckpointError, match=message):
+        kind.from_hf(raw | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("t5", "feed_forward_proj", "feed_forward_proj: got 'relu'"),
+        ("ddim", "prediction_type", "prediction_type: got 'epsilon'"),
+        ("dpm", "timestep_spacing", "timestep_spacing: got 'leading'"),
+    ],
+)
+def test_a_missing_key_has_the_default_of_the_reference(name, key, message):
+    kind, raw, _ = reference_config(name)
+    del raw[key]
+    with pytest.raises(CheckpointError, match=message):
+        kind.from_hf(raw)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_other_missing_keys_too(name):
+    kind, raw, keys = reference_config(name)
+    needed = {"feed_forward_proj", "prediction_type", "timestep_spacing", "vocab_size", "hidden_size", "d_model"}
+    needed |= {
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "d_kv",
+        "d_ff",
+    }
+    for key in keys - needed:
+        assert kind.from_hf({name: value for name, value in raw.items() if name != key}) == kind.from_hf(raw), key
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [16, 24, 24]}},
+        {"rope_scaling": {"type": "mrope", "rope_theta": 5e5}, "rope_parameters": {"rope_theta": 7.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [16, 24, 24]}},
+        {"rope_parameters": {"rope_type": "mrope", "rope_theta": 5e5}, "rope_theta": 7.0, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
+        {"rope_theta": 5e5, "layer_types": ["full_attention"] * 80, "head_dim": None, "use_sliding_window": None},
+    ],
+    ids=str,
+)
+def test_positions_of_every_version_are_read(positions):
+    kind, raw, _ = reference_config("qwen")
+    del raw["rope_parameters"]
+    assert kind.from_hf(raw | positions).rope_theta == 5e5
+    assert transformers.Qwen2_5_VLTextConfig(**raw | positions).rope_parameters["rope_theta"] == 5e5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -192,7 +193,16 @@ def test_prompts_become_the_ids_of_the_reference(tokenizers, prompt, caplog):
     assert ("is cut" in caplog.text) == prompt.startswith("long")
 
 
-@pytest.mark.parametrize("prompt", [*PROMPTS, f'"{"ü" * 300}"', '"</s> <extra_id_3> x"', '"two\nlines" “a "b” c"'])
+QUOTED = [
+    f'"{"ü" * 300}"',
+    '"</s> <extra_id_3> x"',
+    '"two\nlines" “a "b” c"',
+    '“open “a “b” " ”” "\n“ “x" y ”" “',
+    '"a \u2003<pad>\t b  <unk></s>  <extra_id_1>  c <pad>"',
+]
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS, *QUOTED])
 def test_quoted_text_becomes_the_ids_of_the_reference(tokenizers, prompt, caplog):
     ours, _, byt5 = tokenizers
     recorder, found = Recorder(), ours.glyphs([prompt])
@@ -204,6 +214,35 @@ def test_quoted_text_becomes_the_ids_of_the_reference(tokenizers, prompt, caplog
     for mine, expected in zip((found["ids"], found["mask"]), recorder.given, strict=True):
         np.testing.assert_array_equal(mine, expected)
     assert ("are cut" in caplog.text) == ("ü" in prompt)
+
+
+LONG = {"spaces": f'"{" " * 40000}"', "open": "“" * 40000, "odd": '“a"' * 40000}
+
+
+@pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
+def test_long_prompts_take_linear_time(tokenizers, prompt):
+    """The square of their length takes 20 s or more."""
+    ours, *_ = tokenizers
+    start = time.process_time()
+    ours.glyphs([prompt])
+    ours.prompts([prompt])
+    assert time.process_time() - start < 5
+
+
+def test_tokens_that_an_encoder_does_not_have_are_refused(tmp_path):
+    """Those of the prompt, and of quoted text with tokens that were added for more fonts than the encoder knows."""
+    rows = save_qwen_tokenizer(tmp_path / "tokenizer")
+    save_byt5_tokenizer(tmp_path / "tokenizer_2")
+    (tmp_path / "tokenizer_2" / "added_tokens.json").write_text(json.dumps({"<font-9>": 384, "<font-8>": -1}))
+    made = Tokenizers(tmp_path, TokenizersConfig(), vocab_size=rows, glyph_vocab_size=384)
+    assert made.glyphs(['"<extra_id_124>"'])["ids"].max() == 383
+    made.prompts(['"<font-9>"'])
+    for token, i in {"<font-9>": 384, "<font-8>": -1}.items():
+        with pytest.raises(InputError, match=rf"tokenizer_2 makes token {i} of the prompt.* has tokens 0 to 383; copy"):
+            made.glyphs([f'"{token}"'])
+    made.glyphs([f'"{"a" * 300}<font-9>"'])  # is cut
+    with pytest.raises(InputError, match=rf"tokenizer makes token \d+ of the prompt.*has tokens 0 to {rows - 9}"):
+        Tokenizers(tmp_path, TokenizersConfig(), vocab_size=rows - 8).prompts(["a cat"])
 
 
 def test_faults_of_tokenizers(tmp_path):

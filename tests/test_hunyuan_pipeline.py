@@ -1,6 +1,7 @@
 """HunyuanVideo-1.5, whole runs: against diffusers, and the same run in every way there is to run it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +10,12 @@ from safetensors.numpy import load_file
 
 import cogvideox_flax
 from benchmarks.hunyuan_layout import run_reference, save_layout
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import save_video
+from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
+from conversion.configs import read_configs
 
 pytest_plugins = ["commands"]
 
@@ -60,11 +63,14 @@ def generate(pipe, prompt=PROMPTS[0], **changes):
     return pipe(prompt, **({"num_inference_steps": 2, "progress": False} | SIZE | changes))
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[1:]], ids=["two", "unquoted"])
-def test_text_to_video_against_diffusers(pipe, layout, prompts):
+@pytest.mark.parametrize(
+    ("prompts", "guidance"), [(PROMPTS, 6.0), (PROMPTS[1:], 6.0), (PROMPTS[1:], 0.5)], ids=["two", "unquoted", "weak"]
+)
+def test_text_to_video_against_diffusers(pipe, layout, prompts, guidance):
+    """Guidance is off at 1 alone."""
     negative = NEGATIVE[: len(prompts)]
     latents = noise_for(pipe, prompts, **SIZE)
-    options = {"num_inference_steps": 4, **SIZE}
+    options = {"num_inference_steps": 4, "guidance_scale": guidance, **SIZE}
     ours = pipe(prompts, negative, latents=latents, output_type="float", progress=False, **options)
     theirs = run_reference(layout, prompts, negative, latents, **options)
     assert ours.frames.shape == theirs.shape == (len(prompts), 9, 64, 96, 3)
@@ -207,6 +213,29 @@ def test_the_license_is_said_at_a_download(layout, monkeypatch, capsys):
     download.download_model("a/b", download.Download(layout, {"revision": "c"}), TEXT_TO_VIDEO)
     assert capsys.readouterr().err == LICENSE + "\n"
     assert "tokenizer/vocab.json" in asked[0][2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image_mean": [0.48, 0.46, 0.41]}, r"image_mean: got \[0.48, 0.46, 0.41\], supported is \[0.5, 0.5, 0.5\]"),
+        ({"resample": 2}, "resample: got 2, supported is 3"),
+        ({"size": {"height": 28, "width": 28}}, "size: got .*28.*supported is {'height': 42, 'width': 42}"),
+        ({"do_normalize": False}, "do_normalize: got False"),
+        ({"do_center_crop": True}, "do_center_crop: got True, supported is False"),
+    ],
+    ids=str,
+)
+def test_pictures_that_are_prepared_otherwise_are_refused(image_layout, tmp_path, changes, message):
+    for each in image_layout.iterdir():
+        if each.name != "feature_extractor":
+            (tmp_path / each.name).symlink_to(each)
+    path = Path("feature_extractor", "preprocessor_config.json")
+    (tmp_path / path.parent).mkdir()
+    raw = json.loads((image_layout / path).read_text())
+    (tmp_path / path).write_text(json.dumps(raw | changes))
+    with pytest.raises(ConversionError, match=f"preprocessor_config.json: feature_extractor config.*\n.*{message}"):
+        read_configs(tmp_path, get_family("hunyuan_video15_i2v"), ["image_encoder"])
 
 
 def test_guidance_of_the_guider_is_in_the_checkpoint(pipe, tmp_path):

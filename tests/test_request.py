@@ -45,6 +45,20 @@ def test_none_is_what_the_authors_recommend(release, expected):
     assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], None)
 
 
+@pytest.mark.parametrize(
+    ("release", "on", "off"),
+    [
+        ("cogvideox-5b", (1.5, 6), (1, 0.5, 0, -1)),
+        ("hunyuanvideo1.5-480p-t2v", (1.5, 6, 0.5, 0, -1), (1, 1 + 1e-12)),  # diffusers' guider is off at 1 alone
+    ],
+)
+def test_the_family_says_when_guidance_is_on(release, on, off):
+    manifest = Manifest.of_release(RELEASES[release])
+    for scale in (*on, *off):
+        found = GenerationRequest(PROMPT, guidance_scale=scale).resolve(manifest)
+        assert found.guided == found.varied(seed=3).guided == (scale in on)
+
+
 def test_all_faults_are_in_one_error():
     request = GenerationRequest(
         [], num_frames=10, num_inference_steps=0, seed=-1, fps=0, output_type="pil", use_dynamic_cfg="often"

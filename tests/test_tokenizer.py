@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,18 @@ def test_cut_text_is_reported(small, caplog):
 
 
 def test_sentinels_that_the_model_has_no_rows_for_are_text(small):
-    ids = Tokenizer(small / "spiece.model", vocab_size=1)(["<extra_id_0>"])
-    assert ids.max() < len(sentencepiece.SentencePieceProcessor(model_file=str(small / "spiece.model")))
+    pieces = len(sentencepiece.SentencePieceProcessor(model_file=str(small / "spiece.model")))
+    assert Tokenizer(small / "spiece.model", vocab_size=pieces)(["<extra_id_0>"]).max() < pieces
+
+
+def test_tokens_that_the_text_encoder_does_not_have_are_refused(small):
+    """A compiled program would read another row, or zeros, and say nothing."""
+    ids = Tokenizer(small / "spiece.model")(["a red circle"])
+    last = int(ids.max())
+    np.testing.assert_array_equal(Tokenizer(small / "spiece.model", vocab_size=last + 1)(["a red circle"]), ids)
+    message = f"{small} makes token {last} of the prompt, and the text encoder has tokens 0 to {last - 1}; copy both"
+    with pytest.raises(InputError, match=re.escape(message)):
+        Tokenizer(small / "spiece.model", vocab_size=last)(["a red circle"])
 
 
 @pytest.mark.parametrize("damage", ["missing", "directory", "empty", "text", "half", "between pieces", "not T5"])

@@ -48,7 +48,7 @@ class GenerationRequest:
     """What to generate. None stands for what the release's authors recommend; `resolve` fills it in.
 
     prompt: one prompt or a list, each a video of one batch.
-    negative_prompt: what to steer away from; one for all or one per prompt. Used when guidance_scale > 1.
+    negative_prompt: what to steer away from; one for all or one per prompt. Used where guidance is on.
     latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; extra latent frames count.
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
     lora: adapters of this run, each a file, "FILE:SCALE", or a mapping with file and scale; None stands for those that
@@ -204,7 +204,8 @@ class GenerationRequest:
         from cogvideox_flax.generate import media
         from cogvideox_flax.generate.windows import check_long
 
-        if isinstance(self, ResolvedRequest) and getattr(self, "_resolved_for", None) == manifest.configs:
+        resolved_for = getattr(self, "_resolved_for", None)
+        if isinstance(self, ResolvedRequest) and resolved_for and resolved_for.configs == manifest.configs:
             return self
         manifest.check_complete("the model")
         family, configs, faults = manifest.model_family, manifest.configs, Faults()
@@ -251,7 +252,7 @@ class GenerationRequest:
         untrained = [] if sampler.needs_video else family.size_warnings(configs, shown_size)
         for warning in (*untrained, *result._unused_media(size)):
             log.warning(warning)
-        object.__setattr__(result, "_resolved_for", configs)
+        object.__setattr__(result, "_resolved_for", manifest)
         return result
 
     def _recommended(self, manifest: Manifest) -> dict[str, Any]:
@@ -291,6 +292,7 @@ class ResolvedRequest(GenerationRequest):
         video: list[Media] | None
         control_video: list[Media] | None
         mask_video: list[Media] | None
+        _resolved_for: Manifest
 
     @property
     def batch(self) -> int:
@@ -299,8 +301,8 @@ class ResolvedRequest(GenerationRequest):
 
     @property
     def guided(self) -> bool:
-        """Whether guidance is on."""
-        return self.guidance_scale > 1
+        """Whether guidance is on, by the rule of the model's family."""
+        return self._resolved_for.model_family.is_guided(self.guidance_scale)
 
     @property
     def first_step(self) -> int:
@@ -330,7 +332,7 @@ class ResolvedRequest(GenerationRequest):
     def varied(self, **changes: Any) -> ResolvedRequest:
         """The same with other prompts or another seed, of which a check would say nothing new."""
         result = dataclasses.replace(self, **changes)
-        object.__setattr__(result, "_resolved_for", getattr(self, "_resolved_for", None))
+        object.__setattr__(result, "_resolved_for", self._resolved_for)
         return result
 
     def _unused_media(self, size: Size) -> list[str]:

@@ -237,6 +237,7 @@ class ModelFamily:
         check_tiling: raises InputError if decoding in tiles is not possible.
         lora: targets and file names of adapters.
         samplers: name -> class.
+        is_guided: guidance scale -> whether guidance is on; else the prediction is that of the prompt alone.
         defaults: configs -> the defaults of a run.
         resolve_size: (configs, num_frames, height, width) -> Size: fills in None and checks the rules.
         size_warnings: (configs, size) -> sentences about sizes outside of those trained.
@@ -290,6 +291,7 @@ class ModelFamily:
     encode: Callable[[Any, Float[Array, "B F H W 3"]], tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]]
     latent_scale: Callable[[Configs], float]
     decode: Callable[[Any, Float32[Array, "B T h w C"], bool], Float32[Array, "B F H W 3"]]
+    is_guided: Callable[[float], bool] = lambda scale: scale > 1
     license: str | None = None
     picture_size: Callable[[Configs, int, int], tuple[int, int]] | None = None
     decoder_pieces: Callable[[int], Sequence[int]] = lambda frames: [frames]

@@ -58,9 +58,25 @@ class TextEncoderConfig(Config):
     position_max_distance: int = 128
     norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.position_buckets < 4 or self.position_max_distance <= self.position_buckets // 4:
+            raise CheckpointError(
+                f"text_encoder config: {self.position_buckets} buckets of distances up to "
+                f"{self.position_max_distance}; expected 4 buckets or more, and distances beyond a quarter of them"
+            )
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        require("text_encoder", raw, feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", model_type="t5")
+        require(
+            "text_encoder",
+            {"feed_forward_proj": "relu"} | dict(raw),
+            model_type="t5",
+            feed_forward_proj="gated-gelu",
+            dense_act_fn="gelu_new",  # wins over what feed_forward_proj says, as does is_gated_act
+            is_gated_act=True,
+            is_decoder=False,
+        )
         # transformers' T5Config defaults are those of t5-small; a saved file always has these six values.
         needed = ("vocab_size", "d_model", "num_layers", "num_heads", "d_kv", "d_ff")
         missing = [key for key in needed if key not in raw]

@@ -37,7 +37,7 @@ class SchedulerConfig(Config):
             raise CheckpointError(f"scheduler config names {name}; expected one of {sorted(kinds)}")
         require(
             "scheduler",
-            raw,
+            {"prediction_type": "epsilon", "timestep_spacing": "leading"} | dict(raw),
             beta_schedule="scaled_linear",
             prediction_type="v_prediction",
             timestep_spacing="trailing",
@@ -49,6 +49,6 @@ class SchedulerConfig(Config):
             beta_start=raw.get("beta_start", 0.00085),
             beta_end=raw.get("beta_end", 0.012),
             snr_shift_scale=raw.get("snr_shift_scale", 3.0),
-            rescale_betas_zero_snr=raw.get("rescale_betas_zero_snr", True),
+            rescale_betas_zero_snr=raw.get("rescale_betas_zero_snr", False),
             set_alpha_to_one=raw.get("set_alpha_to_one", True),
         )

@@ -30,9 +30,7 @@ class FlowMatchConfig(Config):
             raise CheckpointError(f"scheduler config names {name}; expected FlowMatchEulerDiscreteScheduler")
         unsupported = ("dynamic_shifting", "karras_sigmas", "exponential_sigmas", "beta_sigmas")
         off = {f"use_{name}": False for name in unsupported} | {"invert_sigmas": False, "stochastic_sampling": False}
-        require("scheduler", raw, **off)
-        if raw.get("shift_terminal") is not None:
-            raise CheckpointError(f"scheduler config: shift_terminal is {raw['shift_terminal']!r}; expected none")
+        require("scheduler", raw, shift_terminal=None, **off)
         return cls(num_train_timesteps=raw.get("num_train_timesteps", 1000), shift=raw.get("shift", 1.0))
 
 

@@ -179,7 +179,7 @@ def _save_samples(
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.use(family.denoiser, denoiser)
-    *_, last = pipe.denoise(Conditioning(prompts, empty if sample.guidance_scale > 1 else None), job.samples)
+    *_, last = pipe.denoise(Conditioning(prompts, empty if job.samples.guided else None), job.samples)
     pipe.release(family.denoiser)  # its weights may be buffers that the next training step overwrites
     video = fetch(pipe.decode(last.latents[:, size.extra_latents :], progress=False))
     pipe.release(family.decoder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import Config, check_compression, require
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.tiling import Tiling
 
@@ -57,14 +57,17 @@ class TransformerConfig(Config):
         learned = raw.get("use_learned_positional_embeddings", False)
         rotary = raw.get("use_rotary_positional_embeddings", False)
         if learned and not rotary:
-            raise CheckpointError("transformer config has learned positions without rotary ones; no release has that")
+            raise CheckpointError(
+                "transformer config has use_learned_positional_embeddings without use_rotary_positional_embeddings, "
+                "as no release has; expected both or neither, or rotary ones alone"
+            )
         patch_size_t = raw.get("patch_size_t")
         return cls(
             layers=raw.get("num_layers", 30),
             heads=raw.get("num_attention_heads", 30),
             head_dim=raw.get("attention_head_dim", 64),
             in_channels=raw.get("in_channels", 16),
-            out_channels=raw.get("out_channels") or 16,
+            out_channels=raw.get("out_channels", 16),
             patch_size=raw.get("patch_size", 2),
             patch_size_t=patch_size_t,
             text_width=raw.get("text_embed_dim", 4096),
@@ -153,22 +156,27 @@ class VAEConfig(Config):
     sample_height: int = 480
     sample_width: int = 720
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_compression("temporal", self.temporal_compression, 2 ** (len(self.block_channels) - 1))
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("vae", raw, act_fn="silu", use_quant_conv=False, use_post_quant_conv=False)
-        for key in ("down_block_types", "up_block_types"):
-            odd = {b for b in raw.get(key, ()) if not b.startswith("CogVideoX")}
-            if odd:
-                raise CheckpointError(f"vae config: {key} has {sorted(odd)}; expected CogVideoX blocks only")
+        channels = tuple(raw.get("block_out_channels", (128, 256, 256, 512)))
+        for key, kind in {"down_block_types": "CogVideoXDownBlock3D", "up_block_types": "CogVideoXUpBlock3D"}.items():
+            if list(raw.get(key, [kind] * len(channels))) != [kind] * len(channels):
+                raise CheckpointError(f"vae config: {key} is {raw[key]}; expected {kind} {len(channels)} times")
+        ratio = raw.get("temporal_compression_ratio", 4)
         return cls(
             in_channels=raw.get("in_channels", 3),
             out_channels=raw.get("out_channels", 3),
             latent_channels=raw.get("latent_channels", 16),
-            block_channels=tuple(raw.get("block_out_channels", (128, 256, 256, 512))),
+            block_channels=channels,
             layers_per_block=raw.get("layers_per_block", 3),
             norm_groups=raw.get("norm_num_groups", 32),
             norm_eps=raw.get("norm_eps", 1e-6),
-            temporal_compression=int(raw.get("temporal_compression_ratio", 4)),
+            temporal_compression=int(ratio) if isinstance(ratio, float) and ratio.is_integer() else ratio,
             scaling_factor=raw.get("scaling_factor", 1.15258426),
             invert_scale_latents=raw.get("invert_scale_latents", False),
             sample_height=raw.get("sample_height", 480),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from cogvideox_flax.config import Config, require
+from cogvideox_flax.config import DEFAULT_MAX, Config, check_compression, require
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.tiling import Tiling
 
@@ -99,6 +99,8 @@ class VAEConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_compression("spatial", self.spatial_compression, DEFAULT_MAX)
+        check_compression("temporal", self.temporal_compression, self.spatial_compression)
         if len(self.block_channels) != self.spatial_levels + 1:
             raise CheckpointError(
                 f"vae config: {len(self.block_channels)} levels for {self.spatial_compression}x compression; "

@@ -6,8 +6,10 @@ Source: arXiv 2511.18870; diffusers `HunyuanVideo15Pipeline`, `HunyuanVideo15Ima
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -142,6 +144,11 @@ def _picture_size(configs: Configs, height: int, width: int) -> tuple[int, int]:
     return bucket_of(height, width, configs["transformer"].target_size, configs["vae"].spatial_compression)
 
 
+def _make_tokenizer(folder: Path, configs: Configs) -> Tokenizers:
+    rows = configs["text_encoder"].vocab_size, configs["text_encoder_2"].vocab_size
+    return Tokenizers(folder, configs["tokenizer"], vocab_size=rows[0], glyph_vocab_size=rows[1])
+
+
 def _workload(configs: Configs, size: Size) -> Workload:
     config, lengths = configs["transformer"], configs["tokenizer"]
     image = configs["image_encoder"].tokens if "image_encoder" in configs else 0
@@ -212,7 +219,8 @@ def _family(name: str, components: Mapping[str, Component]) -> ModelFamily:
         tokenizer=TokenizersConfig,
         tokenizer_files=TOKENIZER_FILES,
         read_tokenizer=lambda raw, configs: TokenizersConfig(),
-        make_tokenizer=lambda folder, configs: Tokenizers(folder, configs["tokenizer"]),
+        make_tokenizer=_make_tokenizer,
+        is_guided=lambda scale: not math.isclose(scale, 1),  # as diffusers' guider
         license=LICENSE,
         releases=releases.releases_of(name),
         find_release=partial(releases.find_release, name),

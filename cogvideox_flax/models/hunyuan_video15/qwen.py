@@ -71,25 +71,40 @@ class QwenConfig(Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """Also of a whole Qwen2.5-VL, whose text part is `text_config`; theta's place differs by version."""
+        """Also of a whole Qwen2.5-VL, whose text part is `text_config`; theta's place differs by version.
+
+        Before transformers 5, `rope_scaling` stands for `rope_parameters`, and wins over it.
+        """
         raw = raw.get("text_config") or raw
-        require("text_encoder", raw, hidden_act="silu", use_sliding_window=False)
+        key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+        positions = raw.get(key) or {}
+        rope_type = positions.get("rope_type", positions.get("type", "default"))
+        if any(isinstance(value, Mapping) for value in positions.values()):
+            rope_type = positions  # one for each kind of layer
+        supported = {f"{key}.rope_type": "default", "layer_types": ["full_attention"]}
+        found = {
+            # of text, the three axes of a picture's positions are one
+            f"{key}.rope_type": "default" if rope_type == "mrope" else rope_type,
+            "layer_types": sorted(set(raw.get("layer_types") or ["full_attention"])),
+        }
+        require("text_encoder", dict(raw) | found, hidden_act="silu", use_sliding_window=False, **supported)
         needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         if missing := [key for key in needed if key not in raw]:
             raise CheckpointError(f"text_encoder/config.json lacks {missing}; expected a Qwen2.5-VL config")
         if raw["num_hidden_layers"] <= SKIPPED_LAYERS:
             raise CheckpointError(f"text_encoder/config.json has {raw['num_hidden_layers']} layers; expected 3 or more")
-        positions = raw.get("rope_parameters") or {}
-        return cls(
+        config = cls(
             vocab_size=raw["vocab_size"],
             width=raw["hidden_size"],
             layers=raw["num_hidden_layers"] - SKIPPED_LAYERS,
             heads=raw["num_attention_heads"],
-            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            kv_heads=raw.get("num_key_value_heads", 8) or raw["num_attention_heads"],
             mlp_width=raw["intermediate_size"],
             rope_theta=positions.get("rope_theta", raw.get("rope_theta", 1e6)),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            norm_eps=raw.get("rms_norm_eps", 1e-5),
         )
+        require("text_encoder", {"head_dim": raw.get("head_dim") or config.head_dim}, head_dim=config.head_dim)
+        return config
 
     @property
     def head_dim(self) -> int:

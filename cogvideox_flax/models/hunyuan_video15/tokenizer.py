@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import shown
-from cogvideox_flax.tokenizer import check_prompts
+from cogvideox_flax.tokenizer import check_ids, check_prompts
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ SPLIT = (
 
 PAD_TOKEN = "<|endoftext|>"
 
+QUOTES = {'"': '"', "“": "”"}
+"""Opening -> closing."""
+
 BYTE_OFFSET, BYTE_EOS, BYTE_EXTRA = 3, 1, 125
 """Of ByT5: the id of byte 0, that of the end of a text, and how many extra ids follow the bytes."""
 
@@ -73,8 +76,18 @@ def chat(prompt: str) -> str:
 
 def quoted_text(prompt: str) -> str | None:
     """What is between straight or curly quotes, each once, as ByT5 was trained on it; None if there is nothing."""
-    found = [straight or curly for straight, curly in re.findall(r'"(.*?)"|“(.*?)”', prompt)]
+    found = (text for line in prompt.split("\n") for text in _quotes(line))
     return "".join(f'Text "{text}". ' for text in dict.fromkeys(found)) or None
+
+
+def _quotes(line: str) -> Iterator[str]:
+    """What `"(.*?)"|“(.*?)”` finds, but in linear time: a regular expression looks for the end of every “ anew."""
+    last, at = {opening: line.rfind(closing) for opening, closing in QUOTES.items()}, 0
+    for found in re.finditer(f"[{''.join(QUOTES)}]", line):
+        if at <= found.start() < last[found[0]]:
+            end = line.index(QUOTES[found[0]], found.end())
+            yield line[found.end() : end]
+            at = end + 1
 
 
 class Tokenizers:
@@ -82,13 +95,17 @@ class Tokenizers:
 
     Args:
         folder: the checkpoint, with tokenizer/ and, where ByT5 has more tokens than bytes, tokenizer_2/.
+        vocab_size, glyph_vocab_size: rows of the embeddings of Qwen2.5-VL and of ByT5.
 
     Raises:
         InputError: a file is missing or damaged.
     """
 
-    def __init__(self, folder: str | Path, config: TokenizersConfig):
-        self.config = config
+    def __init__(
+        self, folder: str | Path, config: TokenizersConfig, *, vocab_size: int = 152064, glyph_vocab_size: int = 1510
+    ):
+        self.config, self._folder = config, Path(folder)
+        self._vocab_size, self._glyph_vocab_size = vocab_size, glyph_vocab_size
         self._bpe = _load_bpe(Path(folder) / "tokenizer")
         self._pad = self._bpe.token_to_id(PAD_TOKEN)
         if self._pad is None:
@@ -96,15 +113,16 @@ class Tokenizers:
         special = {token: AddedToken(i, True, True) for i, token in enumerate(("<pad>", "</s>", "<unk>"))}
         special |= {f"<extra_id_{i}>": AddedToken(BYTE_OFFSET + 256 + i) for i in range(BYTE_EXTRA)}
         special |= _added_tokens(Path(folder) / "tokenizer_2")
-        self._special = {token: added.id for token, added in special.items()}
+        self._special = special
         longest_first = sorted(special, key=len, reverse=True)
-        self._split = re.compile(f"({'|'.join(special[token].pattern(token) for token in longest_first)})")
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def prompts(self, prompts: Sequence[str]) -> dict[str, Int32[np.ndarray, "B L"]]:
         """`ids` and `mask` of prompts within their chat, padded on the right; a warning says what is cut.
 
         Raises:
-            InputError: not a list of strings, or a string that is not valid Unicode.
+            InputError: not a list of strings, a string that is not valid Unicode, or a token that the text encoder
+                does not have.
         """
         length = PREFIX_LENGTH + self.config.max_length
         rows = []
@@ -114,6 +132,7 @@ class Tokenizers:
                 end = self._bpe.decode(cut, skip_special_tokens=True).removesuffix("\nassistant\n")
                 message = "the prompt, with the end of its chat, has %d tokens more than the model's %d and is cut: %s"
                 log.warning(message, len(cut), self.config.max_length, shown(end, 200))
+            check_ids(ids[:length], self._vocab_size, self._folder / "tokenizer")
             rows.append(ids[:length])
         return _padded(rows, length, self._pad)
 
@@ -128,14 +147,21 @@ class Tokenizers:
             ids = [] if text is None else self._bytes(text)
             if len(ids) > length - 1:
                 log.warning("the quoted text has %d bytes; the last %d are cut", len(ids), len(ids) - length + 1)
+            check_ids(ids[: length - 1], self._glyph_vocab_size, self._folder / "tokenizer_2")
             rows.append([*ids[: length - 1], BYTE_EOS] if text is not None else [])
         return _padded(rows, length, 0)
 
     def _bytes(self, text: str) -> list[int]:
+        parts = self._split.split(text)  # text, token, text, ..., text
+        for i in range(1, len(parts), 2):
+            # not in the expression: one that begins with white space looks at every run of it again and again
+            if self._special[parts[i]].lstrip:
+                parts[i - 1] = parts[i - 1].rstrip()
+            if self._special[parts[i]].rstrip:
+                parts[i + 1] = parts[i + 1].lstrip()
         ids: list[int] = []
-        for part in self._split.split(text):
-            special = self._special.get(part.strip())
-            ids += [BYTE_OFFSET + byte for byte in part.encode()] if special is None else [special]
+        for i, part in enumerate(parts):
+            ids += [self._special[part].id] if i % 2 else [BYTE_OFFSET + byte for byte in part.encode()]
         return ids
 
 
@@ -145,11 +171,6 @@ class AddedToken(NamedTuple):
     id: int
     lstrip: bool = False
     rstrip: bool = False
-
-    def pattern(self, token: str) -> str:
-        """A regular expression for it."""
-        space = r"\s*"
-        return space * self.lstrip + re.escape(token) + space * self.rstrip
 
 
 def _padded(rows: Sequence[Sequence[int]], length: int, pad: int) -> dict[str, Int32[np.ndarray, "B L"]]:
