@@ -24,10 +24,12 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, describe_lora
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
+from cogvideox_flax.training import prepare
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import RECORD_FILE, check
@@ -247,6 +249,21 @@ def test_changed_clips_weights_or_settings_are_another_run(started, write, clips
     (out / RECORD_FILE).unlink()  # what was prepared knows by itself
     with pytest.raises(InputError, match=r"made from something else \(differing: clips\)"):
         finetune(check(read_config(write(out=out, clips=other))))
+
+
+def test_clips_that_change_while_they_are_prepared(write, clips, tmp_path, monkeypatch):
+    """They do not become the examples of the clips that were hashed."""
+    own, real = shutil.copytree(clips, tmp_path / "own"), prepare.load_clip
+
+    def load(path, *args):
+        if path.name == "b.gif":
+            save_video(path, 255 - read_video(path)[0], 8)
+        return real(path, *args)
+
+    monkeypatch.setattr(prepare, "load_clip", load)
+    with pytest.raises(InputError, match=r"own/b\.gif changed while this run was under way; start it again"):
+        finetune(check(read_config(write(clips=own))), progress=False)
+    assert not list((tmp_path / "run" / "prepared" / "vae").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Gif:
     """A `VideoSource`."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.files = path, (path,)
 
     @cached_property
     def _blocks(self) -> _Blocks:
