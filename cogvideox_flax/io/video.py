@@ -81,7 +81,8 @@ def save_video(
     """Write one video, atomically. Missing directories are created.
 
     An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
-    A gif has 256 colours per frame, times in hundredths of a second, and merges equal consecutive frames.
+    A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as one picture, which
+    reading repeats.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
