@@ -29,7 +29,7 @@ from cogvideox_flax.lora import FILE_NAME, describe_lora
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
-from cogvideox_flax.training import prepare
+from cogvideox_flax.training import prepare, snapshots
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import RECORD_FILE, check
@@ -191,6 +191,17 @@ def test_command_saves_samples_and_plots(write, run, started, tmp_path):
     code, _, err = run("train", "--config", path, "--steps", 5)
     assert code == 2
     assert "steps: there 4, now 5" in err
+
+
+def test_a_full_disk_ends_the_command_in_a_message(write, run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "free_bytes", lambda _: 0)
+        code, out, err = run("train", "--config", write())
+    states = tmp_path / "run" / "training" / "states"
+    (last,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and not out and f"error: writing a training state to {states} failed: No space left" in last
+    assert "MiB, and its disk has 0 MiB free. The same command resumes" in last
+    assert run("train", "--config", write())[0] == 0
 
 
 def test_a_stopped_command_says_so(write, run, monkeypatch):

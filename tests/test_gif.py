@@ -190,6 +190,12 @@ def test_a_rate_that_no_gif_can_have(tmp_path, fps):
         save_video(tmp_path / "a.gif", clip(), fps)
 
 
+def test_a_picture_that_is_shown_for_longer_than_the_format_can_say(tmp_path):
+    with pytest.raises(InputError, match=r"a \.gif shows a picture for at most 655\.35 seconds, .* Save them as \.mp4"):
+        save_video(tmp_path / "a.gif", colours([0] * 70), 0.1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_damaged_gifs_are_read_or_refused(tmp_path):
     path = tmp_path / "a.gif"
     save_video(path, clip(6), 8, {"seed": 1})

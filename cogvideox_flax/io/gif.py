@@ -25,6 +25,7 @@ from cogvideox_flax.io.pillow import open_picture
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 _MAX_SIDE = 2**16 - 1  # the format's own
+_MAX_DELAY = 2**16 - 1  # hundredths of a second
 _EXTENSION, _IMAGE, _END = b"!", b",", b";"
 _CONTROL, _COMMENT, _APPLICATION = b"\xf9", b"\xfe", b"\xff"
 _RATE = b"COGVIDEOFPS"  # of `write_gif`: the rate as text, since pictures' times are rounded and equal ones are merged
@@ -109,7 +110,13 @@ def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str
     # Integer hundredths of a second whose rounding errors do not accumulate: 8 per second is 12, 13, 12, 13, ...
     times = np.round(np.arange(len(frames) + 1) * 100 / fps).astype(int)
     first, *rest = (Image.fromarray(frame) for frame in frames)
-    first.save(path, "GIF", save_all=True, append_images=rest, duration=(10 * np.diff(times)).tolist(), loop=0)
+    try:
+        first.save(path, "GIF", save_all=True, append_images=rest, duration=(10 * np.diff(times)).tolist(), loop=0)
+    except OverflowError as e:
+        raise InputError(
+            f"a .gif shows a picture for at most {_MAX_DELAY / 100:g} seconds, and equal consecutive frames are one "
+            f"picture; at {fps:g} frames per second these take longer. Save them as .mp4"
+        ) from e
     rate, data = repr(float(fps)).encode(), comment.encode()
     blocks = [data[i : i + 255] for i in range(0, len(data), 255)]
     with path.open("r+b") as file:  # after the frames, where a decoder of frames does not read it
