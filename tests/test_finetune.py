@@ -24,10 +24,12 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, describe_lora
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
+from cogvideox_flax.training import prepare, snapshots
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import RECORD_FILE, check
@@ -191,6 +193,17 @@ def test_command_saves_samples_and_plots(write, run, started, tmp_path):
     assert "steps: there 4, now 5" in err
 
 
+def test_a_full_disk_ends_the_command_in_a_message(write, run, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots, "free_bytes", lambda _: 0)
+        code, out, err = run("train", "--config", write())
+    states = tmp_path / "run" / "training" / "states"
+    (last,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2 and not out and f"error: writing a training state to {states} failed: No space left" in last
+    assert "MiB, and its disk has 0 MiB free. The same command resumes" in last
+    assert run("train", "--config", write())[0] == 0
+
+
 def test_a_stopped_command_says_so(write, run, monkeypatch):
     monkeypatch.setattr(Trainer, "train", lambda *_, **__: TrainState(jnp.int32(1), {}, None, None))
     code, out, err = run("train", "--config", write())
@@ -247,6 +260,21 @@ def test_changed_clips_weights_or_settings_are_another_run(started, write, clips
     (out / RECORD_FILE).unlink()  # what was prepared knows by itself
     with pytest.raises(InputError, match=r"made from something else \(differing: clips\)"):
         finetune(check(read_config(write(out=out, clips=other))))
+
+
+def test_clips_that_change_while_they_are_prepared(write, clips, tmp_path, monkeypatch):
+    """They do not become the examples of the clips that were hashed."""
+    own, real = shutil.copytree(clips, tmp_path / "own"), prepare.load_clip
+
+    def load(path, *args):
+        if path.name == "b.gif":
+            save_video(path, 255 - read_video(path)[0], 8)
+        return real(path, *args)
+
+    monkeypatch.setattr(prepare, "load_clip", load)
+    with pytest.raises(InputError, match=r"own/b\.gif changed while this run was under way; start it again"):
+        finetune(check(read_config(write(clips=own))), progress=False)
+    assert not list((tmp_path / "run" / "prepared" / "vae").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
 
@@ -37,7 +38,7 @@ def with_holes(path) -> None:
         path,
         save_all=True,
         append_images=[patches[1], frames[2], patches[3]],
-        duration=[50, 0, 70, 100],
+        duration=50,
         disposal=[1, 2, 3, 1],
         transparency=3,
     )
@@ -62,6 +63,68 @@ def test_frames_are_counted_and_described_without_decoding(tmp_path, monkeypatch
     monkeypatch.setattr(Image, "open", None)
     assert count_frames(tmp_path / "a.gif") == (expected, 8)
     assert read_metadata(tmp_path / "a.gif") == {"seed": 3}
+
+
+STILL, PAIRS, UNEVEN = [0] * 9, [0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("fps", [0.5, 8, 12, 16, 24, 29.97, 60, 100])
+@pytest.mark.parametrize("shown", [STILL, PAIRS, UNEVEN, [*UNEVEN, *range(30, 130), 130, 130]], ids=len)
+def test_equal_frames_come_back_as_often_as_they_were_written(tmp_path, shown, fps):
+    """Equal frames are one picture in the file."""
+    path = tmp_path / "a.gif"
+    save_video(path, colours(shown), fps)
+    assert count_frames(path) == (len(shown), fps)
+    assert (read_video(path)[0] == colours(shown)).all()
+    clip = Resampled.at(open_video(path), fps)
+    assert clip.ratio == 1 and clip.count == len(shown)
+
+
+def test_frames_faster_than_the_times_of_the_format(tmp_path):
+    """Hundredths of a second."""
+    save_video(tmp_path / "a.gif", colours(range(30)), 200)
+    frames, fps = read_video(tmp_path / "a.gif")
+    assert fps == 200 and (frames == colours(range(30))).all()
+
+
+def colours(numbers) -> np.ndarray:
+    """Frames of one colour each; GIFs keep them exactly."""
+    return np.repeat(np.asarray(numbers, np.uint8), 16 * 16 * 3).reshape(-1, 16, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("durations", "count", "fps", "at_8"),
+    [
+        ([100, 100, 400, 100], 7, 10, [0, 1, 2, 2, 2, 3]),  # at 0, 0.1, 0.2 and 0.6 s
+        ([40, 40, 50, 80, 40, 130], 9, 9 / 0.38, [0, 3, 5]),  # 24 per second, of which some were merged
+        ([120, 120, 120, 120], 4, 100 / 12, [0, 1, 2, 3]),
+        ([170, 310, 90, 430], 100, 100, [0, 0, 1, 1, 2, 3, 3, 3]),  # 0.17, 0.48 and 0.57 s: no common rate
+        ([500, 0, 500], 11, 10, [0, 0, 0, 0, 1, 2, 2, 2, 2]),  # players show 0 as 0.1 s
+        ([0, 0, 0], 3, 0, [0, 1, 2]),  # no times at all
+    ],
+)
+def test_each_frame_of_other_programs_is_at_its_own_time(tmp_path, durations, count, fps, at_8):
+    path = tmp_path / "a.gif"
+    first, *rest = map(Image.fromarray, colours(range(len(durations))))
+    first.save(path, save_all=True, append_images=rest, duration=durations)
+    assert count_frames(path) == (count, pytest.approx(fps))
+    clip = Resampled.at(open_video(path), 8)
+    assert clip.count == len(at_8)
+    assert clip.read(range(clip.count), 16, 16)[:, 0, 0, 0].tolist() == at_8
+
+
+@pytest.mark.parametrize("stated", [b"8.0", b"800", b"nan", b"-1", b"x", b"0.01"])
+def test_a_stated_rate_that_is_not_that_of_the_times_is_not_taken(tmp_path, stated):
+    path = tmp_path / "a.gif"
+    save_video(path, colours(UNEVEN), 10)
+    data = path.read_bytes()
+    assert data.count(b"COGVIDEOFPS\x0410.0\0") == 1
+    path.write_bytes(data.replace(b"\x0410.0", bytes([len(stated)]) + stated))
+    if stated == b"800":  # ten milliseconds each
+        assert count_frames(path) == (720, 800)
+    else:
+        assert count_frames(path) == (9, 10)
+        assert (read_video(path)[0] == colours(UNEVEN)).all()
 
 
 def test_a_comment_before_the_frames_is_read_too(tmp_path):
@@ -125,6 +188,12 @@ def test_large_gifs_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
 def test_a_rate_that_no_gif_can_have(tmp_path, fps):
     with pytest.raises(InputError, match=r"a \.gif holds frames .* at a positive rate; got 40x24"):
         save_video(tmp_path / "a.gif", clip(), fps)
+
+
+def test_a_picture_that_is_shown_for_longer_than_the_format_can_say(tmp_path):
+    with pytest.raises(InputError, match=r"a \.gif shows a picture for at most 655\.35 seconds, .* Save them as \.mp4"):
+        save_video(tmp_path / "a.gif", colours([0] * 70), 0.1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_gifs_are_read_or_refused(tmp_path):

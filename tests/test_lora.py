@@ -21,6 +21,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate import components
 from cogvideox_flax.generate.functions import DenoiseState
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
 from cogvideox_flax.io.video import read_metadata
@@ -408,6 +409,20 @@ def test_a_pipeline_takes_several(native, files):
             np.testing.assert_allclose(found[key], plain[key] + scale * delta[key], atol=1e-5)
         pipe.release()  # and when it is loaded again
     assert [(record["file"], record["scale"]) for record in pipe.loras] == [(str(one), 1.0), (str(two), -0.5)]
+
+
+def test_a_file_that_changes_while_it_is_loaded_is_refused(native, files, tmp_path, monkeypatch):
+    path = shutil.copy(files[0], tmp_path / "a.safetensors")
+    pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
+    pipe.load_lora(path)
+
+    def load(*args, **kwargs):
+        shutil.copy(files[1], path)
+        return load_lora(*args, **kwargs)
+
+    monkeypatch.setattr(components, "load_lora", load)
+    with pytest.raises(InputError, match=r"a\.safetensors changed while this run was under way; start it again"):
+        pipe.component("transformer")
 
 
 @pytest.fixture(scope="module")

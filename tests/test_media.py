@@ -24,7 +24,7 @@ from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_dir
+from cogvideox_flax.generate import media, run_dir
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 
@@ -271,15 +271,15 @@ def same_at_once(pipe, prompt, options):
 def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = image_model if kind == "image" else text_model
-    media = {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
-    options = {**I2V, "num_inference_steps": 4} | media
+    given = {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
+    options = {**I2V, "num_inference_steps": 4} | given
     pipe = Pipeline.from_pretrained(model, "float32")
     expected = same_at_once(pipe, PROMPTS[0], options)
     assert expected.shape == (1, 9, 64, 96, 3)
 
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 9, "--height", 64, "--width", 96, "--seed", 3]
-    paths("encode", PROMPTS[0], "--model", model, *common, *size, f"--{kind}", media[kind])
+    paths("encode", PROMPTS[0], "--model", model, *common, *size, f"--{kind}", given[kind])
     with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"image": {"image_latents": (1, 16, 1, 8, 12)}, "video": {"video_latents": (1, 16, 4, 8, 12)}}[kind]
@@ -292,7 +292,80 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
     settings = read_metadata(video)["settings"]
-    assert settings[kind][0]["file"] == str(media[kind]) and len(settings[kind][0]["sha256"]) == 64
+    assert settings[kind][0]["file"] == str(given[kind]) and len(settings[kind][0]["sha256"]) == 64
+
+
+def rewrite(path):
+    """Save a clip or picture again, with other contents of the same kind and size."""
+    if path.name == "a.png":
+        Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
+    else:
+        frames, fps = read_video(path)
+        save_video(path, 255 - frames, fps)
+
+
+def test_a_clip_that_is_saved_again_while_a_model_loads(text_model, tmp_path, run, monkeypatch):
+    """Its new contents do not become the latents of the old ones."""
+    path, folder, real = tmp_path / "clip.gif", tmp_path / "run", Pipeline.component
+    save_video(path, smooth(6, 9, 64, 96), fps=16)
+    argv = ["encode", PROMPTS[0], "--model", text_model, "--dtype", "float32", "--dir", folder, "--video", path]
+    argv += ["--num-frames", 9, "--height", 64, "--width", 96]
+
+    def load(self, name):
+        if name == "text_encoder":
+            rewrite(path)
+        return real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "component", load)
+        code, _, err = run(*argv)
+    assert code == 2 and f"error: {path} changed while this run was under way; start it again" in err
+    assert not (folder / run_dir.EMBEDDINGS_FILE).exists()
+    assert run(*argv)[0] == 0 and (folder / run_dir.EMBEDDINGS_FILE).exists()
+
+
+@pytest.mark.parametrize("kind", ["a.mp4", "a.gif", "folder", "%d.png", "cut.mp4"])
+@pytest.mark.parametrize("name", [*media.CLIPS, media.MASK])
+def test_a_clip_that_changed_is_not_read(kind, name, tmp_path):
+    path = tmp_path / kind
+    save_video(path, smooth(6, 3, 64, 96), fps=8)
+    clip = media._check(name, path, 8)
+    before = clip.read(3, 64, 96, "crop")
+    if kind == "cut.mp4":
+        path.write_bytes(path.read_bytes()[:2000])
+    else:
+        rewrite(path)
+    with pytest.raises(InputError, match=f"{kind} changed while this run was under way"):
+        clip.read(3, 64, 96, "crop")
+    if kind != "cut.mp4":
+        again = media._check(name, path, 8)
+        assert again.sha256 != clip.sha256 and np.abs(again.read(3, 64, 96, "crop") - before).max() > 0
+
+
+@pytest.mark.parametrize("name", [*media.PICTURES, media.MASK])
+def test_a_picture_that_changes_while_it_is_read(name, tmp_path, monkeypatch):
+    path, real = tmp_path / "a.png", media.read_picture
+    Image.fromarray(smooth(5, 64, 96)).save(path)
+
+    def read(path):
+        rewrite(path)
+        return real(path)
+
+    monkeypatch.setattr(media, "read_picture", read)
+    with pytest.raises(InputError, match=r"a\.png changed while this run was under way"):
+        media._check(name, path, 8)
+
+
+def test_a_request_is_checked_anew_by_each_run(text_model, tmp_path):
+    """A clip may change between two runs of one request."""
+    pipe, path = Pipeline.from_pretrained(text_model, "float32"), tmp_path / "clip.mp4"
+    save_video(path, smooth(6, 9, 64, 96), fps=16)
+    request = GenerationRequest(PROMPTS[0], video=path, output_type="latent", **I2V)
+    first = pipe(request, progress=False)
+    rewrite(path)
+    second = pipe(request, progress=False)
+    assert (second.frames != first.frames).any()
+    assert second.metadata["settings"]["video"] != first.metadata["settings"]["video"]
 
 
 def test_stages_of_another_picture_are_not_taken_over(image_model, picture, paths, run, tmp_path, monkeypatch):
@@ -372,8 +445,8 @@ def test_a_video_is_resampled_and_repeated(text_model, clip, caplog):
     assert run.size.num_frames == 9 and "the last 11 of 20 frames are not used" in caplog.text  # trained on 9
     run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, num_frames=25, height=64, width=96))
     assert "its last frame is repeated 5 times" in caplog.text
-    (media,) = run.request.video
-    frames = media.read(25, 64, 96, "crop")
+    (found,) = run.request.video
+    frames = found.read(25, 64, 96, "crop")
     assert (frames[19:] == frames[19]).all() and (frames[18] != frames[19]).any()
 
 
@@ -477,8 +550,8 @@ def test_python_values_of_other_kinds_are_refused(image_model):
 
 def test_real_media(text_model, image_model, paths, tmp_path):
     """The authors' own inputs, of another size and rate than the model's."""
-    media = SHARED / "data" / "media"
-    if not media.exists():
+    folder = SHARED / "data" / "media"
+    if not folder.exists():
         pytest.skip("no real data beside the checkout")
     common = ["--steps", 1, "--num-frames", 9, "--height", 64, "--width", 96, "--dtype", "float32"]
     for name, model, option in (
@@ -488,6 +561,6 @@ def test_real_media(text_model, image_model, paths, tmp_path):
     ):
         more = ["--strength", 1] if option == "--video" else []
         (video,) = paths(
-            "generate", PROMPTS[0], "--model", model, option, media / name, "--out", tmp_path / "v.mp4", *common, *more
+            "generate", PROMPTS[0], "--model", model, option, folder / name, "--out", tmp_path / "v.mp4", *common, *more
         )
         assert read_video(video)[0].shape == (9, 64, 96, 3)

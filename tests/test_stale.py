@@ -337,6 +337,23 @@ def test_a_source_that_changes_while_it_is_converted_is_refused(two, tmp_path, m
     assert not checkpoint.is_native(tmp_path / "dst")
 
 
+def test_a_folder_that_changes_while_it_is_converted_is_not_kept_as_it_was(home, two, monkeypatch):
+    """The cache knows it by what it held before."""
+    (layout, other), real = two, hub.convert
+    before = set(home.glob("*/config.json"))
+
+    def convert(*args, **kwargs):
+        swap(layout, other, "replaced")
+        real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub, "convert", convert)
+        with pytest.raises(CheckpointError, match="changed while it was converted; start again"):
+            hub.resolve(layout, progress=False)
+    assert set(home.glob("*/config.json")) == before
+    checkpoint.verify(hub.resolve(layout, progress=False))
+
+
 def test_a_damaged_conversion_in_the_cache_is_made_again(home, two, caplog):
     layout, _ = two
     native = hub.resolve(layout, progress=False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,8 @@ from flax import nnx
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import CheckpointError, DivergedError, InputError
+from cogvideox_flax.io.tensor_file import write_tensors
+from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, with_parameters
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
@@ -31,8 +36,9 @@ from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
+from cogvideox_flax.training.latent_cache import prepare
 from cogvideox_flax.training.loop import Trainer
-from cogvideox_flax.training.metrics import plot_metrics, read_metrics
+from cogvideox_flax.training.metrics import MetricsLog, plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import velocity_loss
 from cogvideox_flax.training.step import init_state, train_step
 
@@ -281,6 +287,91 @@ def test_orbax_errors_are_not_logged_too(tmp_path, caplog):
             logging.getLogger("absl").exception("_SignalingThread.run() raised an exception")
             raise
     assert "Traceback" not in caplog.text and "Signaling" not in caplog.text
+
+
+def test_no_room_for_a_state_is_known_before_it_is_written(tmp_path, monkeypatch):
+    config = replace(QUICK, save_minutes=1e-9)
+    usage = shutil.disk_usage(tmp_path)
+
+    def fill(done, _):
+        if done == 5:
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**19))
+
+    message = (
+        r"^writing a training state to .*/states failed: No space left on device; free some space: it needs about "
+        r"1 MiB, and its disk has 0\.5 MiB free\. The same command resumes from the last state$"
+    )
+    with pytest.raises(InputError, match=message):
+        train(START, pull, some_batches, config, tmp_path, on_step=fill)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "states").iterdir() if path.is_dir()) == ["3", "4"]
+    assert int(train(START, pull, some_batches, config, tmp_path).step) == 30
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 31))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk], check=True, capture_output=True, timeout=9
+        )
+    except (OSError, subprocess.SubprocessError) as e:
+        pytest.skip(f"no disk can be mounted here: {e}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True, timeout=9)
+
+
+def fill(path, left):
+    """Make a file larger until its disk has no more than so many bytes left."""
+    with path.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    os.truncate(path, max(0, path.stat().st_size - left))
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["before", "while it is written"])
+@pytest.mark.parametrize("left", [0, 4096, 8192])
+def test_a_full_disk_ends_a_run_in_a_line_from_which_it_resumes(small_disk, monkeypatch, checked, left):
+    """A disk with so many bytes left, of which the run knows before it writes a state, or not."""
+    config, filler = replace(QUICK, steps=8, save_minutes=1e-9), small_disk / "filler"
+    expected = train(START, pull, some_batches, config, small_disk / "whole")
+    if not checked:
+        monkeypatch.setattr(snapshots, "free_bytes", lambda _: 2**30)
+
+    def on_step(done, _):
+        if done >= 4:  # again and again: old states are removed
+            fill(filler, left)
+
+    with pytest.raises(InputError, match=r"^writing .*/run/\S+ failed: No space left on device; free some space") as e:
+        train(START, pull, some_batches, config, small_disk / "run", on_step=on_step)
+    assert "\n" not in str(e.value) and str(e.value).endswith(("resumes the run", "resumes from the last state"))
+    filler.unlink()
+    state = train(START, pull, some_batches, config, small_disk / "run")
+    assert np.array_equal(bias(state.params), bias(expected.params))
+    assert not list((small_disk / "run" / "states").glob("*tmp*"))
+
+
+def test_what_is_written_beside_the_states_on_a_full_disk(small_disk):
+    metrics, tensors = small_disk / "metrics.jsonl", {"x": np.zeros((64, 64), np.float32)}
+    log = MetricsLog(metrics, 0)
+    log.write({"step": 1, "loss": 1.0})
+    fill(small_disk / "filler", 0)
+    frames = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3)).astype(np.uint8)
+    before = sorted(small_disk.iterdir())
+    for name, write in {
+        "metrics.jsonl": lambda: [log.write({"step": i, "loss": 1.0}) for i in range(2, 999)],
+        "loss.png": lambda: plot_metrics([metrics], ["loss"], small_disk / "loss.png"),
+        "sample.png": lambda: save_contact_sheet(small_disk / "sample.png", frames),
+        "lora.safetensors": lambda: write_tensors(small_disk / "lora.safetensors", tensors, {}),
+        "prepared": lambda: prepare(small_disk / "prepared", 1, lambda _: tensors, shard_size=1, meta={}),
+    }.items():
+        with pytest.raises(InputError, match=rf"^writing .*/{name}\S* failed: .*(No space left|no space|space left)"):
+            write()
+    (small_disk / "prepared").rmdir()
+    assert sorted(small_disk.iterdir()) == before
 
 
 def test_damaged_metrics_lines_are_skipped(tmp_path):

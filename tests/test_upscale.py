@@ -307,6 +307,24 @@ def test_a_failure_midway_leaves_no_file(run, model, film, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_a_film_that_is_saved_again_midway_leaves_no_file(run, model, tmp_path, monkeypatch):
+    path, done = tmp_path / "film.gif", []
+
+    def run_tile(tile):
+        done.append(tile)
+        if len(done) == 1:  # of the first of two chunks
+            save_video(path, clip(10, 20, 24, seed=1), fps=8)
+        return tile / 255
+
+    monkeypatch.setattr(upscaling, "tile_runner", lambda *_: run_tile)
+    save_video(path, clip(10, 20, 24), fps=8)
+    out = tmp_path / "out.gif"
+    options = ["--chunk", 9, "--chunk-overlap", 0, "--dtype", "float32"]
+    code, _, err = run("upscale", path, "--model", model, *options, "--out", out)
+    assert code == 2 and f"{path} changed while this run was under way; start it again" in err
+    assert len(done) == 1 and not out.exists()
+
+
 def test_what_was_planned_is_what_is_run(pipe, film):
     """The memory check compiles the program of the visual encoder that then runs: float32 frames."""
     plan = plan_upscale(pipe.manifest, open_video(film).info, UpscaleOptions(scale=1))

@@ -64,7 +64,8 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
         return path
     source = _configs(str(where), revision, progress) if path is None else Download(path, {})
     family = find_family(source.folder)
-    target = cache_dir() / f"{_cache_name(source, family)}-v{FORMAT_VERSION}"
+    name = _cache_name(source, family)
+    target = cache_dir() / f"{name}-v{FORMAT_VERSION}"
     if _is_intact(target):  # checked before locking: the cache may be read-only
         return target
     with _locked(target):
@@ -78,6 +79,9 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
                 convert(
                     source.folder, target, components=tuple(family.components), origin=source.origin, progress=report
                 )
+            if _cache_name(source, family) != name:  # the conversion would be found under the hash of other files
+                shutil.rmtree(target)
+                raise CheckpointError(f"{source.folder} changed while it was converted; start again")
     return target
 
 

@@ -175,12 +175,12 @@ def upscale(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.option import options_of
     from cogvideox_flax.generate.upscale_options import UpscaleOptions
     from cogvideox_flax.io.source import FrameStream
-    from cogvideox_flax.io.video import open_video, save_video
+    from cogvideox_flax.io.video import HashedVideo, save_video
 
     if args.model is None:
         raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
     check_output([args.out])
-    source = open_video(args.clip)
+    source = HashedVideo(args.clip)
     manifest = peek(args)
     dtype = args.dtype or manifest.default_dtype
     mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)

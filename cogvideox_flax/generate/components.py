@@ -127,10 +127,11 @@ class Components:
             self.release(self.manifest.model_family.lora.component)
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
-        if not content_hash(Path(record["file"])).startswith(record["sha256"]):
-            raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
         family = self.manifest.model_family
-        return merge_lora(load_lora(family, record["file"], denoiser, record["scale"], mesh=self.mesh))
+        adapted = load_lora(family, record["file"], denoiser, record["scale"], mesh=self.mesh)
+        if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
+            raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
+        return merge_lora(adapted)
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ from PIL import Image
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
-from cogvideox_flax.io.contents import content_hashes
+from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.formats import format_of
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.pictures import on_white, read_picture
-from cogvideox_flax.io.png import sequence_files
 from cogvideox_flax.io.source import Frames
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
-from cogvideox_flax.io.video import open_video
+from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.models.family import Configs, ModelFamily
 from cogvideox_flax.runtime import hosts
 
@@ -68,7 +67,7 @@ class Media:
         """The first `num_frames` frames in this size; the last one is repeated where there are fewer.
 
         Raises:
-            InputError: one cannot be decoded, or the frames are not at hand.
+            InputError: one cannot be decoded, the file is not as it was hashed, or the frames are not at hand.
         """
         indices = np.minimum(np.arange(num_frames), self.num_frames - 1)
         if isinstance(self.source, Resampled):
@@ -172,26 +171,28 @@ def _check(name: str, value: Any, fps: float) -> Media:
 def _open_picture(value: Any) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
-        return _media(str(path), read_picture(path)[None], lambda: content_hashes([path])[0])
+        if not path.is_file():
+            raise InputError(f"there is no picture {path}")
+        contents = Contents.of(path, [path])
+        with contents.reading():
+            picture = read_picture(path)
+        return _media(str(path), picture[None], contents.sha256)
     if isinstance(value, Image.Image):
         value = on_white(value)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[-1] != 3:
         raise InputError(f"an image must be a path, a PIL image or uint8 [H, W, 3]; got {_kind(value)}")
-    return _media("an array", value[None], None)
+    return _media("an array", value[None])
 
 
 def _open_clip(value: Any, fps: float) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
-        clip = Resampled.at(open_video(path), fps)
-        info = clip.source.info
-        files = sequence_files(path) if path.is_dir() or path.suffix.lower() == ".png" else [path]
-        hashes = content_hashes(files)
-        sha256 = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-        return Media(str(path), sha256, info.height, info.width, clip.count, clip)
+        video = HashedVideo(path)
+        clip, info = Resampled.at(video, fps), video.info
+        return Media(str(path), video.contents.sha256, info.height, info.width, clip.count, clip)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
         raise InputError(f"a video must be a path, a folder of PNGs or uint8 [F, H, W, 3]; got {_kind(value)}")
-    return _media("an array", value, None)
+    return _media("an array", value)
 
 
 def _is_picture(mask: Any) -> bool:
@@ -233,12 +234,11 @@ def _check_masks(masks: Sequence[Media], videos: Sequence[Media]) -> None:
             )
 
 
-def _media(name: str, frames: Frames, digest: Callable[[], str] | None) -> Media:
+def _media(name: str, frames: Frames, sha256: str | None = None) -> Media:
     count, height, width, _ = frames.shape
     limits.check_size(Path(name), height, width)
     limits.check_count(Path(name), count)
-    sha256 = digest() if digest else hashlib.sha256(frames.tobytes()).hexdigest()
-    return Media(name, sha256, height, width, count, frames)
+    return Media(name, sha256 or hashlib.sha256(frames.tobytes()).hexdigest(), height, width, count, frames)
 
 
 def _kind(value: Any) -> str:

@@ -102,6 +102,7 @@ class Pipeline(CompiledComponents):
             prompt = GenerationRequest(prompt, *options, **named)
         elif options or named:
             raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
+        self._last = (None, None)  # its files may have changed since an earlier call with the same request
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")

@@ -10,7 +10,7 @@ seams lie in the middle of overlaps, and the last tile of a row is larger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, shown
-from cogvideox_flax.io.video import open_video
+from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.runtime.global_arrays import fetch
 from cogvideox_flax.runtime.terminal import reliable_interrupts
 
@@ -160,7 +160,7 @@ def upscale(
     Raises:
         InputError: as for `plan_upscale`, before anything is loaded; or a frame cannot be decoded.
     """
-    source = _Array(video) if isinstance(video, np.ndarray) else open_video(video)
+    source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
     plan = plan_upscale(pipe.manifest, source.info, options or UpscaleOptions())
     check_memory(pipe, plan, progress=progress)
     return np.concatenate(list(upscale_frames(source, plan, tile_runner(pipe, plan, progress), progress=progress)))
@@ -171,6 +171,7 @@ class _Array:
     """A `VideoSource` of frames in memory."""
 
     array: Frames
+    files: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         if self.array.dtype != np.uint8 or self.array.ndim != 4 or self.array.shape[-1] != 3:

@@ -83,7 +83,7 @@ class Container:
     """
 
     def __init__(self, path: Path, demuxer: str):
-        self.path = path
+        self.path, self.files = path, (path,)
         self._demuxer = demuxer
 
     @property

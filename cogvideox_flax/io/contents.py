@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,48 @@ def content_hashes(paths: Sequence[Path], *, cached: bool = True) -> list[str]:
         _save_records({_key(stat): [*_times(stat), digest] for stat, digest, settled in found if settled})
     digests = iter(digest for _, digest, _ in found)
     return [digest or next(digests) for digest in known]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a picture or video held when it was hashed; what is read from it later is compared with that.
+
+    path: its name, for messages: a file, or a directory or pattern of files.
+    files: all that it is read from.
+    hashes: SHA-256 of each file.
+    """
+
+    path: Path
+    files: Sequence[Path]
+    hashes: Sequence[str]
+
+    @classmethod
+    def of(cls, path: Path, files: Sequence[Path]) -> Contents:
+        """As they are now. Errors as for `content_hash`."""
+        return cls(path, files, content_hashes(files))
+
+    @property
+    def sha256(self) -> str:
+        """Of the file; of several files, the hash of their hashes."""
+        return self.hashes[0] if len(self.hashes) == 1 else hashlib.sha256("".join(self.hashes).encode()).hexdigest()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context in which the files are read: what was read counts only if they are as they were hashed.
+
+        Raises:
+            InputError: they changed, before or while they were read. Other errors pass where they did not change.
+        """
+        try:
+            yield
+        except InputError:  # a file that is being replaced may look damaged
+            self._check()
+            raise
+        self._check()
+
+    def _check(self) -> None:
+        if content_hashes(self.files) != self.hashes:
+            raise InputError(f"{self.path} changed while this run was under way; start it again")
 
 
 def fingerprint(*parts: Any) -> str:

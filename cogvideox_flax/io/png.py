@@ -32,6 +32,10 @@ class PngSequence:
         if not self._files:
             raise InputError(f"there are no frames {path}")
 
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._files
+
     @cached_property
     def info(self) -> VideoInfo:
         limits.check_count(self.path, len(self._files))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -51,6 +52,10 @@ class VideoInfo:
 
 class VideoSource(Protocol):
     """An existing video file or PNG sequence; opening it decodes nothing."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """All that it is read from."""
 
     @property
     def info(self) -> VideoInfo:

@@ -22,14 +22,21 @@ def check_free_space(path: Path, nbytes: int) -> None:
     Raises:
         InputError: fewer bytes plus a margin are free.
     """
-    folder = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(path)
     if free < nbytes + MARGIN:
         raise InputError(
-            f"{path} needs about {_size(nbytes + MARGIN)}, and its disk has {_size(free)} free; free some space or "
-            "choose another place"
+            f"{path} needs about {size_text(nbytes + MARGIN)}, and its disk has {size_text(free)} free; free some "
+            "space or choose another place"
         )
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.0f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"
+def free_bytes(path: Path) -> int:
+    """What is free on the disk of a file or directory, which need not exist."""
+    folder = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
+    return shutil.disk_usage(folder).free
+
+
+def size_text(nbytes: int) -> str:
+    """For people."""
+    mib = nbytes / 2**20
+    return f"{round(mib, 1 if mib < 10 else None):g} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"

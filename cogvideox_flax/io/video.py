@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.containers import Container, write_mp4
+from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.ffmpeg import find_ffmpeg
 from cogvideox_flax.io.formats import EXPECTED, format_of
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
-from cogvideox_flax.io.source import Frames, FrameStream, VideoSource
+from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, VideoSource
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def save_video(
     """Write one video, atomically. Missing directories are created.
 
     An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
-    A gif has 256 colours per frame, times in hundredths of a second, and merges equal consecutive frames.
+    A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as one picture, which
+    reading repeats.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
@@ -148,6 +150,33 @@ def open_video(path: str | Path) -> VideoSource:
     raise InputError(
         f"cannot read {path}: its contents are none of {EXPECTED}, whatever its name says; convert it to MP4"
     )
+
+
+class HashedVideo:
+    """A `VideoSource` with the hash of its contents: reading frames of other contents is an error.
+
+    Args:
+        path: see `open_video`, whose errors it has.
+    """
+
+    def __init__(self, path: str | Path):
+        self._source = open_video(path)
+        self.contents = Contents.of(Path(path), self._source.files)  # before `info` is read from them
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._source.files
+
+    @property
+    def info(self) -> VideoInfo:
+        return self._source.info
+
+    def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
+        with self.contents.reading():
+            yield from self._source.frames(indices)
+
+    def comment(self) -> str:
+        return self._source.comment()
 
 
 def read_video(path: str | Path) -> tuple[Frames, float]:

@@ -22,7 +22,7 @@ from jaxtyping import UInt8
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import Resampled
-from cogvideox_flax.io.contents import content_hashes
+from cogvideox_flax.io.contents import Contents, content_hashes
 from cogvideox_flax.io.video import open_video
 
 log = logging.getLogger(__name__)
@@ -65,20 +65,23 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
     return sorted(clips, key=lambda clip: clip.name)
 
 
-def clips_fingerprint(clips: Sequence[Clip]) -> str:
-    """SHA-256 over the names, captions and contents of clips.
+def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
+    """What each clip holds now; all files are hashed at once.
 
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = [
-        (clip, path)
-        for clip in clips
-        for path in (sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path])
-    ]
+    files = [sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path] for clip in clips]
+    hashes = iter(content_hashes([path for each in files for path in each]))
+    return [Contents(clip.path, each, [next(hashes) for _ in each]) for clip, each in zip(clips, files, strict=True)]
+
+
+def clips_fingerprint(clips: Sequence[Clip], contents: Sequence[Contents]) -> str:
+    """SHA-256 over the names, captions and contents of clips."""
     digest = hashlib.sha256()
-    for (clip, path), contents in zip(files, content_hashes([path for _, path in files]), strict=True):
-        digest.update(json.dumps([clip.name, clip.caption, path.name, contents]).encode())
+    for clip, each in zip(clips, contents, strict=True):
+        for path, sha256 in zip(each.files, each.hashes, strict=True):
+            digest.update(json.dumps([clip.name, clip.caption, path.name, sha256]).encode())
     return digest.hexdigest()
 
 

@@ -21,12 +21,13 @@ from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_model
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.paths import check_writable, existing_parent
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.models.family import ModelFamily, Size
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.training.clips import Clip, clips_fingerprint, find_clips
+from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, require
 
 RECORD_FILE = "finetune.json"
@@ -77,9 +78,14 @@ class FinetuneJob:
         return sum(x.size for x in lora.lora_parameters(adapted).values())
 
     @cached_property
+    def contents(self) -> list[Contents]:
+        """What each clip holds, on process 0; reads all files when it is first asked for."""
+        return clip_contents(self.clips)
+
+    @cached_property
     def clips_fingerprint(self) -> str:
-        """Fingerprint of the clips and captions; reads all files when it is first asked for, which all hosts do."""
-        return hosts.from_first(lambda: clips_fingerprint(self.clips))
+        """Fingerprint of the clips' `contents` and captions; all hosts ask for it at once."""
+        return hosts.from_first(lambda: clips_fingerprint(self.clips, self.contents))
 
     @cached_property
     def _abstract_denoiser(self) -> Any:

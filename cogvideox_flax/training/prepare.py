@@ -61,8 +61,11 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     encode = jax.jit(job.family.encode, compiler_options=compiler_options(pipe.dtype))
 
     def load(group: list[int]) -> np.ndarray:
-        clips = [job.clips[i].path for i in group]
-        return np.stack([load_clip(path, size.num_frames, size.height, size.width, job.fps) for path in clips])
+        clips = []
+        for i in group:
+            with job.contents[i].reading():
+                clips.append(load_clip(job.clips[i].path, size.num_frames, size.height, size.width, job.fps))
+        return np.stack(clips)
 
     def compute(indices: range) -> dict[str, np.ndarray]:
         means, stds = [], []

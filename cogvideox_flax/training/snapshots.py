@@ -6,7 +6,10 @@ through its memory, one array after the other over the network.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,12 +25,15 @@ import orbax.checkpoint as ocp
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
+from cogvideox_flax.io.space import free_bytes, size_text
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first, put
 
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_METADATA_BYTES = 2**20
+"""What a state takes beside its arrays, generously."""
 
 
 class Snapshots:
@@ -37,48 +43,71 @@ class Snapshots:
     """
 
     def __init__(self, folder: Path, keep: int):
-        logging.getLogger("absl").addFilter(_has_no_traceback)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_has_no_traceback)
         self._folder = folder.resolve()
+        self._nbytes = 0  # of the state being written
         self._manager: Any = _make_manager(self._folder, keep) if hosts.is_first() else None
         self._hashing = ThreadPoolExecutor(1)
         self._closing = threading.Event()
 
     def __enter__(self) -> Self:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._report_unraisable
         return self
 
+    def _report_unraisable(self, raised: Any) -> None:
+        """Python's hook, but for the writes that end after one of them has failed, of which Orbax raises the error."""
+        if str(raised.exc_value) != "Event loop is closed":
+            self._hook(raised)
+
     def __exit__(self, *_: object) -> None:
+        try:
+            self._close()
+        finally:
+            sys.unraisablehook = self._hook
+
+    def _close(self) -> None:
         if self._manager is None:
             return
-        try:
-            with self._errors():
+        with self._errors():
+            try:
                 self._manager.wait_until_finished()
-        finally:
-            self._closing.set()
-            self._hashing.shutdown()
-            self._manager.close()
+            finally:
+                self._closing.set()
+                self._hashing.shutdown()
+                self._manager.close()  # which raises the error of the last write again
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError) as e:
-            reason = "No space left on device" if "No space left on device" in str(e) else str(e).splitlines()[0]
-            raise InputError(
-                f"writing a training state to {self._folder} failed: {reason}; free some space; the same command "
-                "resumes from the last state"
-            ) from e
+            texts = map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+            raise self._failed(next((text for text in texts if text in str(e)), f"{e}\n".splitlines()[0])) from e
+
+    def _failed(self, reason: str) -> InputError:
+        return InputError(
+            f"writing a training state to {self._folder} failed: {reason}; free some space: it needs about "
+            f"{size_text(self._nbytes)}, and its disk has {size_text(free_bytes(self._folder))} free. The same command "
+            "resumes from the last state"
+        )
 
     def save(self, step: int, state: Any) -> None:
         """Copy the state to the host, then write it in the background. A step already there stays.
 
         Raises:
-            InputError: the state before it could not be written.
+            InputError: the state before it could not be written, or the disk has no room for this one.
         """
         if hosts.from_first(lambda: step == self._manager.latest_step()):
             return
         state = fetch_on_first(_by_name(state))
         if self._manager is None:
             return
+        with self._errors():
+            self._manager.wait_until_finished()
+        self._nbytes = sum(leaf.nbytes for leaf in state.values()) + _METADATA_BYTES
+        if free_bytes(self._folder) < self._nbytes:  # Orbax would also print tracebacks of its threads
+            raise self._failed(os.strerror(errno.ENOSPC))
         with self._errors():
             self._manager.save(step, args=ocp.args.StandardSave(state))
         self._hashing.submit(self._write_hashes, step)
@@ -166,7 +195,11 @@ def _make_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
         primary_host=0, active_processes={0} if hosts.count() > 1 else None, barrier_sync_key_prefix="process 0"
     )
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=False, enable_async_checkpointing=True, multiprocessing_options=alone
+        max_to_keep=keep,
+        create=False,
+        enable_async_checkpointing=True,
+        multiprocessing_options=alone,
+        cleanup_tmp_directories=True,  # of a run that was killed, or whose disk was full
     )
     return ocp.CheckpointManager(folder, options=options)
 
