@@ -12,6 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.pictures import read_picture
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
 
@@ -68,6 +69,16 @@ def test_large_pictures_are_refused_by_their_header(tmp_path):
                 InputError, match=rf"0\.png: a frame of {width}x{height} has .* pixels; expected 1 to 33,5"
             ):
                 read(tmp_path / "0.png")
+
+
+def test_long_sides_are_refused_by_the_header(tmp_path):
+    for size in ((65536, 1), (1, 300_000)):
+        Image.new("1", size).save(tmp_path / "0.png")
+        for read in (count_frames, read_video, read_picture):
+            with pytest.raises(InputError, match=r"0\.png: a frame of .* has a side of .*; expected at most 65,5"):
+                read(tmp_path / "0.png")
+    Image.new("1", (65535, 1)).save(tmp_path / "0.png")
+    assert read_video(tmp_path / "0.png")[0].shape == (1, 1, 65535, 3)
 
 
 def test_a_second_header_is_no_way_around_the_limit(tmp_path):
