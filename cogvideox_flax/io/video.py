@@ -124,23 +124,24 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
     write_picture(path, sheet, {})
 
 
-def open_video(path: str | Path) -> VideoSource:
+def open_video(path: str | Path, ground: str = "white") -> VideoSource:
     """Open a video for reading frames. Nothing is decoded yet.
 
     Args:
         path: an MP4, MOV, MKV, WebM, AVI or GIF, detected from its contents; or a PNG sequence as in `save_video`.
+        ground: the colour of transparent parts of a GIF or PNG.
 
     Raises:
         InputError: there is no such video, or its contents have another format.
     """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".png":
-        return PngSequence(path)
+        return PngSequence(path, ground)
     if not path.is_file():
         raise InputError(f"there is no video {path}")
     match format_of(path):
         case "gif":
-            return Gif(path)
+            return Gif(path, ground)
         case "mov" | "matroska" | "avi" as demuxer:
             return Container(path, demuxer)
         case "png":
