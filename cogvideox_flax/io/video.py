@@ -129,7 +129,7 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
 
     Args:
         path: an MP4, MOV, MKV, WebM, AVI or GIF, detected from its contents; or a PNG sequence as in `save_video`.
-        ground: the colour of transparent parts of a GIF or PNG.
+        ground: the colour of transparent parts.
 
     Raises:
         InputError: there is no such video, or its contents have another format.
@@ -143,7 +143,7 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
         case "gif":
             return Gif(path, ground)
         case "mov" | "matroska" | "avi" as demuxer:
-            return Container(path, demuxer)
+            return Container(path, demuxer, ground)
         case "png":
             raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as a picture")
     raise InputError(
