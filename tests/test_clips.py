@@ -14,6 +14,8 @@ from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io import limits
+from cogvideox_flax.io.clips import fit_frame
 from cogvideox_flax.io.video import count_frames, read_video, save_video
 from cogvideox_flax.training.clips import find_clips, load_clip
 
@@ -60,6 +62,17 @@ def test_frames_of_any_size_are_cropped(tmp_path, own):
     assert (clip == 200).all()
 
 
+@pytest.mark.parametrize("own", [(1, 3000), (3000, 1), (7, 2000), (2000, 7), (30, 1500), (1500, 31), (16, 193)])
+def test_thin_frames_are_those_of_diffusers(own):
+    """Up to the rounding of PIL's coordinates, and of its two passes in whichever order."""
+    small = np.random.default_rng(0).integers(0, 256, (max(own[0] // 8, 1), max(own[1] // 8, 1), 3)).astype(np.uint8)
+    frame = Image.fromarray(small).resize(own[::-1], Image.Resampling.BICUBIC)
+    expected = np.asarray(VaeImageProcessor().resize(frame, height=32, width=48, resize_mode="crop"))
+    found = fit_frame(np.asarray(frame), 32, 48)
+    assert np.abs(found.astype(int) - expected).max() <= 2
+    assert expected.std() > 10
+
+
 def test_an_inexact_frame_rate_never_selects_a_frame_past_the_end(tmp_path):
     for own in (100 * n / d for n in range(1, 12) for d in range(1, 12)):
         save_video(tmp_path / "c", np.zeros((3, 8, 8, 3), np.uint8), own)
@@ -98,6 +111,15 @@ def test_a_clip_of_many_pictures_takes_little_memory(tmp_path, name):
     picture[:, :400] = 200
     save_video(tmp_path / name, np.broadcast_to(picture, (120, *picture.shape)).copy() * moving(), 8)
     cost = cost_of_loading(tmp_path / name, tmp_path)
+    assert cost["shape"] == [9, 32, 48, 3]
+    assert cost["python"] < 64
+
+
+@pytest.mark.parametrize("own", [(1, limits.MAX_SIDE), (limits.MAX_SIDE, 1)])
+def test_a_clip_of_thin_frames_takes_little_memory(tmp_path, own):
+    """Resized whole, one of its frames has 67 or 151 million pixels."""
+    save_video(tmp_path / "c", np.full((9, *own, 3), 200, np.uint8), 8)
+    cost = cost_of_loading(tmp_path / "c", tmp_path)
     assert cost["shape"] == [9, 32, 48, 3]
     assert cost["python"] < 64
 

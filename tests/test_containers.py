@@ -74,6 +74,21 @@ def test_any_frames_are_those_of_a_whole_decode(media, name):
     assert_any_frames_equal_the_whole(media(name), whole(media(name)))
 
 
+@pytest.mark.parametrize("codec", ["qtrle", "prores_ks -profile:v 4444 -pix_fmt yuva444p10le", "png"])
+@pytest.mark.parametrize("hidden", ["black", "white"])
+def test_transparent_parts_lie_on_the_ground(tmp_path, codec, hidden):
+    """A white square on a transparent layer, as programs for titles and masks export it."""
+    layer = f"format=rgba,drawbox=c={hidden}@0:replace=1:t=fill,drawbox=c=white:replace=1:t=fill:x=16:y=8:w=16:h=16"
+    path = tmp_path / "a.mov"
+    ffmpeg("-f", "lavfi", "-i", "color=c=white:s=64x48:r=8:d=0.5", "-vf", layer, "-c:v", *codec.split(), path)
+    square = np.zeros((48, 64, 3), np.uint8)
+    square[8:24, 16:32] = 255
+    for ground, expected in (("white", np.full_like(square, 255)), ("black", square)):
+        found = np.stack(list(dict(open_video(path, ground).frames(range(4))).values()))
+        assert np.abs(found.astype(int) - expected).max() <= 3  # ProRes is lossy
+    np.testing.assert_array_equal(read_video(path)[0][0], dict(open_video(path).frames([0]))[0])
+
+
 @pytest.mark.parametrize("name", ["hiker_240x368_49f.mp4", "horse_480x720_49f.mp4"])
 def test_any_frames_of_a_real_video(name):
     path = SHARED / "data" / "media" / name

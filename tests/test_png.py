@@ -12,6 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.pictures import read_picture, to_rgb
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
 
@@ -70,6 +71,16 @@ def test_large_pictures_are_refused_by_their_header(tmp_path):
                 read(tmp_path / "0.png")
 
 
+def test_long_sides_are_refused_by_the_header(tmp_path):
+    for size in ((65536, 1), (1, 300_000)):
+        Image.new("1", size).save(tmp_path / "0.png")
+        for read in (count_frames, read_video, read_picture):
+            with pytest.raises(InputError, match=r"0\.png: a frame of .* has a side of .*; expected at most 65,5"):
+                read(tmp_path / "0.png")
+    Image.new("1", (65535, 1)).save(tmp_path / "0.png")
+    assert read_video(tmp_path / "0.png")[0].shape == (1, 1, 65535, 3)
+
+
 def test_a_second_header_is_no_way_around_the_limit(tmp_path):
     (tmp_path / "0.png").write_bytes(bomb(8000, 8000, header(8, 8), header(8000, 8000)))
     with pytest.raises(InputError, match=r"0\.png: a frame of 8000x8000 has"):
@@ -98,6 +109,50 @@ def test_16_bit_grey_keeps_its_upper_byte(tmp_path):
     grey = np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)
     Image.fromarray(grey).save(tmp_path / "0.png")
     np.testing.assert_array_equal(read_video(tmp_path)[0], (grey >> 8)[None, ..., None].repeat(3, -1))
+
+
+def stored(depth: int, colour: int, row: bytes, width: int, clear: bytes) -> bytes:
+    """A PNG of one row; `clear` is its transparent colour."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, 1, depth, colour, 0, 0, 0)) + chunk(b"tRNS", clear)
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("depth", "row", "clear", "expected"),
+    [
+        (1, [0b01000000], 0, [255, 255]),
+        (1, [0b01000000], 1, [0, 255]),
+        (2, [0b00011011], 0, [255, 85, 170, 255]),
+        (2, [0b00011011], 2, [0, 85, 255, 255]),
+        (4, [0x0A, 0x3F], 10, [0, 255, 51, 255]),
+        (8, [10, 20], 10, [255, 20]),
+        (16, [0x12, 0x34, 0x12, 0x35, 0x80, 0xFF], 0x1234, [255, 0x12, 0x80]),
+    ],
+)
+def test_a_transparent_grey_is_white_at_every_depth(tmp_path, depth, row, clear, expected):
+    path = tmp_path / "0.png"
+    path.write_bytes(stored(depth, 0, bytes(row), len(expected), struct.pack(">H", clear)))
+    for found in (read_picture(path), read_video(path)[0][0]):
+        assert found.tolist() == [[[grey] * 3 for grey in expected]]
+    with Image.open(path) as image:
+        np.testing.assert_array_equal(to_rgb(image), found)
+
+
+def test_a_transparent_colour(tmp_path):
+    path = tmp_path / "0.png"
+    path.write_bytes(stored(8, 2, bytes([1, 2, 3, 3, 2, 1]), 2, struct.pack(">HHH", 3, 2, 1)))
+    assert read_picture(path).tolist() == [[[1, 2, 3], [255, 255, 255]]]
+    path.write_bytes(stored(16, 2, bytes(12), 2, bytes(6)))
+    with pytest.raises(InputError, match=r"0\.png: 16-bit RGB with a transparent colour; save it in 8 bit"):
+        read_picture(path)
+
+
+def test_an_animated_png_is_no_frame(tmp_path):
+    first, second = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "0.png", save_all=True, append_images=[second])
+    for read in (read_picture, read_video):
+        with pytest.raises(InputError, match=r"0\.png is animated, 2 frames; give one of them as a picture"):
+            read(tmp_path / "0.png")
 
 
 @pytest.mark.parametrize("kind", ["a GIF", "a directory", "too short", "no header"])

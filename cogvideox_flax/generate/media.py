@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
@@ -21,7 +21,8 @@ from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.formats import format_of
 from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.io.pictures import on_white, read_picture
+from cogvideox_flax.io.pictures import read_picture, to_rgb
+from cogvideox_flax.io.pillow import decoding
 from cogvideox_flax.io.source import Frames
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.io.video import HashedVideo
@@ -161,33 +162,36 @@ def _check(name: str, value: Any, fps: float) -> Media:
 
     def check() -> dict[str, Any]:
         is_picture = name in PICTURES or (name == MASK and _is_picture(value))
-        made.append(_open_picture(value) if is_picture else _open_clip(value, fps))
+        ground = "black" if name == MASK else "white"  # where nothing is drawn on a mask, the video is kept
+        made.append(_open_picture(value, ground) if is_picture else _open_clip(value, fps, ground))
         return made[0].facts()
 
     facts = hosts.from_first(check)
     return made[0] if made else Media(**facts)
 
 
-def _open_picture(value: Any) -> Media:
+def _open_picture(value: Any, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
         if not path.is_file():
             raise InputError(f"there is no picture {path}")
         contents = Contents.of(path, [path])
         with contents.reading():
-            picture = read_picture(path)
+            picture = read_picture(path, ground=ground)
         return _media(str(path), picture[None], contents.sha256)
     if isinstance(value, Image.Image):
-        value = on_white(value)
+        limits.check_size(Path("the PIL image"), value.height, value.width)
+        with decoding("the PIL image"):
+            value = to_rgb(value, ground)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 3 or value.shape[-1] != 3:
         raise InputError(f"an image must be a path, a PIL image or uint8 [H, W, 3]; got {_kind(value)}")
     return _media("an array", value[None])
 
 
-def _open_clip(value: Any, fps: float) -> Media:
+def _open_clip(value: Any, fps: float, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
-        video = HashedVideo(path)
+        video = HashedVideo(path, ground)
         clip, info = Resampled.at(video, fps), video.info
         return Media(str(path), video.contents.sha256, info.height, info.width, clip.count, clip)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
@@ -209,6 +213,12 @@ def _is_picture(mask: Any) -> bool:
             f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"
         )
     return isinstance(mask, Image.Image) or mask.ndim == 3
+
+
+def _is_white(mask: UInt8[np.ndarray, "*shape 3"]) -> Bool[np.ndarray, "*shape"]:
+    """Where a mask's grey level is 128 and above: what is made anew."""
+    red, green, blue = np.moveaxis(mask, -1, 0)
+    return (red * np.uint16(77) + green * np.uint16(150) + blue * np.uint16(29)) >> 8 >= 128  # Rec. 601
 
 
 def _check_masks(masks: Sequence[Media], videos: Sequence[Media]) -> None:
@@ -282,10 +292,14 @@ def check_image_scale(family: ModelFamily, configs: Configs, image_scale: Any) -
 def describe_fit(name: str, media: Media, num_frames: int, height: int, width: int, fit: str) -> str | None:
     """What of a picture or clip does not reach the model, as a sentence; None if all of it does.
 
+    Of a mask, whether it changes nothing: its size and length are those of its video.
+
     Raises:
         InputError: a control clip is too short.
     """
-    if media is UNSEEN or name == MASK:  # a mask is like its video, of which it was said
+    if name == MASK and isinstance(media.source, np.ndarray) and not _is_white(media.source).any():
+        return f"{media.file}: the mask is white nowhere, so nothing is made anew; paint white what shall be"
+    if media is UNSEEN or name == MASK:
         return None
     if name == "control_video" and media.num_frames < num_frames:
         raise InputError(
@@ -337,9 +351,7 @@ def read_masked(
         frames[..., :3] = read_media(video, (*shape[:4], 3), fit)
         if (mask := given[MASK]) is not None:
             # thresholded in grey after it was resized, as in the reference
-            red, green, blue = np.moveaxis(read_media(mask, (*shape[:4], 3), fit), -1, 0)
-            grey = (red * np.uint16(77) + green * np.uint16(150) + blue * np.uint16(29)) >> 8  # Rec. 601
-            frames[..., 3] = np.where(grey >= 128, 255, 0)
+            frames[..., 3] = np.where(_is_white(read_media(mask, (*shape[:4], 3), fit)), 255, 0)
     for name, at in (("image", 0), ("last_image", num_frames - 1)):
         if (picture := given[name]) is not None:
             frames[:, at, ..., :3] = read_media(picture, (batch, 1, height, width, 3), fit)[:, 0]

@@ -14,6 +14,8 @@ from cogvideox_flax.io.source import Frame, Frames, VideoSource
 
 FITS = ("crop", "stretch")
 """How a picture of another aspect ratio becomes that of the run: its middle, or all of it, distorted."""
+_MAX_WHOLE = 8
+"""How many times the pixels of the result a frame may have after it is resized, before it is cropped."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Resampled:
 def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame:
     """A frame resized (Lanczos), cropped around its centre where its aspect ratio differs and `fit` is "crop".
 
-    It is resized to whole pixels and then cropped, as by diffusers' `VaeImageProcessor.resize`.
+    It is resized to whole pixels and then cropped, as by diffusers' `VaeImageProcessor.resize`. Of a thin frame, which
+    would grow beyond `_MAX_WHOLE`, only the part that stays is resized; that differs by rounding alone.
     """
     own_height, own_width, _ = frame.shape
     whole_height, whole_width = height, width
@@ -68,9 +71,19 @@ def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame
         whole_width = own_width * height // own_height
     elif fit == "crop":
         whole_height = own_height * width // own_width
-    resized = Image.fromarray(frame).resize((whole_width, whole_height), Image.Resampling.LANCZOS)
     left, top = whole_width // 2 - width // 2, whole_height // 2 - height // 2
-    return np.asarray(resized)[top : top + height, left : left + width]
+    image = Image.fromarray(frame)
+    if whole_height * whole_width <= _MAX_WHOLE * height * width:
+        resized = image.resize((whole_width, whole_height), Image.Resampling.LANCZOS)
+        return np.asarray(resized)[top : top + height, left : left + width]
+    right, bottom = left + width, top + height
+    box = (
+        left * own_width / whole_width,
+        top * own_height / whole_height,
+        right * own_width / whole_width,
+        bottom * own_height / whole_height,
+    )
+    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box))
 
 
 def fit_frames(frames: Frames, height: int, width: int, fit: str = "crop") -> Frames:

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64
+from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.ffmpeg import Ffmpeg, FfmpegError, FfmpegTimeout
+from cogvideox_flax.io.pictures import to_rgb
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 log = logging.getLogger(__name__)
@@ -80,11 +82,12 @@ class Container:
 
     Args:
         demuxer: ffmpeg's name: "mov", "matroska" or "avi".
+        ground: the colour of transparent parts.
     """
 
-    def __init__(self, path: Path, demuxer: str):
+    def __init__(self, path: Path, demuxer: str, ground: str = "white"):
         self.path, self.files = path, (path,)
-        self._demuxer = demuxer
+        self._demuxer, self._ground = demuxer, ground
 
     @property
     def info(self) -> VideoInfo:
@@ -213,15 +216,16 @@ class Container:
             "setpts=N",  # renumber: gaps would be filled with repeated frames
             f"scale={info.width}:{info.height}:flags={_EXACT}",
         )
-        raw = ["-frames:v", str(len(given)), "-pix_fmt", "rgb24", "-f", "rawvideo", "pipe:1"]
+        raw = ["-frames:v", str(len(given)), "-pix_fmt", "rgba", "-f", "rawvideo", "pipe:1"]
         with Ffmpeg([*self._input(target), "-map", "0:V:0", "-vf", ",".join(filters), *raw]) as process:
             for count, i in enumerate(given):
-                frame = np.empty((info.height, info.width, 3), np.uint8)
+                frame = np.empty((info.height, info.width, 4), np.uint8)
                 if process.read_into(frame.reshape(-1).data) < frame.nbytes:
                     message = process.finish()
                     raise FfmpegError(f"{count} of {len(given)} frames can be decoded; {message or 'it is damaged'}")
                 if i in wanted:
-                    yield i, frame
+                    opaque = frame[..., 3].min() == 255  # nearly always
+                    yield i, frame[..., :3] if opaque else to_rgb(Image.fromarray(frame), self._ground)
             return process.finish()
 
 

@@ -21,6 +21,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.pictures import to_rgb
 from cogvideox_flax.io.pillow import open_picture
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
@@ -45,10 +46,13 @@ class _Blocks:
 
 
 class Gif:
-    """A `VideoSource`."""
+    """A `VideoSource`.
 
-    def __init__(self, path: Path):
-        self.path, self.files = path, (path,)
+    ground: the colour of transparent parts.
+    """
+
+    def __init__(self, path: Path, ground: str = "white"):
+        self.path, self.files, self._ground = path, (path,), ground
 
     @cached_property
     def _blocks(self) -> _Blocks:
@@ -86,7 +90,7 @@ class Gif:
                             f"cannot read {self.path}: its frames to {i} take longer than "
                             f"{limits.MAX_DECODE_SECONDS:g} seconds to decode"
                         )
-                frame = np.asarray(image.convert("RGB"))
+                frame = to_rgb(image, self._ground)
                 left -= time.monotonic() - began
                 if frame.shape != (info.height, info.width, 3):
                     raise InputError(f"cannot read {self.path}: frame {i} has another size than the GIF")

@@ -8,6 +8,8 @@ from cogvideox_flax.errors import InputError
 
 MAX_PIXELS = 2**25
 """Pixels of a frame or picture: a little more than 8K video (7680x4320)."""
+MAX_SIDE = 2**16 - 1
+"""Pixels of a side of a frame or picture: those of a JPEG or GIF. Memory to resize a picture grows with its sides."""
 MAX_FRAMES = 1_000_000
 """Frames of a video: 9 hours at 30 per second."""
 MIN_FPS, MAX_FPS = 1e-3, 1e5
@@ -30,12 +32,17 @@ def check_size(path: Path, height: int, width: int) -> None:
     """Refuse a frame or picture by the size that its header states.
 
     Raises:
-        InputError: no pixels, or more than `MAX_PIXELS`.
+        InputError: no pixels, more than `MAX_PIXELS`, or a side above `MAX_SIDE`.
     """
     if not 0 < height * width <= MAX_PIXELS:
         raise InputError(
             f"{path}: a frame of {width}x{height} has {height * width:,} pixels; "
             f"expected 1 to {MAX_PIXELS:,}. Scale it to a smaller size first"
+        )
+    if (side := max(height, width)) > MAX_SIDE:
+        raise InputError(
+            f"{path}: a frame of {width}x{height} has a side of {side:,} pixels; "
+            f"expected at most {MAX_SIDE:,}. Crop it first"
         )
 
 

@@ -16,7 +16,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
 from cogvideox_flax.io.formats import PNG_SIGNATURE
-from cogvideox_flax.io.pillow import open_picture, to_rgb
+from cogvideox_flax.io.pictures import read_picture
+from cogvideox_flax.io.pillow import open_picture
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 NUMBER = re.compile(r"%0?\d*d")
@@ -24,10 +25,13 @@ NUMBER = re.compile(r"%0?\d*d")
 
 
 class PngSequence:
-    """A `VideoSource`."""
+    """A `VideoSource`.
 
-    def __init__(self, path: Path):
-        self.path = path
+    ground: the colour of transparent parts.
+    """
+
+    def __init__(self, path: Path, ground: str = "white"):
+        self.path, self._ground = path, ground
         self._files = sequence_files(path)
         if not self._files:
             raise InputError(f"there are no frames {path}")
@@ -43,7 +47,7 @@ class PngSequence:
         if len(sizes) > 1:
             named = ", ".join(f"{width}x{height}" for height, width in sorted(sizes)[:4])
             raise InputError(f"the frames {self.path} have different sizes: {named}")
-        ((height, width),) = sizes
+        height, width, _ = self._read(0).shape  # as shown; a rotation may stand behind the pixels
         text = self._text("fps") or "0"
         try:
             fps = float(text)
@@ -57,15 +61,17 @@ class PngSequence:
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, Frame]]:
         for i in indices:
-            _read_size(self._files[i])
-            with open_picture(self._files[i], "PNG") as image:
-                frame = to_rgb(image)
+            frame = self._read(i)
             if frame.shape != (self.info.height, self.info.width, 3):
                 raise InputError(f"{self._files[i]} has another size than the frames beside it")
             yield i, frame
 
     def comment(self) -> str:
         return self._text("comment")
+
+    def _read(self, i: int) -> Frame:
+        _read_size(self._files[i])
+        return read_picture(self._files[i], "PNG", ground=self._ground)
 
     def _text(self, name: str) -> str:
         """A text chunk of the first file, read without decoding its pixels."""
@@ -127,7 +133,7 @@ def write_directory(path: Path, frames: Frames | FrameStream, fps: float, commen
 
 
 def _read_size(path: Path) -> tuple[int, int]:
-    """Height and width from the header of a PNG."""
+    """Height and width from the header of a PNG, before any rotation."""
     try:
         with path.open("rb") as file:
             head = file.read(24)

@@ -126,25 +126,26 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
     write_picture(path, sheet, {})
 
 
-def open_video(path: str | Path) -> VideoSource:
+def open_video(path: str | Path, ground: str = "white") -> VideoSource:
     """Open a video for reading frames. Nothing is decoded yet.
 
     Args:
         path: an MP4, MOV, MKV, WebM, AVI or GIF, detected from its contents; or a PNG sequence as in `save_video`.
+        ground: the colour of transparent parts.
 
     Raises:
         InputError: there is no such video, or its contents have another format.
     """
     path = Path(path)
     if path.is_dir() or path.suffix.lower() == ".png":
-        return PngSequence(path)
+        return PngSequence(path, ground)
     if not path.is_file():
         raise InputError(f"there is no video {path}")
     match format_of(path):
         case "gif":
-            return Gif(path)
+            return Gif(path, ground)
         case "mov" | "matroska" | "avi" as demuxer:
-            return Container(path, demuxer)
+            return Container(path, demuxer, ground)
         case "png":
             raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as a picture")
     raise InputError(
@@ -156,11 +157,11 @@ class HashedVideo:
     """A `VideoSource` with the hash of its contents: reading frames of other contents is an error.
 
     Args:
-        path: see `open_video`, whose errors it has.
+        path, ground: see `open_video`, whose errors it has.
     """
 
-    def __init__(self, path: str | Path):
-        self._source = open_video(path)
+    def __init__(self, path: str | Path, ground: str = "white"):
+        self._source = open_video(path, ground)
         self.contents = Contents.of(Path(path), self._source.files)  # before `info` is read from them
 
     @property
