@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.option import Option, Stage, options_of
 from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, options
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
+from cogvideox_flax.generate.values import MAX_VIDEOS
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.values import is_count
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
@@ -159,7 +162,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
     for name in PLANNED:
         add_option(sub, name, options("denoise")[name])
-    sub.add_argument("--prompts", type=_positive, default=1, help="how many at once; default: 1")
+    sub.add_argument("--prompts", type=_prompt_count, default=1, help="how many at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(
         "--stages",
@@ -203,12 +206,12 @@ def _path(text: str) -> Path:
 def _steps(text: str) -> tuple[int, int]:
     """'3-5' -> (3, 5); '3' is that step alone."""
     first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal():
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in (first, last or first)):
         raise argparse.ArgumentTypeError(f"expected a step or two, such as 3 or 3-5; got {text!r}")
     return int(first), int(last or first)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more; got {text!r}")
-    return int(text)
+def _prompt_count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or not is_count(count := int(text), MAX_VIDEOS):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MAX_VIDEOS}; got {text!r}")
+    return count
