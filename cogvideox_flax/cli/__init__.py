@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from cogvideox_flax.cli.arguments import make_parser
+from cogvideox_flax.cli.arguments import expand_paths, make_parser
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
 from cogvideox_flax.runtime import hosts, libtpu
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     libtpu.quiet_without_tpu()
     try:
+        expand_paths(args)
         _join_hosts(args)
         args.run(args)
         hosts.finish()

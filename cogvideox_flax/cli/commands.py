@@ -56,9 +56,10 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
     from cogvideox_flax.generate.values import check_num_videos
-    from cogvideox_flax.io.paths import item_paths
+    from cogvideox_flax.io.paths import check_name, item_paths
 
     loaded()
+    check_name(args.out)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
 
     def begin() -> dict[str, Any]:

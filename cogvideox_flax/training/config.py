@@ -35,6 +35,7 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import check_kind
 from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown
 from cogvideox_flax.runtime import hosts
 
@@ -247,6 +248,7 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
 
 
 def _read_text(path: Path) -> str:
+    check_kind(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
