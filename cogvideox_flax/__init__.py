@@ -5,10 +5,12 @@ The public names are imported when they are first used, so that importing one ro
 
 from __future__ import annotations
 
+import cogvideox_flax.io.interrupts  # isort: skip  (before all other imports)
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import cogvideox_flax.runtime.source_code  # noqa: F401  (first: it looks at the files as they are now)
+import cogvideox_flax.runtime.source_code  # noqa: F401  (it looks at the files as they are now)
 
 if TYPE_CHECKING:
     from cogvideox_flax.errors import InputError

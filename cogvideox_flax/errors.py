@@ -6,12 +6,14 @@ wrong, where, what was expected and what to do next.
 
 from __future__ import annotations
 
-from errno import EACCES, EDQUOT, EFBIG, EIO, ENOSPC, EPERM, EROFS
+from errno import EACCES, EDQUOT, EFBIG, EIO, ELOOP, ENAMETOOLONG, ENOSPC, EPERM, EROFS
 
 _ADVICE = {
     **dict.fromkeys((EDQUOT, EFBIG, ENOSPC), "free some space"),
     **dict.fromkeys((EACCES, EPERM, EROFS), "allow access to it"),
     EIO: "check the disk",
+    ELOOP: "mend the symbolic link",
+    ENAMETOOLONG: "shorten the name",
 }
 """Error numbers of a disk, or of a place on it -> what to do."""
 
@@ -47,5 +49,5 @@ def describe_file_error(error: OSError) -> str | None:
     """A message for an error of a disk, or of a place on it; None for any other, which is a fault of this program."""
     if error.errno not in _ADVICE:
         return None
-    where = f"{error.filename}: " if error.filename else ""
+    where = f"{str(error.filename)[:200]}: " if error.filename else ""
     return f"{where}{error.strerror}; {_ADVICE[error.errno]} or choose another place"

@@ -19,6 +19,7 @@ from jaxtyping import Int32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.values import shown
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,8 @@ class Tokenizer:
 
 def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
     try:
-        raw = path.read_bytes()
+        with open_file(path) as file:
+            raw = file.read()
     except OSError as e:
         raise InputError(
             f"cannot read the tokenizer {path}: {e.strerror}. It is tokenizer/spiece.model (transformers 5 saves "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cogvideox_flax.io.interrupts import EXIT_CODE, loaded  # isort: skip  (before all other imports)
+
 import argparse
 import logging
 import os
@@ -29,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--revision", help="hub revision: branch, tag or commit")
     args = parser.parse_args(argv)
+    loaded()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         src, dst = expand_user(args.src), expand_user(args.dst)
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("\nstopped; components that were complete are kept for the next attempt", file=sys.stderr)
-        return 130
+        return EXIT_CODE
     print(dst)
     return 0
 

@@ -6,6 +6,11 @@ import json
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -261,3 +266,71 @@ def test_info_of_a_released_model(run, tmp_path):
     assert code == 0
     assert "cogvideox1.5-5b" in out
     assert "81 frames of 768x1360 at 16 fps" in out
+
+
+# --- Ctrl-C ---
+
+
+COMMANDS = {
+    "module": ["-m", "cogvideox_flax", "generate", "x", "--out", "x.npz", "--quiet"],
+    "script": ["bin/cogvideox", "generate", "x", "--out", "x.npz", "--quiet"],
+    "conversion": ["-m", "conversion", "nowhere", "native"],
+}
+
+
+def interrupted(argv, module, delay, cwd):
+    """Starts a process, sends Ctrl-C a while after it has imported a module, and returns its exit code and stderr."""
+    (cwd / "bin").mkdir()
+    script = cwd / "bin" / "cogvideox"  # as an installer writes it
+    script.write_text("import sys\nfrom cogvideox_flax.cli import main\nsys.exit(main())\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-X", "importtime", *argv]
+    with subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
+        ends = threading.Timer(60, one.kill)
+        ends.start()
+        assert one.stderr is not None
+        said = []
+        for line in one.stderr:
+            said.append(line)
+            if line.startswith("import time:") and line.split("|")[-1].strip() == module:
+                time.sleep(delay)
+                one.send_signal(signal.SIGINT)
+                break
+        said += one.stderr.readlines()
+        code = one.wait()
+        ends.cancel()
+    return code, "".join(line for line in said if not line.startswith("import time:"))
+
+
+@pytest.mark.parametrize("delay", [0, 0.05, 0.3])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_at_the_start(tmp_path, command, delay):
+    """From the first of our modules on."""
+    code, said = interrupted(COMMANDS[command], "cogvideox_flax.io.interrupts", delay, tmp_path)
+    assert (code, said) == (130, "stopped; nothing was begun\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+@pytest.mark.parametrize(
+    "module", ["numpy.exceptions", "jaxtyping", "cogvideox_flax.cli.commands", "ml_dtypes", "jax._src.config", "jax"]
+)
+def test_ctrl_c_while_jax_is_imported(tmp_path, module):
+    code, said = interrupted(COMMANDS["module"], module, 0, tmp_path)
+    assert (code, said) == (130, "stopped; nothing was begun\n")
+
+
+def test_a_program_that_imports_the_library_keeps_its_handler():
+    code = "import signal, cogvideox_flax; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    assert python("-c", code).returncode == 0
+
+
+def test_an_import_that_an_interrupt_broke_is_no_failure(run, monkeypatch):
+    def broken(*_, **__):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ImportError("numpy._core.multiarray failed to import") from None
+
+    monkeypatch.setattr("cogvideox_flax.checkpoint.hub.peek", broken)
+    code, _, err = run("info")
+    assert code == 130 and err.strip() == "stopped; the same command goes on from what was finished"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import jax
@@ -16,8 +18,10 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
+from cogvideox_flax.cli.setup import read_prompts
 from cogvideox_flax.generate import run_dir
 from cogvideox_flax.io import tensor_file
+from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.locks import file_lock
 
 pytest_plugins = ["commands"]
@@ -38,6 +42,10 @@ def option(*argv, message):
         option("--steps", "1001", message="expected 1 to 1000"),
         option("--guidance-scale", "nan", message="guidance_scale is nan; expected a number"),
         option("--guidance-scale", "inf", message="guidance_scale is inf; expected a number"),
+        option("--guidance-scale", "1e300", message="guidance_scale is 1e+300; expected a number"),
+        option("--image-scale", "1e300", message="image_scale is 1e+300; expected a number above 0"),
+        option("--lora", "x.safetensors:1e300", message="must be a finite number (1 is as trained); got 1e+300"),
+        option("--profile-steps", "9" * 5000, message="expected a step or two, such as 3 or 3-5"),
         option("--seed", "-1", message="seed is -1; expected a whole number from 0 to 4294967295"),
         option("--seed", "4294967296", message="seed is 4294967296; expected"),
         option("--seed", "9" * 30, message="seed is 999"),
@@ -47,6 +55,8 @@ def option(*argv, message):
         option("--mesh", "2,1", message="mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,fsdp; got '2,1'"),
         option("--mesh", "", message="mesh must be DP,SP,TP"),
         option("--mesh", "a,b,c", message="mesh must be DP,SP,TP"),
+        option("--mesh", "²,1,1", message="mesh must be DP,SP,TP"),
+        option("--mesh", "9" * 5000 + ",1,1", message="mesh must be DP,SP,TP"),
         option("--mesh", "0,1,1", message="mesh dp=0"),
         option("--mesh", "3,3,1", message="needs 9 devices; there are 8"),
         option("--mesh", "4,1,1", message="2 does not divide over mesh axis dp of size 4"),
@@ -117,6 +127,82 @@ def test_places_that_cannot_be_written(refused, layout, staged, tmp_path):
     assert "two-1.mp4 is a directory" in refused(*generate(layout, tmp_path / "two.mp4", prompts="ab"))
     assert "Not a directory" in refused("decode", "--dir", staged, "--out", file / "v.mp4")
     assert file.read_text() == "mine"
+
+
+@pytest.fixture
+def special(tmp_path):
+    """A named pipe, a socket and a device."""
+    for name in ("pipe", "pipe.png", "pipe.mp4", "pipe.safetensors"):
+        os.mkfifo(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+    return {"pipe": "a named pipe", "socket": "a socket", "/dev/zero": "a device"}
+
+
+LONG = "y" * 5000
+
+
+def test_outputs_that_are_no_names(refused, layout, native, staged, tmp_path, monkeypatch, special):
+    monkeypatch.chdir(tmp_path)
+    wrong = {".": "has no name of its own", "/": "has no name of its own", "..": "has no name of its own"}
+    wrong |= {"": "a path is empty", LONG: "File name too long", f"{LONG}.npz": "File name too long"}
+    wrong |= {"pipe.mp4": "a named pipe", **special}
+    for out, message in wrong.items():
+        assert message in refused(*generate(layout, out)), out
+        assert message in refused(*generate(layout, out, prompts="ab")), out
+        assert message in refused("decode", "--dir", staged, "--out", out), out
+        assert message in refused("upscale", "clip", "--model", native, "--out", out), out
+
+
+def test_directories_that_are_none(refused, layout, native, tmp_path, monkeypatch, special):
+    monkeypatch.chdir(tmp_path)
+    wrong = {"": "a path is empty", LONG: "File name too long", "pipe/x": "Not a directory", **special}
+    for folder, message in wrong.items():
+        assert message in refused(*generate(layout, "v.mp4", "--dir", folder)), folder
+        assert message in refused("encode", PROMPT, "--model", layout, "--dir", folder), folder
+        assert message in refused("denoise", "--dir", folder), folder
+        assert message in refused("decode", "--dir", folder), folder
+        assert message in refused("quantize", native, folder), folder
+        assert message in refused(layout, folder, command=conversion.__main__.main), folder
+
+
+def test_inputs_that_are_no_files(refused, layout, native, tmp_path, monkeypatch, special):
+    """Nobody writes to the pipes: to read one would never end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, message in {"": "a path is empty", **special}.items():
+        for option_ in ("--lora", "--image", "--video", "--prompt-file", "--model", "--profile"):
+            model = "embedded-image-to-video" if option_ == "--image" else layout
+            assert message in refused(*generate(model, "v.mp4", option_, name)), (option_, name)
+        assert message in refused("train", "--config", name)
+        assert message in refused("upscale", name, "--model", native, "--out", "v.mp4")
+        assert message in refused("info", name)
+        assert message in refused("plan", "--model", name)
+        assert message in refused("quantize", name, "small")
+        assert message in refused(name, "native", command=conversion.__main__.main)
+    for option_, model in (("--lora", layout), ("--image", "embedded-image-to-video"), ("--video", layout)):
+        assert "File name too long" in refused(*generate(model, "v.mp4", option_, LONG)), option_
+    assert "File name too long" in refused("train", "--config", LONG)
+
+
+def test_named_pipes_in_folders(refused, layout, native, tmp_path):
+    frames, model = tmp_path / "frames", shutil.copytree(native, tmp_path / "model")
+    frames.mkdir()
+    os.mkfifo(frames / "0.png")
+    assert "0.png: it is a named pipe, not a file" in refused(*generate(layout, "v.mp4", "--video", frames))
+    for name in ("transformer/model.safetensors", "config.json"):
+        (model / name).unlink()
+        os.mkfifo(model / name)
+        refused(*generate(model, tmp_path / "v.mp4"))
+
+
+def test_a_pipe_of_the_shell_may_hold_prompts():
+    reading, writing = os.pipe()
+    os.write(writing, b"a red circle\n")
+    os.close(writing)
+    path = expand_user(f"/dev/fd/{reading}")
+    assert read_prompts(argparse.Namespace(prompt=[], prompt_file=path)) == ["a red circle"]
+    os.close(reading)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

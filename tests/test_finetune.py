@@ -388,11 +388,26 @@ def test_all_faults_of_a_configuration_in_one_message(write):
         ({"sample.prompts": ("a",), "sample.seed": -1}, "seed is -1"),
         ({"lora.alpha": 10**400}, "lora.alpha"),
         ({"optimizer.learning_rate": float("inf")}, "learning_rate: got inf"),
+        ({"optimizer.learning_rate": 1e300}, "learning_rate: got 1e\\+300, expected a finite number above 0"),
+        ({"optimizer.weight_decay": 1e300}, "weight_decay: got 1e\\+300"),
+        ({"optimizer.eps": float("nan")}, "eps: got nan"),
+        ({"optimizer.warmup_steps": 10**30}, "warmup_steps: got 1000.*, expected 0 to 2147483647"),
+        ({"lora.alpha": float("inf")}, "lora.alpha: got inf, expected a finite number above 0"),
+        ({"lora.rank": 10**30}, "lora.rank: got 1000.*, expected 1 to 65536"),
+        ({"batch": 10**30}, "batch: got 1000.*, expected 1 to 2147483647"),
+        ({"loop.keep": 10**400}, "keep: got 1000.*, expected 1 to 2147483647"),
+        ({"sample.prompts": ("a",), "sample.guidance_scale": 1e300}, "guidance_scale is 1e\\+300"),
     ],
 )
 def test_settings_that_cannot_be_served(write, changes, message):
     with pytest.raises(InputError, match=message):
         check(read_config(write(), changes))
+
+
+@pytest.mark.parametrize("text", [f"batch = {'9' * 5000}", f"batch = {'[' * 100_000}", "batch ="])
+def test_what_is_not_toml(write, text):
+    with pytest.raises(InputError, match=r"config.toml is not TOML"):
+        read_config(write(text))
 
 
 def test_a_missing_extra_says_how_to_get_it(write, run, monkeypatch):

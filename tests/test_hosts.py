@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +25,13 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run_dir
 from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.io.video import read_video
+from cogvideox_flax.runtime import rendezvous
 from cogvideox_flax.runtime.rendezvous import Place, find_place, join
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import check
 from cogvideox_flax.training.metrics import read_metrics
+from cogvideox_flax.version import __version__
 
 pytest_plugins = ["commands"]
 
@@ -300,6 +303,15 @@ def test_adapters_are_trained_on_hosts_that_share_a_disk(layout, tmp_path):
             ["--coordinator", "h:1", "--num-processes", "2", "--process-id", "0", "--join-timeout", "0"],
             "above 0 s",
         ),
+        (["--join-timeout", "nan"], "above 0 s, at most 86400 s; got nan"),
+        (["--distributed", "--join-timeout", "inf"], "above 0 s, at most 86400 s; got inf"),
+        (["--distributed", "--join-timeout", "1e300"], "above 0 s, at most 86400 s; got 1e+300"),
+        (["--coordinator", "a..b:1", "--num-processes", "2", "--process-id", "1"], "must be ADDRESS:PORT"),
+        (["--coordinator", f"{'a' * 64}:1", "--num-processes", "2", "--process-id", "1"], "must be ADDRESS:PORT"),
+        (["--coordinator", f"h:{'9' * 5000}", "--num-processes", "2", "--process-id", "1"], "must be ADDRESS:PORT"),
+        (["--coordinator", "fd00::2:1", "--num-processes", "2", "--process-id", "1"], "or [fd00::2]:9999"),
+        (["--coordinator", "[fd00:]:1", "--num-processes", "2", "--process-id", "1"], "or [fd00::2]:9999"),
+        (["--coordinator", "h:1", "--num-processes", "9" * 30, "--process-id", "0"], "at most 10000"),
         (["--distributed", "--process-id", "1"], "give either it or them"),
         (["--distributed"], "finds no cluster"),
     ],
@@ -314,6 +326,10 @@ def test_options_that_do_not_fit_are_refused(run, tmp_path, options, message):
 def test_one_process_of_one_needs_no_other(run, tmp_path):
     code, _, err = run("decode", "--dir", tmp_path, "--coordinator", "h:1", "--num-processes", 1, "--process-id", 0)
     assert code == 2 and "generation_config.json" in err
+
+
+def test_an_address_may_be_ipv6():
+    assert Place("[fd00::2]:9999", 2, 1).address == ("fd00::2", 9999)
 
 
 def test_a_cluster_that_jax_knows_is_found(monkeypatch):
@@ -371,3 +387,151 @@ def test_processes_that_do_not_belong_are_refused():
     links, jax_port = results["first"]
     assert set(links) == {1, 2}
     assert results["second"][1] == results["third"][1] == jax_port
+
+
+@pytest.fixture
+def peer():
+    """Starts a listener whose connections are given to a function, each in a thread; returns its ADDRESS:PORT."""
+    stop, threads = threading.Event(), []
+
+    def start(answer):
+        def accept():
+            with server:
+                while not stop.is_set():
+                    with suppress(OSError):
+                        threads.append(threading.Thread(target=answer, args=(server.accept()[0], stop)))
+                        threads[-1].start()
+
+        server = socket.create_server(("127.0.0.1", 0))
+        server.settimeout(0.05)
+        address = "{}:{}".format(*server.getsockname())
+        threads.append(threading.Thread(target=accept))
+        threads[-1].start()
+        return address
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def silent(sock, stop):
+    with sock:
+        stop.wait(10)
+
+
+def dribble(sock, stop):
+    """A byte now and then: each is in time, the message never is."""
+    with sock, suppress(OSError):
+        while not stop.wait(0.05):
+            sock.sendall(b"\1")
+
+
+def waits_for_ever(sock, stop):
+    with sock:
+        Connection(sock).send({"wait": 1e300})
+        stop.wait(10)
+
+
+def speaks_http(sock, stop):
+    with sock:
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+
+
+def says(*messages):
+    def answer(sock, stop):
+        link = Connection(sock)
+        for message in messages:
+            link.send(message)
+        stop.wait(10)
+        link.close()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (silent, "accepts a connection at .* and does not answer within 0.5 s"),
+        (dribble, "accepts a connection at .* and does not answer within 0.5 s"),
+        (waits_for_ever, "accepts a connection at .* and does not answer within 0.5 s"),
+        (speaks_http, "ended before all had joined"),
+        (says([1]), "is not process 0 of this run; check --coordinator"),
+        (says({"wait": 1.0}, {"jax_port": "x"}), "is not process 0 of this run; check --coordinator"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_peer_that_is_not_process_0_is_not_waited_for(peer, monkeypatch, answer, message):
+    monkeypatch.setattr(rendezvous, "_LATE_S", 0.2)
+    start = time.monotonic()
+    with pytest.raises(InputError, match=message):
+        join(Place(peer(answer), 2, 1, 0.5))
+    assert time.monotonic() - start < 3
+
+
+def test_silent_and_slow_peers_do_not_keep_process_0_from_the_others():
+    """Neither from those that join, nor from its time limit."""
+    address = f"127.0.0.1:{free_port()}"
+    stop = threading.Event()
+
+    def pester(act):
+        host, port = address.split(":")
+        while not stop.is_set():
+            with suppress(OSError):
+                act(socket.create_connection((host, int(port)), 1), stop)
+
+    def lies(sock, stop):
+        """About its length, and in what it says."""
+        sock.sendall(b"\xff" * 16)
+        sock.close()
+        for hello in ([], {"__array__": 5}, {"__array__": ["O", [1]]}, {"process": [], "version": __version__}):
+            stop.wait(0.05)
+            link = Connection(socket.create_connection(address.split(":"), 1))
+            link.send(hello)
+            link.close()
+
+    acts = [silent, silent, silent, dribble, lies]
+    threads = [threading.Thread(target=pester, args=(act,)) for act in acts]
+    results = {}
+
+    def gather():
+        try:
+            results["links"] = join(Place(address, 2, 0, 20))[0]
+        except InputError as e:
+            results["links"] = str(e)
+
+    threads.append(threading.Thread(target=gather))
+    try:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        start = time.monotonic()
+        join(Place(address, 2, 1, 10))
+        assert time.monotonic() - start < 5
+        threads[-1].join(5)
+        assert set(results["links"]) == {1}
+        start = time.monotonic()
+        with pytest.raises(InputError, match=r"process 1 of 2 has not joined within 1 s"):
+            join(Place(address, 2, 0, 1))
+        assert time.monotonic() - start < 4
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_a_process_that_ended_while_it_waited_may_join_again(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_LATE_S", 0.2)
+    address, results = f"127.0.0.1:{free_port()}", {}
+    first = threading.Thread(target=lambda: results.update(links=join(Place(address, 3, 0, 20))[0]))
+    first.start()
+    with pytest.raises(InputError, match=r"accepts a connection at .* does not answer within 1 s"):
+        join(Place(address, 3, 1, 1))
+    others = [threading.Thread(target=join, args=(Place(address, 3, i, 10),)) for i in (1, 2)]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join(15)
+    assert set(results["links"]) == {1, 2}

@@ -231,6 +231,7 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
         ("v6e:2x4", (4, 4, 1), "needs 16 devices; there are 8"),
         ("v9z:2x4", (1, 1, 1), "unknown chip 'v9z'"),
         ("v6e:3x9x1", (1, 1, 1), "no topology"),
+        (f"v6e:{'9' * 5000}x1", (1, 1, 1), "no topology"),
     ],
 )
 def test_what_cannot_be_is_refused_before_compiling(run, topology, mesh, message):
@@ -251,6 +252,13 @@ def test_command(run, capsys):
     assert "encode x2" in capsys.readouterr().out
     assert cli.main(["plan", "--release", "cogvideox-5b", "--mesh", "1,1,1", "--height", "481", "--quiet"]) == 2
     assert "height is 481" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [0, 10**12, "9" * 5000])
+def test_a_count_of_prompts_beyond_all_machines(capsys, count):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--release", "cogvideox-2b", "--prompts", str(count)])
+    assert ended.value.code == 2 and "expected a whole number from 1 to 10000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mesh", [["--mesh", "1,1,1"], []])

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from cogvideox_flax import checkpoint
+from cogvideox_flax.checkpoint.save import check_target
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.nn import quantized
@@ -32,6 +33,7 @@ def quantize_checkpoint(
     """
     src, dst = Path(src), Path(dst)
     manifest = checkpoint.read_manifest(src)
+    check_target(dst)
     if kind not in quantized.KINDS:
         raise InputError(f"there is no kind {kind!r}; known are {', '.join(quantized.KINDS)}")
     if src.resolve() == dst.resolve():

@@ -15,10 +15,11 @@ import numpy as np
 from flax import nnx
 
 from cogvideox_flax.checkpoint.load import keep_dtype, parameters
-from cogvideox_flax.checkpoint.manifest import Manifest, is_native, weights_file, write_manifest
+from cogvideox_flax.checkpoint.manifest import CONFIG_FILE, Manifest, is_native, weights_file, write_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_directory, sync_file
 from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.tensor_file import TensorWriter
 from cogvideox_flax.nn import quantized
 
@@ -48,8 +49,7 @@ def save(
         InputError: the directory has other contents, cannot be written, or the disk is too small.
     """
     target = Path(native_dir)
-    if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
-        raise InputError(f"{target} exists and is not a native checkpoint; choose another place")
+    check_target(target)
     with atomic_directory(target) as work:
         records: dict[str, dict[str, Any]] = {}
         for component, module in modules.items():
@@ -83,6 +83,17 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(source, target)
         sync_file(target)
+
+
+def check_target(target: Path) -> None:
+    """Refuse a directory that `save` cannot write.
+
+    Raises:
+        InputError: it has other contents, or cannot be written.
+    """
+    check_writable(target / CONFIG_FILE)
+    if target.exists() and not is_native(target) and (not target.is_dir() or any(target.iterdir())):
+        raise InputError(f"{target} exists and is not a native checkpoint; choose another place")
 
 
 def _write(path: Path, component: str, module: nnx.Module, dtype: np.dtype) -> None:

@@ -10,11 +10,14 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from cogvideox_flax.cli.arguments import make_parser
+from cogvideox_flax.cli.arguments import expand_paths, make_parser
 from cogvideox_flax.errors import InputError, describe_file_error
+from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import find_place
 from cogvideox_flax.runtime.terminal import reliable_interrupts
+
+STOPPED = "\nstopped; the same command goes on from what was finished"
 
 LOGGERS = ("cogvideox_flax", "conversion")
 
@@ -28,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     libtpu.quiet_without_tpu()
     try:
+        expand_paths(args)
         _join_hosts(args)
         args.run(args)
         hosts.finish()
@@ -62,5 +66,7 @@ def _outcome(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, OSError) and (reason := describe_file_error(error)) is not None:
         return 2, f"error: {reason}"
     if isinstance(error, KeyboardInterrupt):
-        return 130, str(error) or "\nstopped; the same command goes on from what was finished"
+        return EXIT_CODE, str(error) or STOPPED
+    if is_interrupt(error):  # such as the ImportError of an extension module
+        return EXIT_CODE, STOPPED
     return 1, None

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.option import Option, Stage, options_of
 from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, options
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
+from cogvideox_flax.generate.values import MAX_VIDEOS
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.values import is_count
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
 _DTYPE = "default: bfloat16; float32 below 10^9 parameters"
 _MODEL = "native or Hugging Face layout directory, or hub id; default: the embedded one"
+
+
+class _Path(str):
+    """A path as it was given."""
+
+
+def expand_paths(args: argparse.Namespace) -> None:
+    """Make paths of all options that are some.
+
+    Raises:
+        InputError: one cannot be served, see `expand_user`.
+    """
+    for name, value in vars(args).items():
+        if isinstance(value, _Path):
+            setattr(args, name, expand_user(value))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,7 +71,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     groups = {name: argparse.ArgumentParser(add_help=False) for name in ("prompt", "model", "profiling", "profile")}
     prompt, model, profiling, profile = groups.values()
     prompt.add_argument("prompt", nargs="*", help="one or more prompts")
-    prompt.add_argument("--prompt-file", type=_path, help="a text file with one prompt per line")
+    prompt.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
 
     model.add_argument("--model", help=_MODEL)
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
@@ -69,7 +86,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
     profiling.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers")
     profiling.add_argument("--memory", action="store_true", help="print after each stage what the devices hold")
-    profile.add_argument("--profile", type=_path, metavar="DIR", help="write a profiler trace of some denoising steps")
+    profile.add_argument("--profile", type=_Path, metavar="DIR", help="write a profiler trace of some denoising steps")
     profile.add_argument(
         "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="counted from 0; default: 1-2"
     )
@@ -115,36 +132,36 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     sub.add_argument(
         "--out",
-        type=_path,
+        type=_Path,
         default=Path("video.mp4"),
         help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several videos number their files",
     )
-    sub.add_argument("--dir", type=_path, help="where the stages' files go; default: beside OUT, removed at the end")
+    sub.add_argument("--dir", type=_Path, help="where the stages' files go; default: beside OUT, removed at the end")
     what = "stage 1: prompts to embeddings, pictures and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", commands.encode, what, *groups)
-    sub.add_argument("--dir", type=_path, required=True, help="where the stages' files go")
+    sub.add_argument("--dir", type=_Path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")
-    sub.add_argument("--dir", type=_path, required=True, help="with stage 1's files")
+    sub.add_argument("--dir", type=_Path, required=True, help="with stage 1's files")
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
     what = "stage 3: latents to a video"
     sub = command("decode", commands.decode, what, "model", "request decode", "profiling", "hosts")
-    sub.add_argument("--dir", type=_path, required=True, help="with stage 2's files")
-    sub.add_argument("--out", type=_path, help="default: output_video.mp4 in DIR")
+    sub.add_argument("--dir", type=_Path, required=True, help="with stage 2's files")
+    sub.add_argument("--out", type=_Path, help="default: output_video.mp4 in DIR")
 
 
 def _add_upscale(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("clip", type=_path, metavar="CLIP", help="a video file or a folder of PNGs")
-    sub.add_argument("--out", type=_path, required=True, help=".mp4, .gif, frames/%%04d.png or a directory of PNGs")
+    sub.add_argument("clip", type=_Path, metavar="CLIP", help="a video file or a folder of PNGs")
+    sub.add_argument("--out", type=_Path, required=True, help=".mp4, .gif, frames/%%04d.png or a directory of PNGs")
     for name, each in options_of(UpscaleOptions).items():
         add_option(sub, name, each, UpscaleOptions)
 
 
 def _add_train(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--config", type=_path, required=True, help="a TOML file, see docs/training.md")
+    sub.add_argument("--config", type=_Path, required=True, help="a TOML file, see docs/training.md")
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():
         sub.add_argument(name, type=int if name == "--steps" else str, help=f"{what}, in place of the file's")
@@ -159,7 +176,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
     for name in PLANNED:
         add_option(sub, name, options("denoise")[name])
-    sub.add_argument("--prompts", type=_positive, default=1, help="how many at once; default: 1")
+    sub.add_argument("--prompts", type=_prompt_count, default=1, help="how many at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(
         "--stages",
@@ -173,8 +190,8 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_quantize(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("src", type=_path, metavar="SRC", help="a native checkpoint")
-    sub.add_argument("dst", type=_path, metavar="DST", help="the one to write")
+    sub.add_argument("src", type=_Path, metavar="SRC", help="a native checkpoint")
+    sub.add_argument("dst", type=_Path, metavar="DST", help="the one to write")
     sub.add_argument(
         "--component",
         nargs="+",
@@ -193,22 +210,15 @@ def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
     return parse
 
 
-def _path(text: str) -> Path:
-    try:
-        return expand_user(text)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(str(e)) from e
-
-
 def _steps(text: str) -> tuple[int, int]:
     """'3-5' -> (3, 5); '3' is that step alone."""
     first, _, last = text.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal():
+    if not all(re.fullmatch("[0-9]{1,9}", part) for part in (first, last or first)):
         raise argparse.ArgumentTypeError(f"expected a step or two, such as 3 or 3-5; got {text!r}")
     return int(first), int(last or first)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more; got {text!r}")
-    return int(text)
+def _prompt_count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or not is_count(count := int(text), MAX_VIDEOS):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MAX_VIDEOS}; got {text!r}")
+    return count

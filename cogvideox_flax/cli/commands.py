@@ -1,6 +1,6 @@
 """The commands: each takes the parsed options, calls the library and prints the result.
 
-A command imports what it needs, so that wrong options and --help answer at once.
+A command imports what it needs, so that wrong options and --help answer at once; until then Ctrl-C ends the process.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from cogvideox_flax.cli.setup import (
     resume,
 )
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
     from cogvideox_flax.generate.values import check_num_videos
-    from cogvideox_flax.io.paths import item_paths
+    from cogvideox_flax.io.paths import check_name, item_paths
 
+    loaded()
+    check_name(args.out)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
 
     def begin() -> dict[str, Any]:
@@ -102,6 +105,8 @@ def encode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.run_dir import EMBEDDINGS_FILE, check_folder, run_dir_lock
 
+    loaded()
+
     def begin() -> list[str]:
         check_folder(args.dir)
         return read_prompts(args)
@@ -119,6 +124,7 @@ def denoise(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate import stages
     from cogvideox_flax.generate.run_dir import LATENTS_FILE, run_dir_lock
 
+    loaded()
     run = check_run(args, args.dir, resume(args))
     hosts.from_first(lambda: len(stages.read_embeddings(args.dir, run.record, run.manifest)))
     pipe, record = open_run(args, run)
@@ -137,6 +143,7 @@ def decode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.windows import check_pieces, in_pieces
     from cogvideox_flax.io.paths import item_paths
 
+    loaded()
     before = resume(args)
     out = args.out or args.dir / VIDEO_FILE
 
@@ -177,6 +184,7 @@ def upscale(args: argparse.Namespace) -> None:
     from cogvideox_flax.io.source import FrameStream
     from cogvideox_flax.io.video import HashedVideo, save_video
 
+    loaded()
     if args.model is None:
         raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
     check_output([args.out])
@@ -214,6 +222,7 @@ def train(args: argparse.Namespace) -> None:
     from cogvideox_flax.training.finetune import finetune
     from cogvideox_flax.training.job import check
 
+    loaded()
     logging.getLogger("absl").setLevel(logging.WARNING)  # which Orbax uses for notes about each state
     given = {key: getattr(args, option.removeprefix("--")) for key, (option, _) in TRAINING_OPTIONS.items()}
     job = check(read_config(args.config, {key: value for key, value in given.items() if value is not None}))
@@ -236,6 +245,8 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
+
+    loaded()
 
     def say(message: str) -> None:
         if not args.quiet:
@@ -277,6 +288,7 @@ def quantize(args: argparse.Namespace) -> None:
     """Write a checkpoint again with weights of 8 bits."""
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 
+    loaded()
     quantize_checkpoint(args.src, args.dst, args.component, args.kind)
     print(args.dst)
 
@@ -285,6 +297,7 @@ def info(args: argparse.Namespace) -> None:
     """Describe a checkpoint without loading or converting it."""
     from cogvideox_flax.checkpoint import hub
 
+    loaded()
     manifest = hub.peek(args.where, args.revision)
     release = manifest.release
     rows = {

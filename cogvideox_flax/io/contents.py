@@ -18,6 +18,7 @@ from typing import Any
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import write_json, write_text
 from cogvideox_flax.io.home import private_cache_dir
+from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.private import NotPrivateError, read_private
 from cogvideox_flax.io.text import load_json
 
@@ -170,7 +171,7 @@ def match_record(path: Path, value: dict[str, Any]) -> dict[str, Any]:
 def _hash(path: Path) -> tuple[os.stat_result, str, bool]:
     """The file's stat result, its digest, and whether the file certainly did not change while it was read."""
     start = time.time_ns()
-    with path.open("rb") as file:
+    with open_file(path) as file:
         before = os.fstat(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         after = os.fstat(file.fileno())

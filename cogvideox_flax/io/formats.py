@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.paths import open_file
 
 EXPECTED = "MP4, MOV, MKV, WebM, AVI or GIF"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -22,7 +23,7 @@ def format_of(path: Path) -> str | None:
         InputError: the file cannot be opened.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(12)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}") from e

@@ -21,6 +21,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.pictures import to_rgb
 from cogvideox_flax.io.pillow import open_picture
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
@@ -57,7 +58,7 @@ class Gif:
     @cached_property
     def _blocks(self) -> _Blocks:
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 return _read_blocks(file, self.path)
         except (struct.error, EOFError) as e:
             raise InputError(f"cannot read {self.path}: the GIF is cut short or damaged") from e

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.paths import check_kind
 from cogvideox_flax.io.private import NotPrivateError, make_private
 
 
@@ -13,14 +14,19 @@ def expand_user(text: str | Path) -> Path:
     """A path whose leading ~ or ~user stands for a home directory.
 
     Raises:
-        InputError: there is no such user, or the path is not UTF-8 text.
+        InputError: there is no such user; or the path is empty, not UTF-8 text, or that of a pipe, a socket or a
+            device.
     """
+    if not str(text):
+        raise InputError("a path is empty; give the name of a file or directory")
     if "\0" in str(text) or not _is_utf8(str(text)):
         raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
     except RuntimeError as e:
         raise InputError(f"{text}: there is no home directory of that user; write the path out") from e
+    check_kind(path)
+    return path
 
 
 def _is_utf8(text: str) -> bool:

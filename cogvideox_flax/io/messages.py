@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 import threading
-from contextlib import suppress
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported late: the command line uses this module before it needs arrays
@@ -49,23 +50,23 @@ class Connection:
             for array in arrays:
                 self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
-    def receive(self, *, timeout: float | None = None, limit: int = 2**40) -> Any:
+    def receive(self, *, deadline: float = math.inf, limit: int = 2**40) -> Any:
         """The next message, its tuples as lists; None if the connection is closed or the data is not a message.
 
         Args:
-            timeout: seconds until the connection counts as closed.
+            deadline: of `time.monotonic()`; the connection counts as closed if the message is not complete by then.
             limit: bytes; a longer message is refused.
         """
         import numpy as np
 
         try:
-            self._socket.settimeout(timeout)
-            text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size))
+            text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size, deadline))
             if text_bytes + array_bytes > limit:
                 return None
-            text, body = self._read(text_bytes), memoryview(self._read(array_bytes))
-            self._socket.settimeout(None)
-        except OSError:
+            text, body = self._read(text_bytes, deadline), memoryview(self._read(array_bytes, deadline))
+            if deadline != math.inf:
+                self._socket.settimeout(None)
+        except (OSError, MemoryError):
             return None
         start = 0
 
@@ -79,18 +80,28 @@ class Connection:
             start += nbytes
             return found
 
-        with suppress(ValueError):
+        try:
             return json.loads(text, object_hook=array)
-        return None
+        # of bytes that another program sent
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return None
+
+    def fileno(self) -> int:
+        """For `selectors`: readable when `receive` would not wait for the first byte."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Later messages are lost; the other side receives None."""
         self._socket.close()
 
-    def _read(self, nbytes: int) -> bytearray:
+    def _read(self, nbytes: int, deadline: float) -> bytearray:
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
+            if deadline != math.inf:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)  # of this read alone
             if not (got := self._socket.recv_into(view)):
                 raise ConnectionError("closed by the other side")
             view = view[got:]

@@ -16,6 +16,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
 from cogvideox_flax.io.formats import PNG_SIGNATURE
+from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.pictures import read_picture
 from cogvideox_flax.io.pillow import open_picture
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
@@ -135,7 +136,7 @@ def write_directory(path: Path, frames: Frames | FrameStream, fps: float, commen
 def _read_size(path: Path) -> tuple[int, int]:
     """Height and width from the header of a PNG, before any rotation."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(24)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}") from e

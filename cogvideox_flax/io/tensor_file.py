@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.io.paths import open_descriptor
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -78,7 +79,7 @@ class TensorFile:
         self.path = Path(path)
         self._map: mmap.mmap | None = None
         try:
-            self._fd = os.open(self.path, os.O_RDONLY)
+            self._fd = open_descriptor(self.path)
         except OSError as e:
             raise CheckpointError(f"cannot read {self.path}: {e.strerror}") from e
         try:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.io.paths import open_file
+
 MAX_BYTES = 64 * 2**20
 
 
@@ -16,7 +18,7 @@ def load_json(path: Path) -> Any:
         ValueError: it is not JSON, nested too deeply, or larger than `MAX_BYTES`.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import Any
 
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+"""Larger numbers are infinite where they are computed with."""
+
 
 def is_finite_number(value: Any) -> bool:
-    """Whether it is a finite number within float range; booleans are not numbers."""
+    """Whether it is a finite number within the range of float32; booleans are not numbers."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= MAX_FLOAT32
     except OverflowError:  # an integer above the float range
         return False
 

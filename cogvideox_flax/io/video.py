@@ -26,7 +26,7 @@ from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.ffmpeg import find_ffmpeg
 from cogvideox_flax.io.formats import EXPECTED, format_of
 from cogvideox_flax.io.gif import Gif, write_gif
-from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.io.paths import check_name, check_writable
 from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, VideoSource
 
@@ -54,8 +54,7 @@ def check_output_path(path: str | Path) -> None:
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if path.name in ("", ".."):
-        raise InputError(f"{path} has no name of its own; give the name of a file or of a directory to write")
+    check_name(path)
     check_writable(path)
     if path.is_dir():
         if suffix and suffix in _WRITERS:

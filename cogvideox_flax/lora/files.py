@@ -187,7 +187,7 @@ def _read_header(
                 alpha = float(file.read(parts["alpha"]).reshape(()))
             else:
                 alpha = _alpha(config, f"{layout.blocks}.{layer}.{source}", rank)
-            if not math.isfinite(alpha):
+            if not is_finite_number(alpha):
                 raise CheckpointError(f"{file.path} has alpha {alpha} for {parts['a']}; expected a finite number")
             found.setdefault(target, {})[layer] = _Pair(parts["a"], parts["b"], rank, alpha)
     return found

@@ -34,6 +34,8 @@ CHIPS = {
 """Kind, as in the name of a topology -> chip. Clocks are derived from the matrix rate; a link's rate is the published
 one, for one direction of one link to a neighbour, and was not measured."""
 
+_TOPOLOGY = re.compile(r"\w+:\d{1,9}(x\d{1,9})*")
+
 
 def chip_of(topology: str) -> Chip:
     """The chip of a topology such as "v6e:2x4".
@@ -60,7 +62,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     # a host has a square of chips, or all of a smaller topology
-    sides = [int(n) for n in topology.split(":")[1].split("x")] if re.fullmatch(r"\w+:\d+(x\d+)*", topology) else []
+    sides = [int(n) for n in topology.split(":")[1].split("x")] if _TOPOLOGY.fullmatch(topology) else []
     host = {"chips_per_host_bounds": (*sides, 1, 1)[:3]} if 1 in sides[:2] else {}
     try:
         return topologies.get_topology_desc(topology, "tpu", **host).devices

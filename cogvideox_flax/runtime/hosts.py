@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.runtime.rendezvous import Place, join
 
@@ -208,6 +209,7 @@ def initialize(place: Place | None) -> None:
         return
     import jax
 
+    loaded()
     links, jax_port = join(place)
     _group = _Group(place, links)
     _group.watch_interrupts()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
+import math
+import selectors
 import socket
 import time
 from collections.abc import Sequence
@@ -11,17 +14,33 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.messages import Connection
+from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.version import __version__
 
 JOIN_TIMEOUT_S = 60.0
 """Default seconds that the processes wait for each other at the start."""
+
+MAX_JOIN_TIMEOUT_S = 86_400.0
+MAX_PROCESSES = 10_000
+
+_CONNECT_S = 5.0
+"""Seconds for each address of process 0's host, of which one may not answer."""
+_HELLO_S = 1.0
+"""Seconds that a peer may take from the first byte of its first message to the last one."""
+_NAMED = 20
+"""Processes that a message names."""
+_LATE_S = 2.0
+"""Seconds that process 0's answer may come after its own deadline."""
+_HELLO_BYTES, _ANSWER_BYTES = 1000, 2**20
+"""Longest messages while joining: the peer may be any program."""
 
 
 @dataclass(frozen=True)
 class Place:
     """This process among several.
 
-    coordinator: ADDRESS:PORT of process 0.
+    coordinator: ADDRESS:PORT of process 0; an IPv6 address in brackets.
+    join_timeout: seconds.
     local_devices: ids of this process' devices; None: all of the host.
     """
 
@@ -32,15 +51,19 @@ class Place:
     local_devices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        address, _, port = self.coordinator.rpartition(":")
-        if not address or not port.isdecimal() or not 1 <= int(port) < 2**16:
-            raise InputError(f"--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999; got {self.coordinator!r}")
-        if self.num_processes < 1:
-            raise InputError(f"--num-processes must be 1 or more; got {self.num_processes}")
+        host, _, port = self.coordinator.rpartition(":")
+        if not _is_host(host) or not _is_port(port):
+            raise InputError(
+                "--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999 or [fd00::2]:9999; "
+                f"got {shown(self.coordinator)}"
+            )
+        if not is_count(self.num_processes, MAX_PROCESSES):
+            raise InputError(
+                f"--num-processes must be 1 or more, at most {MAX_PROCESSES}; got {shown(self.num_processes)}"
+            )
         if not 0 <= self.process_id < self.num_processes:
-            raise InputError(f"--process-id must be 0 to {self.num_processes - 1}; got {self.process_id}")
-        if self.join_timeout <= 0:
-            raise InputError(f"--join-timeout must be above 0 s; got {self.join_timeout:g}")
+            raise InputError(f"--process-id must be 0 to {self.num_processes - 1}; got {shown(self.process_id)}")
+        _check_timeout(self.join_timeout)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -51,6 +74,25 @@ class Place:
     def name(self, process: int) -> str:
         """For messages."""
         return f"process {process} of {self.num_processes}"
+
+
+def _is_host(text: str) -> bool:
+    """Whether it is an IPv6 address in brackets, or something that the resolver takes: labels of 1 to 63 characters."""
+    try:
+        if text.startswith("[") and text.endswith("]"):
+            return bool(ipaddress.IPv6Address(text[1:-1]))
+        return bool(text.encode("idna")) and not set(text) & set(":[]")
+    except ValueError:
+        return False
+
+
+def _is_port(text: str) -> bool:
+    return text.isdecimal() and len(text) <= 5 and 0 < int(text) < 2**16
+
+
+def _check_timeout(seconds: float) -> None:
+    if not 0 < seconds <= MAX_JOIN_TIMEOUT_S:
+        raise InputError(f"--join-timeout must be above 0 s, at most {MAX_JOIN_TIMEOUT_S:g} s; got {seconds:g}")
 
 
 def find_place(
@@ -65,6 +107,7 @@ def find_place(
     Raises:
         InputError: options that conflict or are out of range, or no cluster that JAX detects.
     """
+    _check_timeout(join_timeout)
     given = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if distributed and len(missing) < len(given):
@@ -82,7 +125,7 @@ def _detect_place(join_timeout: float) -> Place:
     from jax._src import clusters  # no public API returns what `jax.distributed.initialize()` detects
 
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
-    found = detect(None, None, None, None, None, int(join_timeout))
+    found = detect(None, None, None, None, None, math.ceil(join_timeout))
     coordinator, num_processes, process_id, local_devices = found
     if coordinator is None or num_processes is None or process_id is None:
         raise InputError(
@@ -115,76 +158,123 @@ def _gather(place: Place) -> tuple[dict[int, Connection], int]:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=place.num_processes)
     except OSError as e:
         raise InputError(f"cannot listen on port {port}: {e.strerror}; choose another one for --coordinator") from e
-    with listener:
+    with listener, selectors.DefaultSelector() as peers:
+        listener.setblocking(False)
+        peers.register(listener, selectors.EVENT_READ)
         while len(links) < place.num_processes - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                link = Connection(listener.accept()[0])
-            except TimeoutError:
-                message = _missing(place, links)
-                for link in links.values():
-                    with suppress(OSError):
-                        link.send({"refused": message})
-                raise InputError(message) from None
-            _admit(place, link, links)
+            if (left := deadline - time.monotonic()) <= 0:
+                raise InputError(_refuse_all(place, links))
+            for key, _ in peers.select(left):
+                link: Any = key.fileobj
+                if link is listener:
+                    with suppress(OSError):  # the peer has left already
+                        link = Connection(listener.accept()[0])
+                        peers.register(link, selectors.EVENT_READ)
+                elif link in links.values():  # a process that waits for the others says nothing: it has ended
+                    links = {process: other for process, other in links.items() if other is not link}
+                    peers.unregister(link)
+                    link.close()
+                elif not _admit(place, link, links, deadline):
+                    peers.unregister(link)
+                    link.close()
+        for key in peers.get_map().values():
+            link = key.fileobj
+            if link is not listener and link not in links.values():
+                link.close()
     with socket.socket() as free:
         free.bind(("", 0))
         jax_port = free.getsockname()[1]
-    for link in links.values():
-        link.send({"jax_port": jax_port})
+    for process, link in links.items():
+        try:
+            link.send({"jax_port": jax_port})
+        except OSError as e:
+            raise InputError(f"{place.name(process)} ended before all had joined; see what it said") from e
     return links, jax_port
 
 
-def _missing(place: Place, links: dict[int, Connection]) -> str:
+def _refuse_all(place: Place, links: dict[int, Connection]) -> str:
+    """Tell the processes that have joined which are missing; returns the message."""
     missing = [str(i) for i in range(1, place.num_processes) if i not in links]
-    names = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(missing)}"
-    return (
-        f"{names} of {place.num_processes} {'has' if len(missing) == 1 else 'have'} not joined within "
-        f"{place.join_timeout:g} s; start the same command on every host, each with its own --process-id"
+    shown = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+    message = (
+        f"{'process' if len(missing) == 1 else 'processes'} {shown} of {place.num_processes} "
+        f"{'has' if len(missing) == 1 else 'have'} not joined within {place.join_timeout:g} s; start the same command "
+        "on every host, each with its own --process-id"
     )
+    for link in links.values():
+        with suppress(OSError):
+            link.send({"refused": message})
+    return message
 
 
-def _admit(place: Place, link: Connection, links: dict[int, Connection]) -> None:
-    """Accept a connecting process into the run, or send it the reason for refusing."""
-    hello = link.receive(timeout=5, limit=1000)
+def _admit(place: Place, link: Connection, links: dict[int, Connection], deadline: float) -> bool:
+    """Accept a connecting process into the run, or send it the reason for refusing. Returns whether it was accepted."""
+    hello = link.receive(deadline=min(deadline, time.monotonic() + _HELLO_S), limit=_HELLO_BYTES)
     if not isinstance(hello, dict):
-        return link.close()  # not a process of this library
+        return False  # not a process of this library
     process: Any = hello.get("process")
     refused = ""
     if hello.get("version") != __version__:
         refused = f"it runs version {hello.get('version')}, process 0 runs {__version__}"
     elif hello.get("num_processes") != place.num_processes:
         refused = f"it says --num-processes {hello.get('num_processes')}, process 0 says {place.num_processes}"
-    elif process in links or not isinstance(process, int) or not 0 < process < place.num_processes:
+    elif not isinstance(process, int) or process in links or not 0 < process < place.num_processes:
         refused = f"--process-id {process} is taken, each process needs its own"
-    if refused:
-        with suppress(OSError):
+    try:
+        if refused:
             link.send({"refused": f"process 0 does not take this process: {refused}"})
-        return link.close()
+            return False
+        link.send({"wait": max(0.0, deadline - time.monotonic())})
+    except OSError:  # it has ended
+        return False
     links[process] = link
-    return None
+    return True
 
 
 def _connect(place: Place) -> tuple[dict[int, Connection], int]:
     """On the other processes: the connection to process 0, and the port of JAX's own coordinator."""
     deadline = time.monotonic() + place.join_timeout
+    link = _dial(place, deadline)
+    hello = {"process": place.process_id, "num_processes": place.num_processes, "version": __version__}
+    with suppress(OSError):
+        link.send(hello)
+    # Process 0 answers at once how long it waits for the others, and at the end how to go on.
+    wait = _receive_answer(place, link, deadline, "wait", float)
+    deadline = time.monotonic() + min(place.join_timeout, wait) + _LATE_S
+    return {0: link}, _receive_answer(place, link, deadline, "jax_port", int)
+
+
+def _dial(place: Place, deadline: float) -> Connection:
+    """Connect to process 0, which may not have begun yet."""
     while True:
         try:
-            link = Connection(socket.create_connection(place.address, max(0.1, deadline - time.monotonic())))
-            break
+            left = max(0.1, deadline - time.monotonic())
+            return Connection(socket.create_connection(place.address, min(left, _CONNECT_S)))
         except OSError as e:
             if time.monotonic() > deadline:
                 raise InputError(
                     f"{place.name(0)} does not answer at {place.coordinator} within {place.join_timeout:g} s ({e}); "
                     "start it there, or check the address and the firewall"
                 ) from e
-            time.sleep(0.2)
-    hello = {"process": place.process_id, "num_processes": place.num_processes, "version": __version__}
-    with suppress(OSError):
-        link.send(hello)
-    answer = link.receive()
-    if answer is None:
-        raise InputError(f"{place.name(0)} ended before all had joined; see what it said")
-    if "refused" in answer:
+            time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+
+
+def _receive_answer(place: Place, link: Connection, deadline: float, name: str, kind: type) -> Any:
+    """The value of this name in process 0's next message.
+
+    Raises:
+        InputError: process 0 refuses this process, ends, or sends something else, or nothing until the deadline.
+    """
+    answer = link.receive(deadline=deadline, limit=_ANSWER_BYTES)
+    if isinstance(answer, dict) and isinstance(answer.get("refused"), str):
         raise InputError(answer["refused"])
-    return {0: link}, answer["jax_port"]
+    if isinstance(answer, dict) and isinstance(answer.get(name), kind):
+        return answer[name]
+    if answer is not None:
+        raise InputError(f"{place.coordinator} is not process 0 of this run; check --coordinator")
+    if time.monotonic() >= deadline:
+        raise InputError(
+            f"{place.name(0)} accepts a connection at {place.coordinator} and does not answer within "
+            f"{place.join_timeout:g} s; check that it is process 0 of this run"
+        )
+    raise InputError(f"{place.name(0)} ended before all had joined; see what it said")

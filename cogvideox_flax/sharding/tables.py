@@ -81,7 +81,8 @@ def parse_mesh(text: str) -> MeshShape:
     """'2,1,4' -> (2, 1, 4), the sizes of dp, sp, tp; '2,4,1,fsdp' -> (2, 4, 1, True): arguments of `make_mesh`."""
     sizes, comma, word = text.rpartition(",") if text.strip().endswith(FSDP) else (text, "", "")
     parts = sizes.split(",")
-    if len(parts) != 3 or not all(p.strip().isdigit() for p in parts) or word.strip() not in ("", FSDP):
+    numbers = all(re.fullmatch("[0-9]{1,9}", p.strip()) for p in parts)
+    if len(parts) != 3 or not numbers or word.strip() not in ("", FSDP):
         raise InputError(f"mesh must be DP,SP,TP such as 2,1,4, or DP,SP,TP,{FSDP}; got {text!r}")
     dp, sp, tp = map(int, parts)
     return (dp, sp, tp, True) if comma else (dp, sp, tp)

@@ -24,7 +24,6 @@ every = 200
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 import types
 import typing
@@ -36,10 +35,17 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import check_kind
+from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown
 from cogvideox_flax.runtime import hosts
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
+
+MAX_COUNT = 2**31 - 1
+COUNT = f"1 to {MAX_COUNT}"
+MAX_RANK = 2**16
+"""Above the width of every model."""
 
 
 def require(config: object, *rules: tuple[str, bool, str]) -> None:
@@ -49,7 +55,7 @@ def require(config: object, *rules: tuple[str, bool, str]) -> None:
         rules: (dotted name of the setting, whether the rule holds, what is expected).
     """
     faults = [
-        f"  {name}: got {attrgetter(name)(config)!r}, expected {expected}"
+        f"  {name}: got {shown(attrgetter(name)(config))}, expected {expected}"
         for name, holds, expected in rules
         if not holds
     ]
@@ -84,13 +90,13 @@ class OptimizerConfig:
         require(
             self,
             ("kind", self.kind in OPTIMIZERS, " or ".join(OPTIMIZERS)),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
+            ("learning_rate", 0 < self.learning_rate <= MAX_FLOAT32, "a finite number above 0"),
             ("final_learning_rate", 0 <= self.final_learning_rate <= self.learning_rate, "0 to learning_rate"),
-            ("warmup_steps", self.warmup_steps >= 0, "0 or more"),
+            ("warmup_steps", 0 <= self.warmup_steps <= MAX_COUNT, f"0 to {MAX_COUNT}"),
             ("b1", 0 <= self.b1 < 1, "0 to below 1"),
             ("b2", 0 <= self.b2 < 1, "0 to below 1"),
-            ("eps", 0 <= self.eps < math.inf, "a finite number, 0 or more"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
+            ("eps", 0 <= self.eps <= MAX_FLOAT32, "a finite number, 0 or more"),
+            ("weight_decay", 0 <= self.weight_decay <= MAX_FLOAT32, "a finite number, 0 or more"),
             ("clip_norm", self.clip_norm > 0, "above 0"),
         )
 
@@ -120,14 +126,14 @@ class LoopConfig:
     def __post_init__(self) -> None:
         require(
             self,
-            ("steps", 1 <= self.steps < 2**31, "1 or more"),
+            ("steps", is_count(self.steps, MAX_COUNT), COUNT),
             ("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}"),
-            ("accumulate", self.accumulate >= 1, "1 or more"),
+            ("accumulate", is_count(self.accumulate, MAX_COUNT), COUNT),
             ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
             ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
-            ("log_every", self.log_every >= 1, "1 or more"),
+            ("log_every", is_count(self.log_every, MAX_COUNT), COUNT),
             ("save_minutes", self.save_minutes > 0, "above 0"),
-            ("keep", self.keep >= 1, "1 or more"),
+            ("keep", is_count(self.keep, MAX_COUNT), COUNT),
         )
 
 
@@ -199,13 +205,13 @@ class TrainingConfig:
         require(
             self,
             ("method", self.method in METHODS, " or ".join(METHODS)),
-            ("batch", self.batch >= 1, "1 or more"),
+            ("batch", is_count(self.batch, MAX_COUNT), COUNT),
             ("batch", self.batch % accumulate == 0, f"a multiple of loop.accumulate, {accumulate}"),
             ("caption_dropout", 0 <= self.caption_dropout <= 1, "0 to 1"),
-            ("lora.rank", lora.rank >= 1, "1 or more"),
-            ("lora.alpha", lora.alpha is None or lora.alpha > 0, "above 0"),
-            ("sample.every", self.sample.every >= 1, "1 or more"),
-            ("sample.frames", self.sample.frames >= 1, "1 or more"),
+            ("lora.rank", is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
+            ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),
+            ("sample.every", is_count(self.sample.every, MAX_COUNT), COUNT),
+            ("sample.frames", is_count(self.sample.frames, MAX_COUNT), COUNT),
         )
 
 
@@ -222,7 +228,7 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     text = hosts.from_first(lambda: _read_text(path))
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+    except (ValueError, RecursionError) as e:  # also a number of thousands of digits, and brackets as deep
         raise InputError(f"{path} is not TOML: {e}") from e
     for dotted, value in (overrides or {}).items():
         table, _, key = dotted.rpartition(".")
@@ -242,6 +248,7 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
 
 
 def _read_text(path: Path) -> str:
+    check_kind(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
