@@ -13,6 +13,7 @@ import threading
 import time
 
 import numpy as np
+import processes
 import pytest
 from commands import PROMPT, ROOT, generate, python
 from safetensors.numpy import load_file
@@ -285,7 +286,8 @@ def interrupted(argv, module, delay, cwd):
     script.write_text("import sys\nfrom cogvideox_flax.cli import main\nsys.exit(main())\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-X", "importtime", *argv]
-    with subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.running(command, cwd=cwd, env=env, **pipes, text=True) as one:
         ends = threading.Timer(60, one.kill)
         ends.start()
         assert one.stderr is not None
@@ -297,7 +299,7 @@ def interrupted(argv, module, delay, cwd):
                 one.send_signal(signal.SIGINT)
                 break
         said += one.stderr.readlines()
-        code = one.wait()
+        code = one.wait(60)
         ends.cancel()
     return code, "".join(line for line in said if not line.startswith("import time:"))
 
@@ -319,9 +321,14 @@ def test_ctrl_c_while_jax_is_imported(tmp_path, module):
     assert (code, said) == (130, "stopped; nothing was begun\n")
 
 
-def test_a_program_that_imports_the_library_keeps_its_handler():
+def test_a_program_that_imports_the_library_keeps_its_handler(tmp_path):
     code = "import signal, cogvideox_flax; assert signal.getsignal(signal.SIGINT) is signal.default_int_handler"
-    assert python("-c", code).returncode == 0
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text(code)
+    (tmp_path / "theirs" / "__main__.py").write_text("")
+    for command in (["-c", code], ["-m", "theirs"]):
+        done = python(*command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
 
 
 def test_an_import_that_an_interrupt_broke_is_no_failure(run, monkeypatch):

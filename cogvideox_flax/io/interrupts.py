@@ -14,11 +14,15 @@ from types import FrameType
 EXIT_CODE = 130
 """128 + SIGINT, as shells report it."""
 
+_MODULES = {f"{option}{module}" for option in ("", "-m") for module in ("cogvideox_flax", "conversion")}
+
 
 def _is_command() -> bool:
-    """Whether this process is one of our commands: "-m" is what the path is while Python looks for the module."""
+    """Whether this process is one of our commands; the path is "-m" while Python looks for the module."""
     path = sys.argv[0] if getattr(sys, "argv", None) else ""
-    return path == "-m" or path.endswith(("/cogvideox", "/conversion/__main__.py"))
+    if path == "-m":
+        return not _MODULES.isdisjoint(sys.orig_argv)
+    return path.endswith(("/cogvideox", "/conversion/__main__.py"))
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
