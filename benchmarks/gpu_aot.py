@@ -66,13 +66,13 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
     release, height, width, frames = CASES[case]
     manifest = Manifest.of_release(get_release(release))
     request = GenerationRequest("", num_frames=frames, height=height, width=width, scheduler="ddim").resolve(manifest)
-    ((spec, args, _),) = RunPrograms(manifest, request, "bfloat16").abstract(stage)
+    ((program, args, _),) = RunPrograms(manifest, request, "bfloat16").abstract(stage)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
-    options = compiler_options("bfloat16", platform="gpu", fast_compile=spec.fast_compile)
-    program = jax.jit(spec.function(), compiler_options=options).lower(*shapes).compile()
+    options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)
+    executable = jax.jit(program, compiler_options=options).lower(*shapes).compile()
     seconds = time.perf_counter() - start
-    memory, text = program.memory_analysis(), program.as_text()
+    memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     calls = Counter(
         f"{match[2]} {match[1]}"

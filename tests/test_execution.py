@@ -28,7 +28,7 @@ from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import cpu
 from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.runtime import compile_cache, devices
-from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
+from cogvideox_flax.runtime.compile import CompiledProgram, Program, compiler_options
 from cogvideox_flax.runtime.devices import bytes_per_device
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import reliable_interrupts
@@ -204,19 +204,25 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
         return pipe.programs(GenerationRequest("red", num_frames=frames, height=448, width=448))
 
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
-        program = Program(plan(1).encode(pipe.manifest.model_family.text[0]), mesh=mesh)
+        program = CompiledProgram(plan(1).encode(pipe.manifest.model_family.text[0]), mesh=mesh)
         assert isinstance(program.model_argument(pipe.text_encoder).blocks, nnx.List) == (mesh is None)
     for frames, few in ((1, True), (9, False)):  # 28x28 patches in each latent frame
-        transformer = Program(plan(frames).denoise).model_argument(pipe.transformer)
+        transformer = CompiledProgram(plan(frames).denoise).model_argument(pipe.transformer)
         assert isinstance(transformer.blocks, nnx.List) == few
+
+
+class EncodeIds(Program):
+    name = "text encoder"
+
+    def __call__(self, encoder, ids):
+        return encoder(ids)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     config = dataclasses.replace(RELEASES["cogvideox-5b"].configs["text_encoder"], layers=2)
     encoder = checkpoint.cast(COGVIDEOX.components["text_encoder"].abstract(config), dtype)
-    spec = ProgramSpec("text encoder", lambda: lambda encoder, ids: encoder(ids), tokens=226)
-    program = Program(spec, compiler_options(dtype))
+    program = CompiledProgram(EncodeIds(tokens=226), compiler_options(dtype))
     compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32), announce=False)
     least = 4 * config.width * config.mlp_width  # the largest kernel in float32
     # bfloat16 is multiplied in float32 here, one kernel at a time

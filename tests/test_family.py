@@ -306,8 +306,8 @@ def test_its_stages_are_planned(native):
     manifest = checkpoint.read_manifest(native)
     run = RunPrograms(manifest, GenerationRequest("").resolve(manifest), "float32")
     for stage in (*STAGES, "run"):
-        ((spec, args, runs),) = run.abstract(stage)
-        assert (count_flops(spec.function(), *args).total > 0) == (stage != "encode")  # which only looks words up
+        ((program, args, runs),) = run.abstract(stage)
+        assert (count_flops(program, *args).total > 0) == (stage != "encode")  # which only looks words up
         assert runs == {"encode": 2, "denoise": 4}.get(stage, 1)
     found = choose_mesh(run, 8, CHIPS["v6e"])
     assert found.mesh[2] <= 4 and found.seconds > 0

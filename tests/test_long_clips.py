@@ -12,7 +12,9 @@ from reference import convert_component, make_transformer, random, relative_erro
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.windows import Windows, in_windows
+from cogvideox_flax.generate.predict.plain import At
+from cogvideox_flax.generate.predict.windows import Windowed
+from cogvideox_flax.generate.windows import Windows
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.nn import rope
 from conversion.convert import convert
@@ -130,14 +132,13 @@ def test_windows_of_a_prediction_that_looks_at_each_frame_alone():
     """Then windows change nothing; features with a row per frame are cut alike, others are not."""
     latents, control, text = random(0, 2, 13, 2, 2, 3), random(1, 2, 13, 2, 2, 3), random(2, 2, 5)
 
-    def predict(model, x, features, timestep):
+    def predict(model, x, features, at, kept):
         assert x.shape[1] == features["control"].shape[1]
-        return model * x + features["control"] ** 2 + features["text"].sum() + timestep
+        return model * x + features["control"] ** 2 + features["text"].sum() + at.timestep, kept
 
-    features = {"control": control, "text": text}
-    whole = predict(2.0, latents, features, 7)
-    np.testing.assert_allclose(in_windows(predict, Windows(13, 5, 2))(2.0, latents, features, 7), whole, atol=1e-5)
-    assert in_windows(predict, None) is predict
+    given = 2.0, latents, {"control": control, "text": text}, At(7, 0), None
+    (whole, _), (found, _) = predict(*given), Windowed(predict, Windows(13, 5, 2))(*given)
+    np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
 def test_a_long_clip_in_every_kind_of_run(pipe, native, tmp_path, paths):

@@ -22,7 +22,7 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate import components
-from cogvideox_flax.generate.functions import DenoiseState
+from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (

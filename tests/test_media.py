@@ -465,7 +465,7 @@ def test_noise_is_drawn_apart(text_model, clip):
     pipe = Pipeline.from_pretrained(text_model, "float32")
     run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, **I2V))
     _, posterior = run.media(run.visual[0])
-    initial, _ = run.initial_noise.function()(np.uint32(0))
+    initial, _ = run.initial_noise(np.uint32(0))
     assert abs(np.corrcoef(posterior.ravel(), initial[:, 1:].ravel())[0, 1]) < 0.1
 
 

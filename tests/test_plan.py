@@ -177,8 +177,8 @@ def test_stages_of_the_embedded_model(run):
 
 def test_the_whole_run_does_what_its_stages_do(run):
     def work(name):
-        ((spec, args, runs),) = run.abstract(name)
-        return runs * count_flops(spec.function(), *args).total
+        ((program, args, runs),) = run.abstract(name)
+        return runs * count_flops(program, *args).total
 
     text, transformer = (run.manifest.configs[name] for name in ("text_encoder", "transformer"))
     position_bias = 2 * text.position_buckets * text.heads * transformer.text_length**2

@@ -8,6 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import generate, python
@@ -21,6 +22,8 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
+from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.schedulers import DDIMScheduler
 from conversion import convert as conversion_module
 from conversion.convert import convert
 
@@ -152,6 +155,39 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
     assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
     assert "going on after step 4" in caplog.text or "going on after step 3" in caplog.text
     assert not state.exists()
+
+
+class Averaging(DDIMScheduler):
+    """A sampler whose state is two arrays of different shapes."""
+
+    kind = "averaging"
+
+    def init_state(self, sample):
+        return {"sum": jnp.zeros(sample.shape, jnp.float32), "count": jnp.zeros((), jnp.float32)}
+
+    def step(self, plan, i, prediction, sample, state=None, noise=None):
+        x, _ = super().step(plan, i, prediction, sample)
+        state = {"sum": state["sum"] + x, "count": state["count"] + 1}
+        return 0.5 * (x + state["sum"] / state["count"]), state
+
+
+def test_a_samplers_state_of_several_arrays_is_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
+    def stop(self, state):
+        keep(self, state)
+        if state.step == 3:
+            raise KeyboardInterrupt
+
+    keep = stages._StateKeeper.keep
+    monkeypatch.setitem(COGVIDEOX.samplers, "averaging", Averaging)
+    more = ("--steps", 4, "--scheduler", "averaging")
+    expected = latents(paths, native, tmp_path / "whole", *more)
+    with monkeypatch.context() as patch:
+        patch.setattr(stages._StateKeeper, "keep", stop)
+        code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", *more))
+    assert code == 130 and (tmp_path / "run" / run_dir.STATE_FILE).exists()
+    caplog.clear()
+    assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
+    assert "going on after step 3" in caplog.text
 
 
 @pytest.mark.parametrize("stopped_in", ["the last step", "writing the latents"])

@@ -17,8 +17,8 @@ from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.generate.media import UNSEEN
+from cogvideox_flax.generate.predict.step_cache import SCOPE
 from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.step_cache import SCOPE
 from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps, parse_schedule
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata
@@ -109,7 +109,7 @@ def by_hand(pipe, asked):
     head = jax.jit(type(model).head)
     for i, is_full in enumerate(run.full_steps):
         doubled = jnp.concatenate([x, x]) if guided else x
-        tokens = embed(model, doubled, conditioning.guided_features(), run.steps.timesteps[i])
+        tokens = embed(model, doubled, run.guidance.features(conditioning), run.steps.timesteps[i])
         if is_full:
             before = blocks(model, tokens, stop=model.config.layers - 1)
             kept = before.x if form == "deepcache" else before.x - tokens.x
@@ -148,8 +148,8 @@ def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
 
 def test_without_a_cache_there_is_no_choice_in_the_program(pipe):
     def text(asked):
-        ((spec, args, _),) = pipe.programs(asked).abstract("denoise")
-        return str(jax.make_jaxpr(spec.function())(*args)), args
+        ((program, args, _),) = pipe.programs(asked).abstract("denoise")
+        return str(jax.make_jaxpr(program)(*args)), args
 
     (without, args), (cached, cached_args) = text(request()), text(request("residual"))
     assert args[1].full_steps is None and args[2].cache is None

@@ -18,7 +18,8 @@ from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import upscale as upscaling
-from cogvideox_flax.generate.functions import encoder_noise_key, standard_normal
+from cogvideox_flax.generate.denoise import encoder_noise_key
+from cogvideox_flax.generate.predict.plain import standard_normal
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale import plan_upscale, upscale
 from cogvideox_flax.generate.upscale_options import UpscaleOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from cogvideox_flax.generate.conditioning import Conditioning
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
-from cogvideox_flax.runtime.compile import Program, ProgramSpec, compiler_options
+from cogvideox_flax.runtime.compile import CompiledProgram, Program, compiler_options
 from cogvideox_flax.runtime.devices import GIB
 from cogvideox_flax.runtime.global_arrays import fetch
 
@@ -55,14 +56,28 @@ def arguments(case: Case, **text: int) -> dict[str, jax.Array]:
     return {name: jnp.asarray(x, case.dtype if x.dtype == np.float32 else x.dtype) for name, x in given}
 
 
-def program_of(case: Case) -> Program:
+def program_of(case: Case) -> CompiledProgram:
     """Of any part but the whole video; its arguments are the module and the inputs."""
     return _program(case.part, FUNCTIONS[case.part], case, _tokens(case))
 
 
-def _program(name: str, function: Callable[..., Any], case: Case, tokens: int | None) -> Program:
-    """A program as in the pipeline."""
-    return Program(ProgramSpec(name, lambda: function, tokens=tokens), compiler_options(case.dtype))
+@dataclass(frozen=True)
+class _Part(Program):
+    """A part's call, compiled as in the pipeline."""
+
+    part: str
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _program(name: str, function: Callable[..., Any], case: Case, tokens: int | None) -> CompiledProgram:
+    return CompiledProgram(_Part(name, function, tokens=tokens), compiler_options(case.dtype))
 
 
 def _tokens(case: Case) -> int | None:

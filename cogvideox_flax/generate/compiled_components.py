@@ -15,13 +15,12 @@ from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.components import Components
-from cogvideox_flax.generate.decoding import decode_programs, decoding, decoding_piece
-from cogvideox_flax.generate.functions import Frames
+from cogvideox_flax.generate.decoding import Decode, DecodePiece, Frames, decode_programs
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.io.source import FrameStream
-from cogvideox_flax.runtime.compile import Programs, ProgramSpec
+from cogvideox_flax.runtime.compile import Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
@@ -68,11 +67,11 @@ class CompiledComponents(Components):
         Raises:
             InputError: the decoder gives NaN or infinity.
         """
-        spec = decoding(self.manifest.model_family, output_type, tiling)
-        model = self.component(self.manifest.model_family.decoder)
+        family = self.manifest.model_family
+        program = Decode(family.decode, output_type == "float", tiling)
         z = replicate(jnp.asarray(latents, jnp.float32), self.mesh)
-        frames, finite = self._run(spec, model, z, progress=progress)
-        self.profiling.after_stage(spec.name)
+        frames, finite = self._run(program, self.component(family.decoder), z, progress=progress)
+        self.profiling.after_stage(program.name)
         if not finite:
             raise self._bad("VAE")
         return frames
@@ -88,15 +87,17 @@ class CompiledComponents(Components):
             InputError: the decoder gives NaN or infinity; while frames are read.
         """
         family, shape = self.manifest.model_family, tuple(latents.shape)
-        spec, model = decoding_piece(family, output_type), self.component(family.decoder)
+        as_float, model = output_type == "float", self.component(family.decoder)
+        assert family.decode_piece is not None
+        program = DecodePiece(family.decode_piece, as_float)
         one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
-        frames, _ = jax.eval_shape(decoding(family, output_type, False).function(), model, one)
+        frames, _ = jax.eval_shape(Decode(family.decode, as_float, False), model, one)
 
         def decode(i: int) -> Iterator[np.ndarray]:
             cache, start = None, 0
             for size in family.decoder_pieces(shape[1]):
                 z = jnp.asarray(latents[i : i + 1, start : start + size], jnp.float32)
-                frames, finite, cache = self._run(spec, model, replicate(z, self.mesh), cache, progress=progress)
+                frames, finite, cache = self._run(program, model, replicate(z, self.mesh), cache, progress=progress)
                 if not finite:
                     raise self._bad("VAE")
                 start += size
@@ -109,11 +110,11 @@ class CompiledComponents(Components):
     ) -> None:
         """The same for the decoder alone and latents [B, T, h, w, C]; pieces: for `decode_clips`."""
         if self.profiling.jit:
-            programs = decode_programs(self.manifest, self.dtype, shape, self.mesh, ("uint8", tiling), pieces)
+            programs = decode_programs(self.manifest, self.dtype, shape, self.mesh, (False, tiling), pieces)
             check_memory([("decode", programs)], self._compiled, progress=progress)
 
-    def _run(self, spec: ProgramSpec, *args: Any, progress: bool) -> Any:
-        return self._compiled.get(spec)(*args, announce=progress, jit=self.profiling.jit)
+    def _run(self, program: Program, *args: Any, progress: bool) -> Any:
+        return self._compiled.get(program)(*args, announce=progress, jit=self.profiling.jit)
 
     def _bad(self, part: str) -> InputError:
         return InputError(

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from cogvideox_flax import sharding
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.global_arrays import fetch
+
+VIDEO_FEATURE = "video_latents"
+"""The encoded clip that the loop starts from, among the results of the visual stages."""
 
 
 @jax.tree_util.register_dataclass
@@ -41,23 +42,6 @@ class Conditioning:
         """Whether the denoiser sees each video twice, with the negative prompt and with the prompt."""
         return self.negative_text is not None
 
-    def guided_features(self) -> Features:
-        """The denoiser's features: with guidance those of the negative prompts, then those of the prompts."""
-        if self.negative_text is None:
-            return {**self.text, **self.pictures}
-        halves = {**self.negative_text, **self.pictures}, {**self.text, **self.pictures}
-        return jax.tree.map(in_one_batch, *halves)
-
     def on_host(self) -> Conditioning:
         """The same as float32 NumPy arrays, as stage files hold them: one program for both ways."""
         return jax.tree.map(lambda x: fetch(x).astype(np.float32), self)
-
-
-def in_one_batch(first: Float[Array, "B ..."], second: Float[Array, "B ..."]) -> Float[Array, "2B ..."]:
-    """Both, one after the other.
-
-    Each device selects its items. Of a concatenation, the TPU's compiler would make exchanges between all devices, and
-    take a third longer to compile the step of a large model.
-    """
-    is_first = jnp.arange(2).reshape(2, *[1] * first.ndim) == 0
-    return sharding.constrain(jnp.where(is_first, first, second).reshape(-1, *first.shape[1:]), "batch")

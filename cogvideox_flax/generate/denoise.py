@@ -1,27 +1,143 @@
-"""The denoising loop, a generator of its states; and what the owner of a loop may want around it."""
+"""Denoising: one step and the loop as programs; the loop as a generator of its states, and what its owner may want."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from tqdm import tqdm
 
+from cogvideox_flax import sharding
 from cogvideox_flax.errors import NonFiniteError
-from cogvideox_flax.generate import step_cache
-from cogvideox_flax.generate.functions import DenoiseInputs, DenoiseState
-from cogvideox_flax.runtime.compile import Program
+from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.guidance import Guidance
+from cogvideox_flax.generate.predict import step_cache
+from cogvideox_flax.generate.predict.plain import At, Predict
+from cogvideox_flax.runtime.compile import CompiledProgram, Program
+from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import reliable_interrupts
+from cogvideox_flax.schedulers import Scheduler, StepTable
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenoiseInputs:
+    """What does not change from step to step.
+
+    conditioning: None where the program makes its own.
+    steps: the sampler's tables.
+    guidance: its scale at each step.
+    noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
+    full_steps: which steps are full, with a step cache; else None.
+    """
+
+    conditioning: Conditioning | None
+    steps: StepTable
+    guidance: Float32[Any, " N"]
+    noise_source: Any
+    full_steps: Bool[Any, " N"] | None = None
+
+    def at(self, i: Int32[Array, ""]) -> At:
+        """Where step i is, which may be traced."""
+        is_full = None if self.full_steps is None else self.full_steps[i]
+        return At(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full)
+
+
+@result_type
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DenoiseState:
+    """Where the denoising loop is, between two steps.
+
+    step: how many are done.
+    latents: after them; scaled, with the extra latent frames.
+    sampler: its own state, from `Scheduler.step`: a pytree of arrays.
+    cache: what `predict` keeps from step to step.
+    """
+
+    step: Int32[Any, ""]
+    latents: Float32[Any, "B T h w C"]
+    sampler: Any
+    cache: Any = None
+
+
+@dataclass(frozen=True)
+class DenoiseStep(Program):
+    """One evaluation of the denoiser, guidance, and the sampler's step."""
+
+    predict: Predict
+    guidance: Guidance
+    sampler: Scheduler
+
+    name = "denoising step"
+
+    def __call__(self, model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Bool[Array, ""]]:
+        """The next state, and whether its latents are finite."""
+        assert inputs.conditioning is not None
+        i, x = state.step, state.latents
+        batch, features = self.guidance.batch(x), self.guidance.features(inputs.conditioning)
+        prediction, kept = self.predict(model, batch, features, inputs.at(i), state.cache)
+        prediction = self.guidance(prediction, inputs.guidance[i])
+        noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
+        x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
+        x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
+        return DenoiseState(i + 1, x, sampler_state, kept), jnp.isfinite(x).all()
+
+    def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
+        is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
+        return self.predict.noise(jax.random.fold_in(source, i), shape) if is_key else source[i]
+
+
+@dataclass(frozen=True)
+class DenoiseLoop(Program):
+    """All steps; returns the last state, and for each step whether its latents are finite."""
+
+    step: DenoiseStep
+
+    name = "denoising loop"
+    donate = ("state",)
+
+    def __call__(
+        self, model: Any, inputs: DenoiseInputs, state: DenoiseState
+    ) -> tuple[DenoiseState, Bool[Array, " N"]]:
+        return jax.lax.scan(lambda state, _: self.step(model, inputs, state), state, length=len(inputs.steps))
+
+
+@dataclass(frozen=True)
+class InitialNoise(Program):
+    """A seed to the initial latents of a shape [B, T, h, w, C], and the key of the sampler's noise."""
+
+    predict: Predict
+    shape: tuple[int, ...]
+
+    name = "initial noise"
+
+    def __call__(self, seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
+        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        return self.predict.noise(latent_key, self.shape), noise_key
+
+
+def noise_key(seed: int) -> Array:
+    """The key of the sampler's noise, for a run whose initial latents were given."""
+    return jax.random.split(jax.random.key(np.uint32(seed)))[1]
+
+
+def encoder_noise_key(seed: int, index: int) -> Array:
+    """The key of the posterior noise of one of the pictures and clips; 0 and 1 are those of `InitialNoise`' split."""
+    return jax.random.fold_in(jax.random.key(np.uint32(seed)), 2 + index)
 
 
 def denoise_steps(
-    program: Program,
+    program: CompiledProgram,
     model: Any,
     inputs: DenoiseInputs,
     state: DenoiseState,
@@ -52,7 +168,7 @@ def denoise_steps(
 
 
 def denoise_at_once(
-    program: Program,
+    program: CompiledProgram,
     model: Any,
     inputs: DenoiseInputs,
     state: DenoiseState,

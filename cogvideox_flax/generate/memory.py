@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cogvideox_flax.runtime.compile import Programs, ProgramSpec
+from cogvideox_flax.runtime.compile import Program, Programs
 from cogvideox_flax.runtime.devices import bytes_per_device, memory_limit
 
 ADVICE = {
@@ -17,7 +17,7 @@ ADVICE = {
 """Stage -> what to do when it does not fit."""
 
 
-Compiled = tuple[ProgramSpec, tuple[Any, ...], int]
+Compiled = tuple[Program, tuple[Any, ...], int]
 """A program, its arguments as shapes (weights first), and how often it runs."""
 
 
@@ -45,8 +45,10 @@ def check_memory(
     held = 0
     for stage, compiled in stages:
         before = held
-        for spec, (weights, *others), _ in compiled:
-            program = programs.get(spec)
-            program.check_memory(weights, *others, limit=limit, held=held, advice=ADVICE[stage], announce=progress)
+        for program, (weights, *others), _ in compiled:
+            compiled_program = programs.get(program)
+            compiled_program.check_memory(
+                weights, *others, limit=limit, held=held, advice=ADVICE[stage], announce=progress
+            )
             held += bytes_per_device(weights)
         held = held if keep else before

@@ -19,13 +19,16 @@ from jaxtyping import Array, Float32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.checks import check_run
 from cogvideox_flax.generate.compiled_components import CompiledComponents
-from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.denoise import check_finite, denoise_at_once, denoise_steps, place_state, with_progress
-from cogvideox_flax.generate.functions import (
-    VIDEO_FEATURE,
+from cogvideox_flax.generate.conditioning import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.decoding import Frames
+from cogvideox_flax.generate.denoise import (
     DenoiseState,
-    Frames,
+    check_finite,
+    denoise_at_once,
+    denoise_steps,
     noise_key,
+    place_state,
+    with_progress,
 )
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.generate.programs import RunPrograms
@@ -211,23 +214,23 @@ class Pipeline(CompiledComponents):
         tokens = {name: self._tokens(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
         found: dict[str, Any] = {name: {} for name in texts}
         for stage in self.manifest.model_family.text:
-            spec = run.encode(stage)
+            program = run.encode(stage)
             for name in texts:
                 module = self.component(stage.component)
                 features = self._run(
-                    spec, module, replicate(tokens[name][stage.component], self.mesh), progress=progress
+                    program, module, replicate(tokens[name][stage.component], self.mesh), progress=progress
                 )
                 if not all(np.isfinite(fetch(value)).all() for value in features.values()):
                     raise self._bad("text encoder")
                 found[name] |= features
-            self.profiling.after_stage(spec.name)
+            self.profiling.after_stage(program.name)
         return found
 
     def _encode_visual(self, run: RunPrograms, stage: VisualStage, progress: bool) -> Any:
         """Scaled latents of a picture or clip."""
-        spec, inputs = run.encode_visual(stage), replicate(run.media(stage), self.mesh)
-        latents, finite = self._run(spec, self.component(stage.component), *inputs, progress=progress)
-        self.profiling.after_stage(spec.name)
+        program, inputs = run.encode_visual(stage), replicate(run.media(stage), self.mesh)
+        latents, finite = self._run(program, self.component(stage.component), *inputs, progress=progress)
+        self.profiling.after_stage(program.name)
         if not finite:
             raise self._bad("VAE")
         return latents

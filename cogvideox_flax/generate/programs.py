@@ -20,30 +20,29 @@ from jaxtyping import Bool, Float32
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import step_cache
 from cogvideox_flax.generate.abstract import abstract_weights, shape_on
-from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.decoding import decode_programs
-from cogvideox_flax.generate.functions import (
-    VIDEO_FEATURE,
+from cogvideox_flax.generate.conditioning import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.decoding import Decode, decode_programs
+from cogvideox_flax.generate.denoise import (
     DenoiseInputs,
+    DenoiseLoop,
     DenoiseState,
-    Function,
+    DenoiseStep,
+    InitialNoise,
     encoder_noise_key,
-    identity,
-    make_loop,
-    make_noise,
-    make_run,
-    make_step,
-    make_visual,
-    standard_normal,
 )
+from cogvideox_flax.generate.encoding import EncodeText, EncodeVisual
+from cogvideox_flax.generate.guidance import ClassifierFree, Guidance, Unguided
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
+from cogvideox_flax.generate.predict import step_cache
+from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
+from cogvideox_flax.generate.predict.windows import Windowed
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.step_schedule import full_steps
+from cogvideox_flax.generate.whole_run import WholeRun
 from cogvideox_flax.generate.windows import Windows, resolve_windows, window_size
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
-from cogvideox_flax.runtime.compile import ProgramSpec
+from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
 
@@ -89,10 +88,18 @@ class RunPrograms:
         return None if request.step_cache is None else full_steps(request.step_cache_schedule, len(self.steps))
 
     @property
-    def embed(self) -> Function:
-        """The family's `embed`, with the positions that are asked for."""
-        positions = self.request.positions
-        return self.family.embed if positions is None else self.family.positions(self.manifest.configs)[positions]
+    def predict(self) -> Predict:
+        """How a prediction is made."""
+        family, request = self.family, self.request
+        positions = request.positions
+        plain = Plain(family.embed if positions is None else family.positions(self.manifest.configs)[positions])
+        if self.windows is not None:
+            return Windowed(plain, self.windows)
+        return plain if request.step_cache is None else step_cache.FORMS[request.step_cache](plain)
+
+    @property
+    def guidance(self) -> Guidance:
+        return ClassifierFree() if self.request.guided else Unguided()
 
     @property
     def visual(self) -> list[VisualStage]:
@@ -109,25 +116,20 @@ class RunPrograms:
     @property
     def denoiser_batch(self) -> int:
         """What the denoiser sees at once: twice the prompts, with guidance."""
-        return self.request.batch * (2 if self.request.guided else 1)
+        return self.request.batch * self.guidance.passes
 
     # --- programs
 
-    def encode(self, stage: TextStage) -> ProgramSpec:
-        """(text encoder, tokens) -> features."""
+    def encode(self, stage: TextStage) -> EncodeText:
         shapes = stage.token_shapes(self.manifest.configs, self.request.batch)
-        tokens = max(x.size for x in jax.tree.leaves(shapes))
-        return ProgramSpec(stage.component.replace("_", " "), identity, (stage.encode,), tokens=tokens)
+        return EncodeText(stage.component, stage.encode, tokens=max(x.size for x in jax.tree.leaves(shapes)))
 
-    def encode_visual(self, stage: VisualStage) -> ProgramSpec:
-        """(encoder, frames uint8 [B, F, H, W, 3 or 4], noise) -> (latents, finite)."""
-        name = f"{stage.input.replace('_', ' ')} encoder"
-        return ProgramSpec(name, make_visual, self._visual_arguments(stage), fast_compile=True)
-
-    def _visual_arguments(self, stage: VisualStage) -> tuple[Function, float, int, bool]:
+    def encode_visual(self, stage: VisualStage) -> EncodeVisual:
+        """Its frames are uint8 [B, F, H, W, 3 or 4]."""
         is_clip, given = _is_clip(stage), self.request.image_scale
         scale = stage.scale if is_clip or stage.shape is not None or given is None else given
-        return stage.encode, scale, self.size.extra_latents if is_clip else 0, self.request.tiling
+        extra_latents = self.size.extra_latents if is_clip else 0
+        return EncodeVisual(stage.input, stage.encode, scale, extra_latents, self.request.tiling)
 
     def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """[B, F, H, W, 3] of its frames (4 with a mask), and the shape of its noise: that of the frames, or of their
@@ -147,31 +149,29 @@ class RunPrograms:
         return batch, count if _is_clip(stage) else 1, height, width, channels + stage.mask_channels
 
     @property
-    def initial_noise(self) -> ProgramSpec:
-        """(seed) -> (latents, the key of the sampler's noise)."""
-        return ProgramSpec("initial noise", make_noise, (self.size.latent_shape(self.request.batch), self.windows))
+    def initial_noise(self) -> InitialNoise:
+        return InitialNoise(self.predict, self.size.latent_shape(self.request.batch))
 
     @property
-    def denoise(self) -> ProgramSpec:
-        """(denoiser, inputs, state) -> (state, finite): a step, or all of them with `compiled_loop`."""
+    def denoise(self) -> DenoiseStep | DenoiseLoop:
+        """A step, or all of them with `compiled_loop`."""
         seen = window_size(self.family, self.manifest.configs, self.request, self.size)
         tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, seen).tokens
-        given = self.embed, self.sampler, self.windows, self.request.step_cache
-        if self.request.compiled_loop:
-            return ProgramSpec("denoising loop", make_loop, given, donate=("state",), tokens=tokens)
-        return ProgramSpec("denoising step", make_step, given, tokens=tokens)
+        step = DenoiseStep(self.predict, self.guidance, self.sampler, tokens=tokens)
+        return DenoiseLoop(step, tokens=tokens) if self.request.compiled_loop else step
 
     @property
-    def whole_run(self) -> ProgramSpec:
-        """(all components, tokens, media, inputs, state) -> (frames, steps finite, finite)."""
+    def whole_run(self) -> WholeRun:
         family, request = self.family, self.request
-        encoders = tuple((stage.component, stage.encode) for stage in family.text)
-        ends = (family.denoiser, self.embed), (family.decoder, family.decode)
-        how = request.output_type, request.tiling
-        visual = tuple((s.feature, s.component, *self._visual_arguments(s)) for s in self.visual)
-        per_step = self.windows, self.request.step_cache
-        given = encoders, *ends, self.sampler, self.size.extra_latents, how, visual, per_step
-        return ProgramSpec("whole run", make_run, given)
+        return WholeRun(
+            text=tuple(EncodeText(stage.component, stage.encode) for stage in family.text),
+            visual=tuple((stage.feature, stage.component, self.encode_visual(stage)) for stage in self.visual),
+            loop=DenoiseLoop(DenoiseStep(self.predict, self.guidance, self.sampler)),
+            decode=Decode(family.decode, request.output_type == "float", request.tiling),
+            denoiser=family.denoiser,
+            decoder=family.decoder,
+            extra_latents=self.size.extra_latents,
+        )
 
     # --- arguments
 
@@ -229,6 +229,11 @@ class RunPrograms:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
 
+    def sampler_state(self) -> Any:
+        """The sampler's own state as shapes."""
+        latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.request.batch), jnp.float32)
+        return jax.eval_shape(self.sampler.init_state, latents)
+
     def cache_shapes(self, mesh: Mesh | None) -> Any:
         """The step cache in `DenoiseState` as shapes with their shardings; None without one."""
         if self.request.step_cache is None:
@@ -236,8 +241,12 @@ class RunPrograms:
         denoiser = abstract_weights(self.manifest, self.family.denoiser, self.dtype, None)
         latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.denoiser_batch), jnp.float32)
 
+        predict = self.predict
+        assert isinstance(predict, step_cache.StepCache)
+
         def streams(denoiser: Any, latents: Any, conditioning: Conditioning, t: Any) -> Any:
-            return self.embed(denoiser, latents, conditioning.guided_features(), t, next_timestep=t).x
+            features = self.guidance.features(conditioning)
+            return predict.inner.embed(denoiser, latents, features, t, next_timestep=t).x
 
         given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
         with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
@@ -262,12 +271,12 @@ class RunPrograms:
         """Whether the loop can go on after so many steps without what the step cache kept: the next step is full."""
         return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
 
-    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[ProgramSpec, tuple[Any, ...], int]]:
+    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[Program, tuple[Any, ...], int]]:
         """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
 
         Returns:
-            For each: the spec; its arguments as shapes with the dtypes and the shardings that they will have, weights
-            by the table and the rest whole on every device; how often it runs.
+            For each: the program; its arguments as shapes with the dtypes and the shardings that they will have,
+            weights by the table and the rest whole on every device; how often it runs.
         """
         request, configs = self.request, self.manifest.configs
 
@@ -292,10 +301,10 @@ class RunPrograms:
         shape = self.size.latent_shape(request.batch)
         if stage == "decode":
             kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
-            how = request.output_type, request.tiling
+            how = request.output_type == "float", request.tiling
             return decode_programs(self.manifest, self.dtype, kept, mesh, how, self.windows is not None)
         conditioning = self._conditioning() if stage == "denoise" else None
-        latents, key = jax.eval_shape(self.initial_noise.function(), jax.ShapeDtypeStruct((), jnp.uint32))
+        latents, key = jax.eval_shape(self.initial_noise, jax.ShapeDtypeStruct((), jnp.uint32))
         noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
         inputs, state = whole(jax.eval_shape(self.start, conditioning, latents, noise))
         state = dataclasses.replace(state, cache=self.cache_shapes(mesh))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float32
@@ -21,9 +22,8 @@ from jaxtyping import Float32
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
-from cogvideox_flax.generate.conditioning import Conditioning
-from cogvideox_flax.generate.denoise import with_progress
-from cogvideox_flax.generate.functions import VIDEO_FEATURE, DenoiseState
+from cogvideox_flax.generate.conditioning import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.denoise import DenoiseState, with_progress
 from cogvideox_flax.generate.media import describe_media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.programs import RunPrograms
@@ -164,7 +164,7 @@ def denoise(
     if hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         return
     run = pipe.programs(record.request)
-    keeper = _StateKeeper(folder / STATE_FILE, key, pipe.mesh, enabled=not record.request.compiled_loop)
+    keeper = _StateKeeper(folder / STATE_FILE, key, run, pipe.mesh)
     with keeper:
         found = keeper.found()
         conditioning = _conditioning(features, run)
@@ -195,8 +195,9 @@ class _StateKeeper:
     MAX_TIME_SHARE = 0.05
     """Of the loop's time that writing may take."""
 
-    def __init__(self, path: Path, key: str, mesh: Mesh | None, *, enabled: bool):
-        self._path, self._key, self._mesh, self._enabled = path, key, mesh, enabled
+    def __init__(self, path: Path, key: str, run: RunPrograms, mesh: Mesh | None):
+        self._path, self._key, self._mesh, self._enabled = path, key, mesh, not run.request.compiled_loop
+        self._sampler: Any = jax.tree.structure(run.sampler_state())
         self._last: DenoiseState | None = None
         self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
 
@@ -214,15 +215,19 @@ class _StateKeeper:
 
     def found(self) -> DenoiseState | None:
         """The state that a run with the same settings left."""
-        fields = hosts.from_first(self._read) if self._enabled else None
-        return None if fields is None else DenoiseState(np.int32(fields[0]), *fields[1:])
+        found = hosts.from_first(self._read) if self._enabled else None
+        if found is None:
+            return None
+        step, latents, sampler = found
+        return DenoiseState(np.int32(step), latents, jax.tree.unflatten(self._sampler, sampler))
 
     def _read(self) -> list[Any] | None:
         if not stage_files.is_fresh(self._path, self._key):
             return None
         tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
         log.info("going on after step %s", metadata["step"])
-        return [int(metadata["step"]), tensors["latents"], tensors.get("sampler")]
+        sampler = [tensors[f"sampler.{i}"] for i in range(self._sampler.num_leaves)]
+        return [int(metadata["step"]), tensors["latents"], sampler]
 
     def keep(self, state: DenoiseState) -> None:
         """After a step from which the loop can go on without the step cache, which is not written; on every process."""
@@ -246,8 +251,7 @@ class _StateKeeper:
 
     def _write(self, state: DenoiseState) -> None:
         tensors = {"latents": fetch(state.latents)}
-        if state.sampler is not None:
-            tensors["sampler"] = fetch(state.sampler)
+        tensors |= {f"sampler.{i}": fetch(x) for i, x in enumerate(jax.tree.leaves(state.sampler))}
         stage_files.save(self._path, tensors, {"settings": self._key, "step": int(state.step)})
         self._last = None
 

@@ -1,4 +1,4 @@
-"""Clips longer than the model's: denoised in overlapping windows of time, so that memory does not grow with the clip.
+"""Windows of clips longer than the model's: where they lie, and which a request asks for.
 
 Source: MultiDiffusion (arXiv 2302.08113), along time, with the noise of FreeNoise (arXiv 2310.15169).
 """
@@ -6,20 +6,16 @@ Source: MultiDiffusion (arXiv 2302.08113), along time, with the noise of FreeNoi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int, Num
+from jaxtyping import Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import PICTURES
 from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import is_count, shown
-from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.family import Configs, ModelFamily, Size
 
 if TYPE_CHECKING:
@@ -60,34 +56,6 @@ class Windows:
         for before, start in itertools.pairwise(self.starts):
             order += shuffle.permutation(order[before:start]).tolist()
         return order
-
-
-def in_windows(predict: Callable[..., Any], windows: Windows | None) -> Callable[..., Float32[Array, "B T h w C"]]:
-    """`predict` of a clip as the weighted mean of its predictions in windows, one after the other.
-
-    Features with a row per latent frame, such as those of a control clip, are cut alike.
-    """
-    if windows is None:
-        return predict
-    starts, weights = np.asarray(windows.starts, np.int32), windows.weights
-
-    def predict_in_windows(
-        model: Any, latents: Float32[Array, "B T h w C"], features: Features, *timesteps: Num[Array, ""]
-    ) -> Float32[Array, "B T h w C"]:
-        def cut(x: Array, start: Int[Array, ""]) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, windows.length, 1)
-
-        def add(total: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
-            start, weight = window
-            own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.frames else x for n, x in features.items()}
-            prediction = weight[:, None, None, None] * predict(model, cut(latents, start), own, *timesteps)
-            summed = cut(total, start) + prediction
-            return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
-
-        total = jnp.zeros_like(latents)
-        return jax.lax.scan(add, total, (jnp.asarray(starts), jnp.asarray(weights)))[0]
-
-    return predict_in_windows
 
 
 def check_long(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Size:

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import step_cache
 from cogvideox_flax.generate.checks import check_dtype, check_model
 from cogvideox_flax.generate.memory import Compiled
+from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.models.family import Size
@@ -106,7 +106,7 @@ def forecast(
         # work is counted without a mesh, which pads tokens
         for each, (_, args, _) in zip(compiled, run.abstract(stage), strict=True):
             name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
-            flops = count_flops(each[0].function(), *args, shares=_shares(run)).total
+            flops = count_flops(each[0], *args, shares=_shares(run)).total
             yield _compile(name, each, flops, run, on, chip_of(topology))
 
 
@@ -150,20 +150,19 @@ def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
 
 
 def _compile(name: str, compiled: Compiled, flops: int, run: RunPrograms, mesh: Mesh, chip: Chip) -> StageForecast:
-    spec, args, runs = compiled
-    f = spec.function()
+    program, args, runs = compiled
     start = time.perf_counter()
-    options = compiler_options(run.dtype, platform="tpu", fast_compile=spec.fast_compile)
+    options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)
     with jax.set_mesh(mesh):
-        executable = jax.jit(f, compiler_options=options, donate_argnames=spec.donate).lower(*args).compile()
+        executable = jax.jit(program, compiler_options=options, donate_argnames=program.donate).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None
     peak = bytes_needed(memory)
-    program = Program(text, _shares(run))
-    traffic = collectives(program)
-    wire_s = bytes_over_busiest_link(program, [device.coords for device in mesh.devices.flat]) / chip.link
-    kernels, outside = seconds_in_kernels(program, chip), seconds_outside_kernels(program, chip)
+    hlo = Program(text, _shares(run))
+    traffic = collectives(hlo)
+    wire_s = bytes_over_busiest_link(hlo, [device.coords for device in mesh.devices.flat]) / chip.link
+    kernels, outside = seconds_in_kernels(hlo, chip), seconds_outside_kernels(hlo, chip)
     return StageForecast(
         name=name,
         runs=runs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import Mesh
@@ -21,62 +22,52 @@ from cogvideox_flax.runtime.terminal import say
 
 
 @dataclass(frozen=True)
-class ProgramSpec:
-    """How a program is made. Equal specs make the same program.
+class Program:
+    """A pure function to be compiled. Its fields decide what it computes; equal programs are compiled once.
 
-    name: for messages.
-    make, given: `make(*given)` is the function to be jitted.
-    donate: names of arguments whose memory the result may reuse.
-    fast_compile: for a program that runs once and takes longer to compile than to run.
+    Class attributes:
+        donate: names of arguments whose memory the result may reuse.
+        fast_compile: for a program that runs once and takes longer to compile than to run.
+
     tokens: how many tokens go through each layer of the first argument, a model; None if that has no stacked layers.
     """
 
-    name: str
-    make: Callable[..., Callable[..., Any]]
-    given: tuple[Any, ...] = ()
-    donate: tuple[str, ...] = ()
-    fast_compile: bool = False
-    tokens: int | None = None
+    donate: ClassVar[tuple[str, ...]] = ()
+    fast_compile: ClassVar[bool] = False
+    tokens: int | None = field(default=None, kw_only=True)
 
-    def function(self) -> Callable[..., Any]:
-        """The function to be jitted."""
-        return self.make(*self.given)
+    @property
+    def name(self) -> str:
+        """What it is, for messages."""
+        raise NotImplementedError
 
+    @property
+    def __name__(self) -> str:
+        """For the compiler's dumps and for profiles."""
+        return self.name.replace(" ", "_")
 
-class Programs:
-    """The compiled programs of a pipeline.
-
-    model: everything besides specs and arguments that determines the programs, as text.
-    cache: of compiled programs; None: no cache.
-    """
-
-    def __init__(self, dtype: str, mesh: Mesh | None, model: str):
-        self.dtype, self.mesh, self.model = dtype, mesh, model
-        self.cache: CompileCache | None = None
-        self._programs: dict[ProgramSpec, Program] = {}
-
-    def get(self, spec: ProgramSpec) -> Program:
-        """One program per spec, made on first use."""
-        if spec not in self._programs:
-            options = compiler_options(self.dtype, fast_compile=spec.fast_compile)
-            names = [_name(part) for part in spec.given]
-            # user-defined code may change between runs, so its programs are not cached
-            cache = None if None in names else self.cache
-            key = repr((spec.make.__qualname__, names, spec.donate, self.model, options))
-            self._programs[spec] = Program(spec, options, self.mesh, key, cache)
-        return self._programs[spec]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
 
 
-def _name(part: Any) -> str | None:
-    """A name of a part of a spec that is the same in every process; None if its code is not this package's."""
+def _describe(part: Any) -> str | None:
+    """Text that names a program, or a field of one, in every process; None if its code is not this package's."""
+    if part is None or isinstance(part, bool | int | float | str):
+        return repr(part)
     if isinstance(part, tuple):
-        names = [_name(each) for each in part]
-        return None if None in names else repr(names)
+        parts = [_describe(each) for each in part]
+        return None if None in parts else repr(parts)
     is_function = isinstance(part, FunctionType)
-    module = part.__module__ if is_function else type(part).__module__
-    if module.partition(".")[0] not in ("builtins", __name__.partition(".")[0]) or (is_function and _is_inner(part)):
+    kind = part if is_function else type(part)
+    if kind.__module__.partition(".")[0] != __name__.partition(".")[0] or (is_function and _is_inner(part)):
         return None
-    return f"{module}.{part.__qualname__}" if is_function else repr(part)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if is_function:
+        return name
+    if not dataclasses.is_dataclass(part):
+        return f"{name} {part!r}"
+    fields = {each.name: _describe(getattr(part, each.name)) for each in dataclasses.fields(part)}
+    return None if None in fields.values() else f"{name} {fields}"
 
 
 def _is_inner(function: FunctionType) -> bool:
@@ -84,8 +75,32 @@ def _is_inner(function: FunctionType) -> bool:
     return "<" in function.__qualname__
 
 
-class Program:
-    """A jitted function that is compiled before it runs, with a message, so that no step time includes compiling.
+class Programs:
+    """The compiled programs of a pipeline.
+
+    model: everything besides programs and arguments that determines them, as text.
+    cache: of compiled programs; None: no cache.
+    """
+
+    def __init__(self, dtype: str, mesh: Mesh | None, model: str):
+        self.dtype, self.mesh, self.model = dtype, mesh, model
+        self.cache: CompileCache | None = None
+        self._compiled: dict[Program, CompiledProgram] = {}
+
+    def get(self, program: Program) -> CompiledProgram:
+        """A program with what was compiled of it, so far nothing on first use."""
+        if program not in self._compiled:
+            options = compiler_options(self.dtype, fast_compile=program.fast_compile)
+            name = _describe(program)
+            # user-defined code may change between runs, so its programs are not cached
+            cache = None if name is None else self.cache
+            key = repr((name, program.donate, self.model, options))
+            self._compiled[program] = CompiledProgram(program, options, self.mesh, key, cache)
+        return self._compiled[program]
+
+
+class CompiledProgram:
+    """A jitted program that is compiled before it runs, with a message, so that no step time includes compiling.
 
     key: everything besides its arguments that determines the program, as text.
     cache: as for `Programs`.
@@ -93,15 +108,14 @@ class Program:
 
     def __init__(
         self,
-        spec: ProgramSpec,
+        program: Program,
         options: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
         key: str = "",
         cache: CompileCache | None = None,
     ):
-        self.name, self.mesh, self._tokens, self._key, self._cache = spec.name, mesh, spec.tokens, key, cache
-        self._f = spec.function()
-        self._jit = jax.jit(self._f, compiler_options=dict(options or {}), donate_argnames=spec.donate)
+        self.program, self.mesh, self._key, self._cache = program, mesh, key, cache
+        self._jit = jax.jit(program, compiler_options=dict(options or {}), donate_argnames=program.donate)
         self._compiled: dict[Any, Any] = {}
 
     def model_argument(self, model: Any) -> Any:
@@ -110,7 +124,8 @@ class Program:
         On one CPU its layers may be separate arguments; see `nn.cpu.unstack_layers`.
         """
         one_cpu = self.mesh is None and jax.default_backend() == "cpu"
-        return unstack_layers(model, self._tokens) if one_cpu and self._tokens is not None else model
+        tokens = self.program.tokens
+        return unstack_layers(model, tokens) if one_cpu and tokens is not None else model
 
     def prepare(self, model: Any, *args: Any, announce: bool) -> Any:
         """The executable for these arguments, which may be abstract shapes."""
@@ -128,17 +143,17 @@ class Program:
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...], announce: bool) -> Any:
-        say(f"compiling the {self.name} ...", announce)
+        say(f"compiling the {self.program.name} ...", announce)
         start = time.perf_counter()
         with self._on_mesh():
             executable = self._jit.lower(*args).compile()
-        say(f"compiled the {self.name} in {time.perf_counter() - start:.1f} s", announce)
+        say(f"compiled the {self.program.name} in {time.perf_counter() - start:.1f} s", announce)
         return executable
 
     def __call__(self, model: Any, *args: Any, announce: bool, jit: bool = True) -> Any:
         if not jit:
             with jax.disable_jit(), self._on_mesh():
-                return self._f(model, *args)
+                return self.program(model, *args)
         args = (self.model_argument(model), *args)
         executable = self._executable(args, announce)
         with self._on_mesh():
@@ -165,8 +180,8 @@ class Program:
         if needed + held > limit:
             beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
             raise InputError(
-                f"the {self.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has {limit / GIB:.2f} "
-                f"GiB. {advice}"
+                f"the {self.program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
+                f"{limit / GIB:.2f} GiB. {advice}"
             )
 
 

@@ -16,57 +16,87 @@ schedules.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.models.denoiser import Denoiser, Tokens
+from cogvideox_flax.generate.predict.plain import At, Kept, Plain
+from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.sharding.tables import devices_of
 
 SCOPE = "step_cache"
 """The name of the choice between a full and a cached step in the program's operations, by which `plan` finds it."""
 
-Kept = Any
-"""What a full step keeps: a pytree like `Tokens.x`, of float32 [B, S, D]; B is doubled with guidance."""
 
+@dataclass(frozen=True)
+class StepCache:
+    """The base of the forms: which of the tokens a full step keeps, and what a cached step makes of them.
 
-def predict_with_cache(
-    form: str,
-    embed: Callable[[], Tokens],
-    denoiser: Denoiser,
-    is_full: Bool[Array, ""],
-    kept: Kept,
-) -> tuple[Float32[Array, "B T h w C"], Kept]:
-    """The prediction of one step, and what is kept after it.
-
-    Args:
-        form: "deepcache" or "residual".
-        embed: the family's, with its arguments.
-        is_full: whether this step is full; may be traced.
-        kept: by the last full step; anything before the first.
+    What is kept is a pytree like `Tokens.x`, of float32 [P*B, S, D], P being `Guidance.passes`.
     """
 
-    tokens: Any = embed()
+    inner: Plain
 
-    def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-        before = denoiser.run_blocks(dataclasses.replace(tokens, x=x), stop=-1).x
-        new = before if form == "deepcache" else jax.tree.map(jnp.subtract, before, x)
-        return before, jax.tree.map(_constrain, new)
+    def keep(self, before: Any, embedded: Any) -> Kept:
+        """What a full step keeps, of the tokens before the last block and the embedded ones."""
+        raise NotImplementedError
 
-    def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-        before = kept if form == "deepcache" else jax.tree.map(jnp.add, x, kept)
-        return before, jax.tree.map(_constrain, kept)
+    def reuse(self, kept: Kept, embedded: Any) -> Any:
+        """The tokens before the last block of a cached step."""
+        raise NotImplementedError
 
-    with jax.named_scope(SCOPE):
-        before, kept = jax.lax.cond(is_full, full_step, cached_step, tokens.x, kept)
-    last = denoiser.run_blocks(dataclasses.replace(tokens, x=before), start=-1)
-    return denoiser.head(last).astype(jnp.float32), kept
+    def __call__(
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        assert at.is_full is not None
+        tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+
+        def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
+            before = denoiser.run_blocks(dataclasses.replace(tokens, x=x), stop=-1).x
+            return before, jax.tree.map(_constrain, self.keep(before, x))
+
+        def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
+            return self.reuse(kept, x), jax.tree.map(_constrain, kept)
+
+        with jax.named_scope(SCOPE):
+            before, kept = jax.lax.cond(at.is_full, full_step, cached_step, tokens.x, kept)
+        last = denoiser.run_blocks(dataclasses.replace(tokens, x=before), start=-1)
+        return denoiser.head(last).astype(jnp.float32), kept
+
+    def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
+        return self.inner.noise(key, shape)
+
+
+@dataclass(frozen=True)
+class DeepCache(StepCache):
+    """The tokens themselves."""
+
+    def keep(self, before: Any, embedded: Any) -> Kept:
+        return before
+
+    def reuse(self, kept: Kept, embedded: Any) -> Any:
+        return kept
+
+
+@dataclass(frozen=True)
+class ResidualCache(StepCache):
+    """The sum of the skipped blocks' updates."""
+
+    def keep(self, before: Any, embedded: Any) -> Kept:
+        return jax.tree.map(jnp.subtract, before, embedded)
+
+    def reuse(self, kept: Kept, embedded: Any) -> Any:
+        return jax.tree.map(jnp.add, embedded, kept)
+
+
+FORMS: dict[str, type[StepCache]] = {"deepcache": DeepCache, "residual": ResidualCache}
+"""By the names in `step_schedule.FORMS`."""
 
 
 def kept_shapes(streams: Any, mesh: Mesh | None) -> Any:
