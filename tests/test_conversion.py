@@ -130,7 +130,7 @@ def test_peak_memory_is_near_one_tensor(tmp_path):
     folder = tmp_path / "hf" / "text_encoder"
     folder.mkdir(parents=True)
     config = {"vocab_size": 64, "d_model": 2048, "num_layers": 12, "num_heads": 32, "d_kv": 64, "d_ff": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"feed_forward_proj": "gated-gelu"}))
     with torch.device("meta"):
         meta = make_meta_text_encoder(config)
     tensors = {

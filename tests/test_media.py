@@ -350,9 +350,9 @@ def test_a_picture_that_changes_while_it_is_read(name, tmp_path, monkeypatch):
     path, real = tmp_path / "a.png", media.read_picture
     Image.fromarray(smooth(5, 64, 96)).save(path)
 
-    def read(path):
+    def read(path, **how):
         rewrite(path)
-        return real(path)
+        return real(path, **how)
 
     monkeypatch.setattr(media, "read_picture", read)
     with pytest.raises(InputError, match=r"a\.png changed while this run was under way"):
