@@ -68,8 +68,8 @@ def test_operation_by_operation_gives_the_same(pipe):
     seen = []
     plan = pipe.programs(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
     program = pipe._compiled.get(plan.encode(pipe.manifest.model_family.text[0]))
-    jitted = program._f
-    program._f = lambda *args: seen.append(args[1]) or jitted(*args)
+    function = program.program
+    program.program = lambda *args: seen.append(args[1]) or function(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 
@@ -269,7 +269,7 @@ def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once)
     settings = {"scheduler": "dpm", "one_program": at_once}
     first = pictures(native, tmp_path, **settings)
     assert len(list(tmp_path.iterdir())) == (2 if at_once else 4)
-    monkeypatch.setattr(Program, "_compile", never)
+    monkeypatch.setattr(CompiledProgram, "_compile", never)
     assert np.array_equal(pictures(native, tmp_path, **settings), first)
     for changed in (
         {"scheduler": "ddim"},
@@ -288,7 +288,7 @@ def test_a_kept_program_that_is_damaged_is_compiled_anew(native, tmp_path, monke
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert np.array_equal(pictures(native, tmp_path), first)
-    monkeypatch.setattr(Program, "_compile", never)
+    monkeypatch.setattr(CompiledProgram, "_compile", never)
     assert np.array_equal(pictures(native, tmp_path), first)
 
 
@@ -327,7 +327,7 @@ def test_what_comes_from_the_cache_of_jax_is_not_kept_as_it_is(native, tmp_path,
         jax.clear_caches()
         for _ in range(2):
             assert np.array_equal(pictures(native, tmp_path / "kept"), first)
-            monkeypatch.setattr(Program, "_compile", never)
+            monkeypatch.setattr(CompiledProgram, "_compile", never)
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
@@ -341,5 +341,5 @@ def test_a_program_kept_for_a_mesh_runs_there(native, tmp_path, monkeypatch):
         return pipe("red", **SMALL).frames
 
     first = run()
-    monkeypatch.setattr(Program, "_compile", never)
+    monkeypatch.setattr(CompiledProgram, "_compile", never)
     assert np.array_equal(run(), first)
