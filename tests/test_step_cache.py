@@ -17,6 +17,7 @@ from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run_dir, stages
 from cogvideox_flax.generate.media import UNSEEN
+from cogvideox_flax.generate.predict.step_cache import FORMS as CLASSES
 from cogvideox_flax.generate.predict.step_cache import SCOPE
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps, parse_schedule
@@ -144,6 +145,10 @@ def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
     np.testing.assert_array_equal(
         latents_of(pipe, request(form, ALL_FULL, **how)), latents_of(pipe, request(**how)), strict=True
     )
+
+
+def test_every_form_that_can_be_asked_for_has_a_class():
+    assert tuple(CLASSES) == FORMS
 
 
 def test_without_a_cache_there_is_no_choice_in_the_program(pipe):

@@ -92,7 +92,7 @@ def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any])
     path = expand_user(model)
     model_id = os.path.abspath(path) if args.model is not None and os.path.exists(path) else model
     record = run_dir.RunRecord(request=request, model_id=model_id, revision=args.revision, dtype=dtype)
-    same = {name: value for name, value in record.settings("encode", "denoise", "decode").items() if name != "lora"}
+    same = {name: value for name, value in record.settings().items() if name != "lora"}
     hosts.check_same("the settings", {"prompt": request.prompt, "dtype": dtype, **same})
 
     def check_places() -> None:

@@ -118,9 +118,9 @@ class RunRecord:
         """Field of the request that the settings hold -> its value."""
         return {name: getattr(self.request, name) for name in ("prompt", *recorded("encode", "denoise", "decode"))}
 
-    def settings(self, *stages: Stage) -> dict[str, Any]:
-        """What the request says for these stages, as JSON values under the names of the settings."""
-        values = {name: getattr(self.request, name) for name in recorded(*stages)}
+    def settings(self) -> dict[str, Any]:
+        """The same but for the prompts, as JSON values under the names of the settings."""
+        values = {name: value for name, value in self.values().items() if name != "prompt"}
         values |= {name: [each.facts() for each in values[name]] for name in MEDIA if values.get(name)}
         return {_THEIR_NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
@@ -129,7 +129,7 @@ class RunRecord:
         own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
         raw = {
             "prompt": self.request.prompt,
-            **self.settings("encode", "denoise", "decode"),
+            **self.settings(),
             **own,
             "dtype": self.dtype,
         }

@@ -51,12 +51,13 @@ def check_unchanged(
         InputError: they differ; with what, and `again`.
     """
     try:
-        made = json.loads(metadata["settings"])
-        parts = made["model"]
-        differ = [name for name, value in settings.items() if made.get(name) != value]
-        differ += [f"the {name}" for name, part in parts.items() if model is not None and model.get(name) != part]
-    except (KeyError, TypeError, AttributeError, ValueError):
+        made = json.loads(metadata.get("settings", "null"))
+    except ValueError:
         return  # written by another system
+    if not isinstance(made, dict) or not isinstance(made.get("model"), dict):
+        return  # the same
+    differ = [name for name, value in settings.items() if made.get(name) != value]
+    differ += [f"the {name}" for name, part in made["model"].items() if model is not None and model.get(name) != part]
     if differ:
         raise InputError(f"{path} was made before {' and '.join(differ)} changed; {again}")
 
