@@ -25,6 +25,7 @@ from benchmarks.gpu import GPUS, device, prepare
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
@@ -65,8 +66,8 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
     """Bytes and calls of one stage's program."""
     release, height, width, frames = CASES[case]
     manifest = Manifest.of_release(get_release(release))
-    request = GenerationRequest("", num_frames=frames, height=height, width=width, scheduler="ddim").resolve(manifest)
-    ((program, args, _),) = RunPrograms(manifest, request, "bfloat16").abstract(stage)
+    request = GenerationRequest("", num_frames=frames, height=height, width=width, scheduler="ddim")
+    ((program, args, _),) = RunPrograms(resolve(request, manifest), "bfloat16").abstract(stage)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
     options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)

@@ -24,8 +24,8 @@ from benchmarks.fidelity import psnr, ssim
 from benchmarks.machine import machine
 from benchmarks.prompt_following import make_items
 from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.predict.step_cache import FORMS, default_schedule, full_steps
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps
 from cogvideox_flax.runtime.global_arrays import fetch
 
 

@@ -80,12 +80,13 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
     request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler="ddim")
-    run = RunPrograms(manifest, request.resolve(manifest), "bfloat16")
+    run = RunPrograms(resolve(request, manifest), "bfloat16")
     rows = []
     for stage in plan.forecast(run, case.topology, case.mesh, stages):
         row: dict[str, Any] = asdict(case) | asdict(stage)

@@ -14,6 +14,7 @@ from reference import save_layout
 
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
+from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate.pipeline import Pipeline
 from conversion.convert import convert
 
@@ -86,12 +87,12 @@ def work(monkeypatch):
     def recorded(name, real):
         def record(*args, **kwargs):
             done.append(name)
-            return real(*args, **kwargs)
+            return (yield from real(*args, **kwargs))
 
         return record
 
-    for name in ("encode", "denoise", "decode"):
-        monkeypatch.setattr(Pipeline, name, recorded(name, getattr(Pipeline, name)))
+    for name, stage in (("encode", "encoding"), ("denoise", "denoising"), ("decode", "decoding")):
+        monkeypatch.setattr(run_module, stage, recorded(name, getattr(run_module, stage)))
     return done
 
 
@@ -99,11 +100,12 @@ def work(monkeypatch):
 def cheap_decoder(monkeypatch):
     """In place of the VAE, for tests of what is around it: each latent frame's first channel, in grey."""
 
-    def decode(self, latents, **_):
+    def decoding(pipe, latents, **_):
+        yield from ()
         frames = np.repeat(np.asarray(latents)[..., :1], 4, 1)[:, 3 * (latents.shape[1] % 2) :]
         return np.clip(60 * np.repeat(frames.repeat(8, 2).repeat(8, 3), 3, -1) + 128, 0, 255).astype(np.uint8)
 
-    monkeypatch.setattr(Pipeline, "decode", decode)
+    monkeypatch.setattr(run_module, "decoding", decoding)
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import conversion.__main__
 from cogvideox_flax.cli.setup import read_prompts
-from cogvideox_flax.generate import run_dir
+from cogvideox_flax.generate import run_files
 from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.locks import file_lock
@@ -234,7 +234,7 @@ def test_a_full_disk(refused, layout, tmp_path, monkeypatch):
 
 def test_a_disk_too_small_for_the_conversion(refused, layout, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(run_dir, "check_folder", lambda *_: None)
+    monkeypatch.setattr(run_files, "check_folder", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * 2**20))
     # each component would fit, all three do not
     message = refused(*generate(layout, tmp_path / "v.mp4"), converts=True)
@@ -500,12 +500,12 @@ def test_nan_in_the_text_encoder(run, layout, tmp_path):
 
 
 def test_stages_that_are_not_there(refused, copied, tmp_path):
-    (copied / run_dir.LATENTS_FILE).unlink()
+    (copied / run_files.LATENTS_FILE).unlink()
     assert "stage2_latents.safetensors is missing; run `cogvideox denoise` first" in refused("decode", "--dir", copied)
-    (copied / run_dir.EMBEDDINGS_FILE).unlink()
+    (copied / run_files.EMBEDDINGS_FILE).unlink()
     message = refused("denoise", "--dir", copied)
     assert "stage1_embeddings.safetensors is missing; run `cogvideox encode` first" in message
-    (copied / run_dir.CONFIG_FILE).unlink()
+    (copied / run_files.CONFIG_FILE).unlink()
     for command in ("denoise", "decode"):
         assert "run `cogvideox encode` first" in refused(command, "--dir", copied)
         assert "run `cogvideox encode` first" in refused(command, "--dir", tmp_path / "nowhere")
@@ -528,7 +528,7 @@ def test_stages_that_are_not_there(refused, copied, tmp_path):
     ],
 )
 def test_damaged_settings(refused, copied, text, message):
-    (copied / run_dir.CONFIG_FILE).write_bytes(text.encode("latin-1"))
+    (copied / run_files.CONFIG_FILE).write_bytes(text.encode("latin-1"))
     for command in ("denoise", "decode"):
         assert message in refused(command, "--dir", copied)
 
@@ -536,7 +536,7 @@ def test_damaged_settings(refused, copied, text, message):
 @pytest.mark.parametrize("spoil", ["cut", "header", "pickle", "directory", "names", "shape", "nan"])
 @pytest.mark.parametrize(
     ("file", "command", "maker"),
-    [(run_dir.EMBEDDINGS_FILE, "denoise", "encode"), (run_dir.LATENTS_FILE, "decode", "denoise")],
+    [(run_files.EMBEDDINGS_FILE, "denoise", "encode"), (run_files.LATENTS_FILE, "decode", "denoise")],
 )
 def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
     path = copied / file
@@ -565,14 +565,14 @@ def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
 
 
 def test_a_damaged_stage_is_made_again_by_generate(paths, native, copied, work, caplog):
-    (copied / run_dir.EMBEDDINGS_FILE).write_bytes((copied / run_dir.EMBEDDINGS_FILE).read_bytes()[:-10])
+    (copied / run_files.EMBEDDINGS_FILE).write_bytes((copied / run_files.EMBEDDINGS_FILE).read_bytes()[:-10])
     paths(*generate(native, copied / "x.npz", "--dir", copied))
     assert work == ["encode"]  # its latents were made from the very same embeddings
     assert "making stage1_embeddings.safetensors again" in caplog.text
 
 
 def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
-    config = copied / run_dir.CONFIG_FILE
+    config = copied / run_files.CONFIG_FILE
     before = config.read_text()
     config.write_text(json.dumps(json.loads(before) | {"prompt": "something else"}))
     assert "'something else'" in refused("denoise", "--dir", copied)
@@ -586,12 +586,12 @@ def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
 
 
 def test_two_runs_do_not_share_a_directory(refused, native, copied):
-    with file_lock(copied / run_dir.LOCK_FILE, busy=""):
+    with file_lock(copied / run_files.LOCK_FILE, busy=""):
         assert "another run is at work" in refused(*generate(native, copied / "x.npz", "--dir", copied))
 
 
 def test_the_model_of_a_run_is_gone(refused, copied, tmp_path):
-    config = copied / run_dir.CONFIG_FILE
+    config = copied / run_files.CONFIG_FILE
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_id": str(tmp_path / "gone")}))
     for command in ("denoise", "decode"):
         assert "gone does not exist" in refused(command, "--dir", copied)
@@ -613,7 +613,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
     assert code == 2
     assert "No space left on device" in err
     kept = {p.name for p in (tmp_path / "x.npz.stages").iterdir()} - {".lock"}
-    assert kept == {run_dir.CONFIG_FILE, run_dir.EMBEDDINGS_FILE, run_dir.LATENTS_FILE}
+    assert kept == {run_files.CONFIG_FILE, run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE}
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -691,7 +691,7 @@ def test_a_model_of_millions_of_layers(refused, layout, damaged, tmp_path):
 def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
     for path, argv in (
-        (copied / run_dir.LATENTS_FILE, ("decode", "--dir", copied)),
+        (copied / run_files.LATENTS_FILE, ("decode", "--dir", copied)),
         (tmp_path / "lora.safetensors", generate(native, tmp_path / "x.mp4", "--lora", tmp_path / "lora.safetensors")),
     ):
         path.write_bytes(data)
@@ -710,7 +710,7 @@ def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     ],
 )
 def test_settings_beyond_all_numbers(refused, copied, text, message):
-    path = copied / run_dir.CONFIG_FILE
+    path = copied / run_files.CONFIG_FILE
     kept = {k: v for k, v in json.loads(path.read_text()).items() if k in ("prompt", "negative_prompt", "model_id")}
     path.write_text(json.dumps(kept)[:-1] + f", {text}}}")
     for command in ("denoise", "decode"):

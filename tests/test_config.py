@@ -17,8 +17,8 @@ from reference import SHARED
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate.checks import check_model
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.releases import find_release
@@ -122,7 +122,7 @@ def test_frame_rule(frames):
 )
 def test_untrained_sizes_warn(name, kwargs, warns, caplog):
     with caplog.at_level(logging.WARNING):
-        GenerationRequest("red", **kwargs).resolve(Manifest.of_release(RELEASES[name]))
+        resolve(GenerationRequest("red", **kwargs), Manifest.of_release(RELEASES[name]))
     assert bool(warns) == bool(caplog.records)
     if warns:
         assert re.search(warns, caplog.text)

@@ -223,7 +223,7 @@ def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     config = dataclasses.replace(RELEASES["cogvideox-5b"].configs["text_encoder"], layers=2)
     encoder = checkpoint.cast(COGVIDEOX.components["text_encoder"].abstract(config), dtype)
     program = CompiledProgram(EncodeIds(tokens=226), compiler_options(dtype))
-    compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32), announce=False)
+    compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32))
     least = 4 * config.width * config.mlp_width  # the largest kernel in float32
     # bfloat16 is multiplied in float32 here, one kernel at a time
     assert compiled.memory_analysis().temp_size_in_bytes < (0.5 if dtype == "float32" else 1.5) * least

@@ -20,6 +20,7 @@ from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
@@ -304,7 +305,7 @@ def test_it_is_fine_tuned(native, tmp_path, capsys):
 
 def test_its_stages_are_planned(native):
     manifest = checkpoint.read_manifest(native)
-    run = RunPrograms(manifest, GenerationRequest("").resolve(manifest), "float32")
+    run = RunPrograms(resolve(GenerationRequest(""), manifest), "float32")
     for stage in (*STAGES, "run"):
         ((program, args, runs),) = run.abstract(stage)
         assert (count_flops(program, *args).total > 0) == (stage != "encode")  # which only looks words up

@@ -24,6 +24,7 @@ from cogvideox_flax.checkpoint import Manifest, load_component
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.clips import resize_frames
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenConfig
 from cogvideox_flax.models.hunyuan_video15.releases import RELEASES as HUNYUAN_RELEASES
@@ -296,7 +297,7 @@ def test_configs_of_releases_survive_their_own_file(release):
     manifest = Manifest.of_release(release)
     assert manifest.release is release
     image = [UNSEEN] if "image_encoder" in release.configs else None
-    asked = GenerationRequest("a cat", image=image).resolve(manifest)
+    asked = resolve(GenerationRequest("a cat", image=image), manifest)
     assert asked.guided == ("distilled" not in release.name)
 
 

@@ -13,8 +13,7 @@ from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict.plain import At
-from cogvideox_flax.generate.predict.windows import Windowed
-from cogvideox_flax.generate.windows import Windows
+from cogvideox_flax.generate.predict.windows import Windowed, Windows
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.nn import rope
 from conversion.convert import convert
@@ -165,7 +164,7 @@ def test_memory_of_a_step_does_not_grow_with_the_clip(pipe):
         size = {"num_frames": num_frames, "height": 64, "width": 96, "num_inference_steps": 2}
         run = pipe.programs(GenerationRequest(PROMPT, window=window, **size))
         ((spec, args, _),) = run.abstract("denoise")
-        memory = pipe._compiled.get(spec).prepare(*args, announce=False).memory_analysis()
+        memory = pipe._compiled.get(spec).prepare(*args).memory_analysis()
         return memory.temp_size_in_bytes, 4 * np.prod(run.size.latent_shape(1))
 
     (short, few), (long, many), (whole, _) = needed(49, 25), needed(193, 25), needed(193, None)

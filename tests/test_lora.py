@@ -22,8 +22,9 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate import components
+from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (
     FILE_NAME,
@@ -443,14 +444,19 @@ def cheap_loop(monkeypatch):
     """In place of denoising: latents that only tell which weights there were. Lists the calls."""
     calls = []
 
-    def denoise(self, conditioning, request, **_):
-        run = self.programs(request)
-        calls.append(run.size)
-        total = sum(np.abs(x).sum() for x in parameters(self.transformer).values())
-        latents = np.full(run.size.latent_shape(conditioning.batch), total / 1e3, np.float32)
-        yield DenoiseState(np.int32(2), latents, None)
+    def denoising(pipe, conditioning, request, **_):
+        yield from ()
+        pipe.use_loras_of(request)
+        size = pipe.programs(request).size
+        calls.append(size)
+        total = sum(np.abs(x).sum() for x in parameters(pipe.transformer).values())
+        latents = np.full(size.latent_shape(conditioning.batch), total / 1e3, np.float32)
+        return iter_of(DenoiseState(np.int32(2), latents, None))
 
-    monkeypatch.setattr(Pipeline, "denoise", denoise)
+    def iter_of(state):
+        yield state
+
+    monkeypatch.setattr(run_module, "denoising", denoising)
     return calls
 
 

@@ -26,7 +26,8 @@ from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import media, run_dir
+from cogvideox_flax.generate import media, run_files
+from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate.media import MASK, Media, describe_fit, resolve_media
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
@@ -283,14 +284,14 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 9, "--height", 64, "--width", 96, "--seed", 3]
     paths("encode", PROMPTS[0], "--model", model, *common, *size, f"--{kind}", given[kind])
-    with TensorFile(run / run_dir.EMBEDDINGS_FILE) as file:
+    with TensorFile(run / run_files.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"image": {"image_latents": (1, 16, 1, 8, 12)}, "video": {"video_latents": (1, 16, 4, 8, 12)}}[kind]
     assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
     strength = [] if kind == "image" else ["--strength", 0.6]
     paths("denoise", *common, "--steps", 4, *strength)
     (video,) = paths("decode", "--dtype", "float32", "--dir", run)
-    with TensorFile(run / run_dir.LATENTS_FILE) as file:
+    with TensorFile(run / run_files.LATENTS_FILE) as file:
         latents = file.read("latents").transpose(0, 2, 3, 4, 1)
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -323,8 +324,8 @@ def test_a_clip_that_is_saved_again_while_a_model_loads(text_model, tmp_path, ru
         patch.setattr(Pipeline, "component", load)
         code, _, err = run(*argv)
     assert code == 2 and f"error: {path} changed while this run was under way; start it again" in err
-    assert not (folder / run_dir.EMBEDDINGS_FILE).exists()
-    assert run(*argv)[0] == 0 and (folder / run_dir.EMBEDDINGS_FILE).exists()
+    assert not (folder / run_files.EMBEDDINGS_FILE).exists()
+    assert run(*argv)[0] == 0 and (folder / run_files.EMBEDDINGS_FILE).exists()
 
 
 @pytest.mark.parametrize("kind", ["a.mp4", "a.gif", "folder", "%d.png", "cut.mp4"])
@@ -391,7 +392,7 @@ def test_stages_of_another_picture_are_not_taken_over(image_model, picture, path
     paths(*encode(moved))
     paths("decode", *folder)  # the same picture in another place
     with monkeypatch.context() as patch:  # the new settings are written, its latents are not
-        patch.setattr(Pipeline, "encode", interrupted)
+        patch.setattr(run_module, "encoding", interrupted)
         assert run(*encode(other))[0] == 130
     assert "was made before image changed; run `cogvideox encode` again" in refused("denoise")
     assert "was made before image changed; run `cogvideox denoise` again" in refused("decode")
@@ -403,6 +404,7 @@ def test_stages_of_another_picture_are_not_taken_over(image_model, picture, path
 
 
 def interrupted(*args, **kwargs):
+    yield from ()
     raise KeyboardInterrupt
 
 

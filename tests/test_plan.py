@@ -17,6 +17,7 @@ from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
@@ -152,7 +153,7 @@ def test_an_update_in_place_moves_the_update():
 
 def run_of(manifest, dtype="bfloat16", prompts=1, **options):
     """A run as the planner takes it."""
-    return RunPrograms(manifest, GenerationRequest([""] * prompts, **options).resolve(manifest), dtype)
+    return RunPrograms(resolve(GenerationRequest([""] * prompts, **options), manifest), dtype)
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,10 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_dir
-from cogvideox_flax.generate.request import options
+from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate.request import options, recorded
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
@@ -39,7 +41,7 @@ SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3}
     ],
 )
 def test_none_is_what_the_authors_recommend(release, expected):
-    found = GenerationRequest(PROMPT).resolve(Manifest.of_release(RELEASES[release]))
+    found = resolve(GenerationRequest(PROMPT), Manifest.of_release(RELEASES[release]))
     names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
     assert tuple(getattr(found, name) for name in (*names, "fps")) == expected
     assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], None)
@@ -55,7 +57,7 @@ def test_none_is_what_the_authors_recommend(release, expected):
 def test_the_family_says_when_guidance_is_on(release, on, off):
     manifest = Manifest.of_release(RELEASES[release])
     for scale in (*on, *off):
-        found = GenerationRequest(PROMPT, guidance_scale=scale).resolve(manifest)
+        found = resolve(GenerationRequest(PROMPT, guidance_scale=scale), manifest)
         assert found.guided == found.varied(seed=3).guided == (scale in on)
 
 
@@ -64,7 +66,7 @@ def test_all_faults_are_in_one_error():
         [], num_frames=10, num_inference_steps=0, seed=-1, fps=0, output_type="pil", use_dynamic_cfg="often"
     )
     with pytest.raises(InputError) as error:
-        request.resolve(Manifest.of_release(RELEASES["cogvideox-5b"]))
+        resolve(request, Manifest.of_release(RELEASES["cogvideox-5b"]))
     for fault in ("prompts is empty", "num_frames is 10", "seed is -1", "fps is 0", "output_type 'pil'", "'often'"):
         assert fault in str(error.value)
     assert "num_inference_steps is 0" in str(error.value)
@@ -73,13 +75,17 @@ def test_all_faults_are_in_one_error():
 def test_what_was_resolved_stays_and_what_was_changed_is_checked_again(caplog):
     manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
     with caplog.at_level(logging.WARNING):
-        resolved = GenerationRequest(PROMPT, height=720).resolve(manifest)
-        assert resolved.resolve(manifest) is resolved
-        assert [one.seed for one in dataclasses.replace(resolved, num_videos=3).resolve(manifest).videos()] == [0, 1, 2]
+        resolved = resolve(GenerationRequest(PROMPT, height=720), manifest)
+        assert resolve(resolved, manifest) is resolved
+        assert [one.seed for one in resolve(dataclasses.replace(resolved, num_videos=3), manifest).videos()] == [
+            0,
+            1,
+            2,
+        ]
     assert caplog.text.count("was trained at") == 2  # once for each request
     with pytest.raises(InputError, match="num_frames is 3"):
-        dataclasses.replace(resolved, num_frames=3).resolve(manifest)
-    other = resolved.resolve(Manifest.of_release(RELEASES["cogvideox1.5-5b"]))
+        resolve(dataclasses.replace(resolved, num_frames=3), manifest)
+    other = resolve(resolved, Manifest.of_release(RELEASES["cogvideox1.5-5b"]))
     assert other is not resolved and other.height == 720
 
 
@@ -96,7 +102,7 @@ def test_every_option_of_the_command_line_is_a_field_of_the_request():
         "tiling": True,
     }
     types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
-    assert {types[name] for name in run_dir.recorded("encode", "denoise", "decode")} <= run_dir._VALID.keys()
+    assert {types[name] for name in recorded("encode", "denoise", "decode")} <= run_files._VALID.keys()
     names = {field.name for field in dataclasses.fields(GenerationRequest)}
     assert set(options("encode", "denoise", "decode", "generate")) <= names
 
@@ -138,19 +144,19 @@ def test_several_videos_are_those_of_the_following_seeds(paths, native, tmp_path
 
 def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native, tmp_path, monkeypatch, work):
     command = generate(native, tmp_path / "x.npz", "--num-videos", 3)
-    real, calls = Pipeline.denoise, []
+    real, calls = run_module.denoising, []
 
-    def second_is_interrupted(self, *args, **kwargs):
+    def second_is_interrupted(*args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return real(self, *args, **kwargs)
+        return (yield from real(*args, **kwargs))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "denoise", second_is_interrupted)
+        patch.setattr(run_module, "denoising", second_is_interrupted)
         assert run(*command)[0] == 130
     folder = tmp_path / "x.npz.stages"
-    assert run_dir.finished(folder) == [run_dir.EMBEDDINGS_FILE, f"seed-0/{run_dir.LATENTS_FILE}"]
+    assert run_files.finished(folder) == [run_files.EMBEDDINGS_FILE, f"seed-0/{run_files.LATENTS_FILE}"]
     work.clear()
     assert [path.name for path in paths(*command)] == ["x-0.npz", "x-1.npz", "x-2.npz"]
     assert work == ["denoise", "denoise"] and not folder.exists()

@@ -17,8 +17,9 @@ from commands import PROMPT, ROOT, SIZE, generate
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
-from cogvideox_flax.generate import run_dir
-from cogvideox_flax.generate.pipeline import CogVideoXPipeline, Pipeline
+from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video
@@ -29,11 +30,11 @@ pytest_plugins = ["commands"]
 
 def test_three_stages_are_one_run(paths, native, staged, tmp_path):
     (npz,) = paths(*generate(native, tmp_path / "x.npz"))
-    latents = load_file(staged / run_dir.LATENTS_FILE)["latents"]
+    latents = load_file(staged / run_files.LATENTS_FILE)["latents"]
     assert (latents.transpose(0, 2, 3, 4, 1) == np.load(npz)["latents"]).all()
     (video,) = paths(*generate(native, tmp_path / "v.mp4"))
-    assert (read_video(video)[0] == read_video(staged / run_dir.VIDEO_FILE)[0]).all()
-    assert read_metadata(video) == read_metadata(staged / run_dir.VIDEO_FILE)
+    assert (read_video(video)[0] == read_video(staged / run_files.VIDEO_FILE)[0]).all()
+    assert read_metadata(video) == read_metadata(staged / run_files.VIDEO_FILE)
 
 
 def test_stage_files_are_the_reference_systems(staged, native):
@@ -128,11 +129,12 @@ def test_denoise_keeps_the_directorys_settings(paths, copied, work):
 )
 def test_interrupted_runs_go_on(run, paths, native, tmp_path, monkeypatch, caplog, work, stage, left):
     def interrupt(*args, **kwargs):
+        yield from ()
         raise KeyboardInterrupt
 
     command = generate(native, tmp_path / "v.mp4")
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, stage, interrupt)
+        patch.setattr(run_module, stage.removesuffix("e") + "ing", interrupt)
         code, out, err = run(*command)
     assert code == 130
     assert out == ""
@@ -186,7 +188,7 @@ def test_another_checkpoint_makes_the_stages_again(paths, layout, native, copied
 
 
 def test_replaced_embeddings_are_noticed(paths, copied, work):
-    file = copied / run_dir.EMBEDDINGS_FILE
+    file = copied / run_files.EMBEDDINGS_FILE
     with TensorFile(file) as old:
         metadata = old.metadata
     del metadata["checksum"]  # which only this library writes

@@ -15,12 +15,13 @@ from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
 from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_dir, stages
+from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.media import UNSEEN
-from cogvideox_flax.generate.predict.step_cache import FORMS as CLASSES
-from cogvideox_flax.generate.predict.step_cache import SCOPE
+from cogvideox_flax.generate.predict.step_cache import FORMS, SCOPE, default_schedule, full_steps
 from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps, parse_schedule
+from cogvideox_flax.generate.request import STEP_CACHES, parse_schedule
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
@@ -128,7 +129,7 @@ def by_hand(pipe, asked):
     return np.asarray(x)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STEP_CACHES)
 @pytest.mark.parametrize(("scheduler", "guidance"), [("ddim", 1), ("ddim", 6), ("dpm", 6)])
 def test_a_cached_step_is_its_definition(pipe, form, scheduler, guidance):
     asked = request(form, SOME_CACHED, scheduler=scheduler, guidance_scale=guidance)
@@ -138,7 +139,7 @@ def test_a_cached_step_is_its_definition(pipe, form, scheduler, guidance):
     assert np.abs(found - exact).max() > 1e-2 * exact.std()  # it does leave something out
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STEP_CACHES)
 @pytest.mark.parametrize(("scheduler", "guidance"), [("ddim", 6), ("dpm", 1)])
 def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
     how = {"scheduler": scheduler, "guidance_scale": guidance}
@@ -148,7 +149,7 @@ def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
 
 
 def test_every_form_that_can_be_asked_for_has_a_class():
-    assert tuple(CLASSES) == FORMS
+    assert tuple(FORMS) == STEP_CACHES
 
 
 def test_without_a_cache_there_is_no_choice_in_the_program(pipe):
@@ -172,7 +173,7 @@ def test_one_program_serves_all_schedules(pipe, capsys):
 # --- kinds of runs
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STEP_CACHES)
 def test_loops_agree(pipe, form):
     one_by_one = latents_of(pipe, request(form, SOME_CACHED))
     np.testing.assert_array_equal(latents_of(pipe, request(form, SOME_CACHED, compiled_loop=True)), one_by_one)
@@ -210,15 +211,15 @@ def test_a_mesh_computes_the_same(pipe, mesh):
 
 def test_pictures_are_part_of_the_tokens():
     manifest = Manifest.of_release(RELEASES["cogvideox-5b-i2v"])
-    asked = GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual").resolve(manifest)
-    shape = RunPrograms(manifest, asked, "bfloat16").cache_shapes(None)
+    asked = resolve(GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual"), manifest)
+    shape = RunPrograms(asked, "bfloat16").cache_shapes(None)
     assert (shape.shape, shape.dtype) == ((2, 226 + 13 * 30 * 45, 48 * 64), np.float32)
 
 
 # --- going on
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STEP_CACHES)
 def test_a_loop_goes_on_from_each_of_its_states(pipe, form):
     asked = request(form, SOME_CACHED, scheduler="dpm")
     conditioning = pipe.encode(asked, progress=False)
@@ -246,29 +247,19 @@ COMMAND += ["--step-cache", "deepcache", "--step-cache-schedule", "1,6,3"]  # fu
 def test_a_stopped_run_goes_on_before_a_full_step(tmp_path, monkeypatch, capsys, stopped_after):
     whole, parts = tmp_path / "whole.npz", tmp_path / "parts.npz"
     assert cli.main([*COMMAND, "--out", str(whole)]) == 0
-    real, started = stages.with_progress, []
+    keep, began, started = run_files.StateKeeper.keep, run_module.LoopBegan, []
 
-    class Stopped:
-        """The loop, interrupted after some steps."""
+    def interrupted(self, state):
+        keep(self, state)
+        if int(state.step) == stopped_after and len(started) == 1:
+            raise KeyboardInterrupt
 
-        def __init__(self, states, *args, done=0, **how):
-            self.inner = real(states, *args, done=done, **how)
-            started.append(done)
-
-        def __enter__(self):
-            for state in self.inner.__enter__():
-                yield state
-                if int(state.step) == stopped_after and len(started) == 1:
-                    raise KeyboardInterrupt
-
-        def __exit__(self, *error):
-            return self.inner.__exit__(*error)
-
-    monkeypatch.setattr(stages, "with_progress", Stopped)
+    monkeypatch.setattr(run_files.StateKeeper, "keep", interrupted)
+    monkeypatch.setattr(run_module, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
     assert cli.main([*COMMAND, "--out", str(parts)]) == 130
     folder = tmp_path / "parts.npz.stages"
     full_next = 1 if stopped_after < 4 else 4
-    with TensorFile(folder / run_dir.STATE_FILE) as file:
+    with TensorFile(folder / run_files.STATE_FILE) as file:
         assert set(file.tensors) <= {"latents", "sampler"}  # what the cache keeps is not written
         assert int(file.metadata["step"]) == full_next
     capsys.readouterr()
@@ -283,11 +274,11 @@ def test_stage_files_know_the_cache(tmp_path, capsys):
     assert cli.main(["encode", PROMPT, "--num-frames", "9", *how]) == 0
     cached = ["denoise", "--steps", "4", "--step-cache", "residual", "--step-cache-schedule", "1,4,3"]
     assert cli.main([*cached, *how]) == 0
-    latents = (tmp_path / "run" / run_dir.LATENTS_FILE).read_bytes()
+    latents = (tmp_path / "run" / run_files.LATENTS_FILE).read_bytes()
     assert cli.main(["denoise", *how]) == 0  # the directory's settings
-    assert (tmp_path / "run" / run_dir.LATENTS_FILE).read_bytes() == latents
+    assert (tmp_path / "run" / run_files.LATENTS_FILE).read_bytes() == latents
     assert cli.main(["decode", *how]) == 0
-    settings = read_metadata(tmp_path / "run" / run_dir.VIDEO_FILE)["settings"]
+    settings = read_metadata(tmp_path / "run" / run_files.VIDEO_FILE)["settings"]
     assert (settings["step_cache"], settings["step_cache_schedule"]) == ("residual", [1, 4, 3])
     assert cli.main(["denoise", "--step-cache-schedule", "1,9,3", *how]) == 2
     assert "START <= END <= 4" in capsys.readouterr().err
@@ -319,8 +310,8 @@ def test_a_range_of_layers_copies_no_stack():
 def test_on_a_tpu_no_stack_of_weights_is_copied():
     """With the whole step in the choice, XLA copied those of q and k into another layout: 1.6 GiB."""
     manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
-    asked = (GenerationRequest("", step_cache=form).resolve(manifest) for form in (None, "residual"))
-    runs = (RunPrograms(manifest, each, "bfloat16") for each in asked)
+    asked = (resolve(GenerationRequest("", step_cache=form), manifest) for form in (None, "residual"))
+    runs = (RunPrograms(each, "bfloat16") for each in asked)
     exact, cached = (next(forecast(run, "v6e:2x4", (2, 4, 1), ["denoise"])) for run in runs)
     assert cached.temp_gib - exact.temp_gib < 0.5
 
@@ -329,7 +320,7 @@ def test_the_planner_counts_cached_steps():
     manifest = read_manifest(EMBEDDED)
 
     def work(**options):
-        run = RunPrograms(manifest, GenerationRequest("", **options).resolve(manifest), "float32")
+        run = RunPrograms(resolve(GenerationRequest("", **options), manifest), "float32")
         (stage,) = forecast(run, "v6e:2x2", (1, 2, 1), ["denoise"])
         return stage
 

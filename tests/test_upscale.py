@@ -20,6 +20,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import upscale as upscaling
 from cogvideox_flax.generate.denoise import encoder_noise_key
 from cogvideox_flax.generate.predict.plain import standard_normal
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale import plan_upscale, upscale
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
@@ -66,17 +67,17 @@ def test_the_step_equals_the_reference(shift):
 def test_the_sampler_decides_its_settings():
     media = clip(9, 32, 48)
     how = {"scheduler": "one_step", "num_frames": 9, "height": 32, "width": 48}
-    found = GenerationRequest("", video=media, **how).resolve(MANIFEST)
+    found = resolve(GenerationRequest("", video=media, **how), MANIFEST)
     assert (found.num_inference_steps, found.guidance_scale, found.use_dynamic_cfg, found.strength) == (1, 1, False, 1)
     assert found.first_step == 0 and not found.guided
     same = {"num_inference_steps": 1, "guidance_scale": 1, "use_dynamic_cfg": False, "strength": 1}
-    assert GenerationRequest("", video=media, **how, **same).resolve(MANIFEST).strength == 1
+    assert resolve(GenerationRequest("", video=media, **how, **same), MANIFEST).strength == 1
     wrong = {"num_inference_steps": 50, "guidance_scale": 6, "use_dynamic_cfg": True, "strength": 0.8}
     for name, value in wrong.items():
         with pytest.raises(InputError, match=rf"^the one_step sampler needs {name} .* \(got {value}\)[^\n]*$"):
-            GenerationRequest("", video=media, **how, **{name: value}).resolve(MANIFEST)
+            resolve(GenerationRequest("", video=media, **how, **{name: value}), MANIFEST)
     with pytest.raises(InputError, match=r"^the one_step sampler starts from a clip; give --video[^\n]*$"):
-        GenerationRequest("", **how).resolve(MANIFEST)
+        resolve(GenerationRequest("", **how), MANIFEST)
 
 
 # --- against diffusers' parts ---

@@ -10,10 +10,10 @@ from typing import Any
 
 import conversion.__main__
 from cogvideox_flax import cli
-from cogvideox_flax.generate import stages
+from cogvideox_flax.generate import run_files
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
 
-keeper = stages._StateKeeper
+keeper = run_files.StateKeeper
 keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, float("inf")  # a state after every step, whatever it costs
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str], stop_at: int | None = None) -> int:
         The exit code.
     """
     if stop_at is not None:
-        _kill_after(stages._StateKeeper, "_write", lambda state: state.step == stop_at)
+        _kill_after(run_files.StateKeeper, "_write", lambda state: state.step == stop_at)
         _kill_after(snapshots.Snapshots, "_write_hashes", lambda step: step == stop_at)
     logging.getLogger().handlers.clear()  # absl's, from an import that the commands do later
     name, *rest = argv

@@ -66,7 +66,7 @@ def run(
     report(weights_s=time.perf_counter() - start, same_weights=shapes is not None)
 
     def call() -> Any:
-        return jax.block_until_ready(program(module, *given.values(), announce=False))
+        return jax.block_until_ready(program(module, *given.values()))
 
     out, row = measured(call, repeat, report)
     row["first_s"] = compile_s + row["first_run_s"]
@@ -100,7 +100,7 @@ def _compiled(
     while True:
         program, abstract = ours.program_of(case), abstract_of(case, small)
         start = time.perf_counter()
-        executable = program.prepare(abstract, *given.values(), announce=False)
+        executable = program.prepare(abstract, *given.values())
         seconds = time.perf_counter() - start
         memory, free = executable.memory_analysis(), free_bytes()
         needed = bytes_needed(memory) if memory is not None else 0

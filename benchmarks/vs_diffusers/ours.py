@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.checkpoint import load_component, read_manifest
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
@@ -37,8 +37,8 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         encode = _program("text encoder", FUNCTIONS["text_encoder"], case, given["ids"].size)
 
         def video() -> np.ndarray:
-            context = encode(pipe.text_encoder, given["ids"], announce=False)
-            negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]), announce=False)
+            context = encode(pipe.text_encoder, given["ids"])
+            negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
             conditioning = Conditioning({"prompt_embeds": context}, {"prompt_embeds": negative})
             *_, last = pipe.denoise(conditioning, request)
             return fetch(pipe.decode(last.latents[:, extra:], output_type="float", progress=False))
@@ -47,7 +47,7 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     component = COMPONENT.get(case.part, case.part)
     module = jax.block_until_ready(load_component(component, native, dtype=case.dtype))
     program = program_of(case)
-    return lambda: fetch(program(module, *given.values(), announce=False))
+    return lambda: fetch(program(module, *given.values()))
 
 
 def arguments(case: Case, **text: int) -> dict[str, jax.Array]:

@@ -10,10 +10,17 @@ from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
-from cogvideox_flax.generate.option import Option, Stage, options_of
-from cogvideox_flax.generate.request import DTYPES, STAGES, GenerationRequest, options
+from cogvideox_flax.generate.request import (
+    DTYPES,
+    MAX_VIDEOS,
+    STAGES,
+    GenerationRequest,
+    Option,
+    Stage,
+    options,
+    options_of,
+)
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
-from cogvideox_flax.generate.values import MAX_VIDEOS
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.values import is_count
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
@@ -92,13 +99,15 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     )
 
     groups["hosts"] = argparse.ArgumentParser(add_help=False)
-    hosts = groups["hosts"].add_argument_group("several hosts", "the same command on each, see docs/parallelism.md")
-    hosts.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
-    hosts.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
-    hosts.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
-    hosts.add_argument("--distributed", action="store_true", help="let JAX find these three: TPU pods, Slurm, Open MPI")
+    several = groups["hosts"].add_argument_group("several hosts", "the same command on each, see docs/parallelism.md")
+    several.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
+    several.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
+    several.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    several.add_argument(
+        "--distributed", action="store_true", help="let JAX find these three: TPU pods, Slurm, Open MPI"
+    )
     wait = f"to wait for the other processes; default: {JOIN_TIMEOUT_S:g}"
-    hosts.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS", help=wait)
+    several.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS", help=wait)
 
     stages: tuple[Stage, ...] = ("generate", "encode", "denoise", "decode")
     for stage in stages:

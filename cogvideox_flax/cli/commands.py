@@ -18,21 +18,27 @@ from cogvideox_flax.cli.setup import (
     EMBEDDED,
     automatic_mesh,
     check_output,
-    check_run,
     explicit_mesh,
+    given_mesh,
     given_options,
     load,
+    named_model,
     open_run,
     peek,
     profiling_options,
     read_prompts,
-    resume,
+    read_settings,
+    shared,
 )
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
+    from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.generate.request import ResolvedRequest
+    from cogvideox_flax.generate.run_files import RunFiles
     from cogvideox_flax.sharding import MeshShape
 
 PLANNED = (
@@ -53,133 +59,125 @@ TRAINING_OPTIONS = {
 
 def generate(args: argparse.Namespace) -> None:
     """Prompt to video, in stages that a killed run goes on from."""
-    from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.run_dir import check_folder, run_dir_lock, video_dir
-    from cogvideox_flax.generate.values import check_num_videos
+    from cogvideox_flax.generate.events import Denoised, Finished, show
+    from cogvideox_flax.generate.resolve import check_num_videos
+    from cogvideox_flax.generate.result import save_latents
+    from cogvideox_flax.generate.run import run
+    from cogvideox_flax.generate.run_files import check_folder, run_dir_lock
     from cogvideox_flax.io.paths import check_name, item_paths
 
     loaded()
     check_name(args.out)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
+    latents_only = args.out.suffix.lower() == ".npz"
 
-    def begin() -> dict[str, Any]:
+    def paths(prompts: int, videos: int) -> list[Path]:
+        return item_paths(args.out, (1 if latents_only else prompts) * videos)  # an npz holds all prompts
+
+    def read() -> dict[str, Any]:
         prompts = read_prompts(args)
         videos = 1 if args.num_videos is None else args.num_videos
         check_num_videos(videos)
-        latents_only = args.out.suffix.lower() == ".npz"
-        batch = 1 if latents_only else len(prompts)  # an npz holds all prompts
-        paths = item_paths(args.out, batch * videos)
-        check_output(paths, latents_only)
+        check_output(paths(len(prompts), videos), latents_only)
         check_folder(folder)
-        return {"prompts": prompts, "paths": list(map(str, paths)), "latents_only": latents_only}
+        return {"prompt": prompts}
 
-    prompts, paths, latents_only = hosts.from_first(begin).values()
-    run = check_run(args, folder, {"prompt": prompts})
-    pipe, record = open_run(args, run)
-    quiet = {"progress": not args.quiet}
-    wanted = ("encode", "denoise") if latents_only else ("encode", "denoise", "decode")
-    pipe.check_memory(record.request, wanted, keep=False, **quiet)
+    pipe, request, files = open_run(args, folder, read)
+    each = paths(request.batch, request.num_videos)
+    batch = len(each) // request.num_videos
+    stages = STAGES[:-1] if latents_only else STAGES
     with run_dir_lock(folder, temporary=args.dir is None):
-        videos = [(one, video_dir(folder, one, record)) for one in record.videos()]
-        by_seed, text = pipe.programs(record.request).encodes_by_seed, None
-        for one, own in videos if by_seed else [(record, folder)]:
-            text = stages.encode(pipe, one, own, text=text, **quiet)
-        pipe.release()
-        for one, own in videos:
-            stages.denoise(pipe, one, own, embeddings=own if by_seed else folder, **quiet)
-        pipe.release()
-        batch = len(paths) // len(videos)
-        for i, (_, own) in enumerate(videos):
-            these = [Path(path) for path in paths[i * batch : (i + 1) * batch]]
-            if not latents_only:
-                video = stages.decode(pipe, own, tiling=record.request.tiling, **quiet)
-            if hosts.is_first():
-                stages.save_latents(pipe, own, *these) if latents_only else video.save_items(these)
-            elif not latents_only:
-                video.read_along()
-    print("\n".join(paths))
+        for event in show(run(pipe, request, files, stages), not args.quiet):
+            match event:
+                case Denoised(one, latents, metadata) if latents_only:
+                    save_latents(each[one.seed - request.seed], latents, metadata)
+                case Finished(one, result):
+                    first = (one.seed - request.seed) * batch
+                    result.save_items(each[first : first + batch])
+    print("\n".join(map(str, each)))
 
 
 def encode(args: argparse.Namespace) -> None:
     """Stage 1 alone."""
-    from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.run_dir import EMBEDDINGS_FILE, check_folder, run_dir_lock
+    from cogvideox_flax.generate.run_files import EMBEDDINGS_FILE, check_folder
 
     loaded()
 
-    def begin() -> list[str]:
+    def read() -> dict[str, Any]:
         check_folder(args.dir)
-        return read_prompts(args)
+        return {"prompt": read_prompts(args)}
 
-    prompts = hosts.from_first(begin)
-    pipe, record = open_run(args, check_run(args, args.dir, {"prompt": prompts}))
-    pipe.check_memory(record.request, ["encode"], progress=not args.quiet)
-    with run_dir_lock(args.dir):
-        stages.encode(pipe, record, args.dir, progress=not args.quiet)
+    _run_stage(args, *open_run(args, args.dir, read))
     print(args.dir / EMBEDDINGS_FILE)
 
 
 def denoise(args: argparse.Namespace) -> None:
     """Stage 2 alone, with the directory's model and settings unless told otherwise."""
-    from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.run_dir import LATENTS_FILE, run_dir_lock
+    from cogvideox_flax.generate.run_files import LATENTS_FILE, RunFiles
 
     loaded()
-    run = check_run(args, args.dir, resume(args))
-    hosts.from_first(lambda: len(stages.read_embeddings(args.dir, run.record, run.manifest)))
-    pipe, record = open_run(args, run)
-    pipe.check_memory(record.request, ["denoise"], progress=not args.quiet)
-    with run_dir_lock(args.dir):
-        stages.denoise(pipe, record, args.dir, progress=not args.quiet)
+    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args), RunFiles.check_conditioning))
     print(args.dir / LATENTS_FILE)
 
 
+def _run_stage(args: argparse.Namespace, pipe: Pipeline, request: ResolvedRequest, files: RunFiles) -> None:
+    from cogvideox_flax.generate.events import result_of
+    from cogvideox_flax.generate.run import run
+    from cogvideox_flax.generate.run_files import run_dir_lock
+
+    with run_dir_lock(args.dir):
+        result_of(run(pipe, request, files, [args.command]), not args.quiet)
+
+
 def decode(args: argparse.Namespace) -> None:
-    """Stage 3 alone."""
-    from cogvideox_flax.generate import stages
-    from cogvideox_flax.generate.checks import check_model
-    from cogvideox_flax.generate.run_dir import VIDEO_FILE, check_folder
-    from cogvideox_flax.generate.values import check_fps
-    from cogvideox_flax.generate.windows import check_pieces, in_pieces
+    """Stage 3 alone: of a directory's latents, whatever system wrote them."""
+    from cogvideox_flax.generate.events import result_of
+    from cogvideox_flax.generate.predict.windows import in_pieces
+    from cogvideox_flax.generate.programs import decode_programs
+    from cogvideox_flax.generate.resolve import check_fps, check_model, check_pieces
+    from cogvideox_flax.generate.result import GenerationResult, recipe
+    from cogvideox_flax.generate.run import decoding
+    from cogvideox_flax.generate.run_files import VIDEO_FILE, check_folder, read_latents
     from cogvideox_flax.io.paths import item_paths
 
     loaded()
-    before = resume(args)
     out = args.out or args.dir / VIDEO_FILE
+    settings: dict[str, Any] = {}  # known on process 0 alone, which writes
 
-    def begin() -> None:
-        check_output(item_paths(out, len(before["prompt"])))
+    def decide() -> dict[str, Any]:
+        settings.update(read_settings(args))
+        check_output(item_paths(out, len(settings["prompt"])))
         check_fps(args.fps)
         check_folder(out.absolute().parent)
+        manifest = peek(args)
+        dtype = args.dtype or settings.get("dtype", manifest.default_dtype)
+        mesh = given_mesh(args) or automatic_mesh(args, manifest, None, dtype)
+        check_model(manifest, named_model(args)["model_id"], dtype, explicit_mesh(mesh))
+        pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
+        if pieces:
+            check_pieces(manifest.model_family, bool(args.tiling))
+        elif args.tiling:
+            manifest.model_family.check_tiling(manifest.configs)
+        latents = read_latents(args.dir, settings, manifest.model_family.latent_channels(manifest.configs))
+        fps = args.fps or settings.get("fps") or manifest.model_family.defaults(manifest.configs).fps
+        return shared(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
-    hosts.from_first(begin)
-    manifest = peek(args)
-    dtype = args.dtype or before.get("dtype", manifest.default_dtype)
-    mesh = automatic_mesh(args, manifest, None, dtype) if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
-    hosts.check_mesh(mesh)
-    check_model(manifest, args.model or EMBEDDED, dtype, mesh)
-    how = {"tiling": bool(args.tiling), "progress": not args.quiet}
-    long = in_pieces(before.get("num_frames"), before.get("window"))
-    if long:
-        check_pieces(manifest.model_family, how["tiling"])
-    elif args.tiling:
-        manifest.model_family.check_tiling(manifest.configs)
-    channels = manifest.model_family.latent_channels(manifest.configs)
-    shape = hosts.from_first(lambda: list(stages.read_latents(args.dir, before, channels).shape))
-    pipe = load(args, dtype, mesh)
-    pipe.check_decode_memory(tuple(shape), pieces=long, **how)
-    video = stages.decode(pipe, args.dir, fps=args.fps, **how)
-    if hosts.is_first():
-        print("\n".join(map(str, video.save(out))))
-    else:
-        video.read_along()
+    decided = hosts.from_first(decide)
+    pipe, latents, pieces = load(args, decided), decided["latents"], decided["pieces"]
+    how = {"tiling": bool(args.tiling), "in_pieces": pieces}
+    compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, (False, how["tiling"]), pieces)
+    result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
+    frames = result_of(decoding(pipe, latents, **how), not args.quiet)
+    made_of = {name: value for name, value in settings.items() if name != "fingerprints"}
+    metadata = recipe(made_of, pipe.manifest, pipe.native_dir.name) if settings else {}
+    print("\n".join(map(str, GenerationResult(frames, decided["fps"], metadata).save(out))))
 
 
 def upscale(args: argparse.Namespace) -> None:
     """A clip enlarged by a model that was fine-tuned for it, written as its frames are finished."""
     from cogvideox_flax.generate import upscale as upscaling
-    from cogvideox_flax.generate.checks import check_model, check_run
-    from cogvideox_flax.generate.option import options_of
+    from cogvideox_flax.generate.request import options_of
+    from cogvideox_flax.generate.resolve import check_model, check_run
     from cogvideox_flax.generate.upscale_options import UpscaleOptions
     from cogvideox_flax.io.source import FrameStream
     from cogvideox_flax.io.video import HashedVideo, save_video
@@ -191,14 +189,14 @@ def upscale(args: argparse.Namespace) -> None:
     source = HashedVideo(args.clip)
     manifest = peek(args)
     dtype = args.dtype or manifest.default_dtype
-    mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
-    check_model(manifest, args.model, dtype, mesh)
+    mesh = given_mesh(args)
+    check_model(manifest, args.model, dtype, explicit_mesh(mesh))
     given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
     plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given))
     if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
-        check_model(manifest, args.model, dtype, mesh)
-    check_run(plan.request, mesh, profiling_options(args))
-    pipe, how = load(args, dtype, mesh), {"progress": not args.quiet}
+        check_model(manifest, args.model, dtype, explicit_mesh(mesh))
+    check_run(plan.request, explicit_mesh(mesh), profiling_options(args))
+    pipe, how = load(args, shared(args, dtype, mesh)), {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
     run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
     frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
@@ -242,6 +240,7 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.media import UNSEEN
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, best_mesh, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
@@ -257,8 +256,8 @@ def plan(args: argparse.Namespace) -> None:
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in family.visual(manifest.configs) if s.required}
     if (sampler := family.samplers.get(args.scheduler)) is not None and sampler.needs_video:
         needed["video"] = [UNSEEN]
-    request = GenerationRequest([""] * args.prompts, **given_options(args), **needed).resolve(manifest)
-    run = RunPrograms(manifest, request, args.dtype or manifest.default_dtype)
+    request = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest)
+    run = RunPrograms(request, args.dtype or manifest.default_dtype)
     if args.mesh:
         mesh = parse_mesh(args.mesh)
     else:

@@ -1,13 +1,15 @@
-"""From options to a pipeline: what a run is to do is checked as a whole before anything is converted or loaded."""
+"""From options to an open run: all of it is checked before anything is converted or loaded.
+
+On several hosts process 0 alone reads options, files and pictures, and decides; the others take over what it decided.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.pipeline import Pipeline
     from cogvideox_flax.generate.request import ResolvedRequest
-    from cogvideox_flax.generate.run_dir import RunRecord
+    from cogvideox_flax.generate.run_files import RunFiles
     from cogvideox_flax.runtime.profiling import ProfilingOptions
 
 log = logging.getLogger("cogvideox_flax")
@@ -45,6 +47,18 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
+def read_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the stage before left; its model becomes this command's, unless another is named."""
+    from cogvideox_flax.generate import run_files
+
+    before = run_files.read_settings(args.dir)
+    model, revision = before.pop("model_id"), before.pop("revision", None)
+    if args.model is None:
+        args.model = None if model == EMBEDDED else model
+        args.revision = args.revision or revision
+    return before
+
+
 def check_output(paths: Sequence[Path], latents_only: bool = False) -> None:
     """Refuse names that could not be written at the end of the run."""
     from cogvideox_flax.io.paths import check_writable
@@ -59,50 +73,83 @@ def check_output(paths: Sequence[Path], latents_only: bool = False) -> None:
             raise InputError(f"{path} is a directory; give the name of a file to write")
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run that its configs allow; nothing is converted or loaded yet."""
+def open_run(
+    args: argparse.Namespace,
+    folder: Path,
+    read: Callable[[], dict[str, Any]],
+    check: Callable[[RunFiles, ResolvedRequest], None] | None = None,
+) -> tuple[Pipeline, ResolvedRequest, RunFiles]:
+    """Check a run as far as is possible without weights, and open its model, converting it if that was not done yet.
 
-    record: RunRecord
-    manifest: Manifest
-    mesh: Mesh | None
-
-
-def check_run(args: argparse.Namespace, folder: Path, before: Mapping[str, Any]) -> Run:
-    """Check a run as far as is possible before anything is converted or loaded.
-
-    before: fields of the request, which the options override, and what else `read_settings` finds.
+    Args:
+        folder: where its files go.
+        read: checks names; returns fields of the request, which the options override. On process 0 alone.
+        check: more checks, of what the folder holds. On process 0 alone.
     """
-    from cogvideox_flax.generate import checks, run_dir
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.resolve import check_model, check_run, resolve
+    from cogvideox_flax.generate.run_files import RunFiles, check_folder, request_json, request_of_json, space_needed
     from cogvideox_flax.io.paths import check_writable
 
-    manifest = peek(args)
-    dtype = args.dtype or before.get("dtype", manifest.default_dtype)
-    model = EMBEDDED if args.model is None else args.model
-    given = {"lora": [], **before, **given_options(args)}
-    for name in ("dtype", "fingerprints"):
-        given.pop(name, None)
-    mesh = None if args.mesh in (None, "auto") else explicit_mesh(args.mesh)
-    checks.check_model(manifest, model, dtype, mesh)
-    request = GenerationRequest(**given).resolve(manifest)
-    if mesh is None and (mesh := automatic_mesh(args, manifest, request, dtype)) is not None:
-        checks.check_model(manifest, model, dtype, mesh)
-    hosts.check_mesh(mesh)
-    path = expand_user(model)
-    model_id = os.path.abspath(path) if args.model is not None and os.path.exists(path) else model
-    record = run_dir.RunRecord(request=request, model_id=model_id, revision=args.revision, dtype=dtype)
-    same = {name: value for name, value in record.settings().items() if name != "lora"}
-    hosts.check_same("the settings", {"prompt": request.prompt, "dtype": dtype, **same})
+    made: list[ResolvedRequest] = []
 
-    def check_places() -> None:
-        run_dir.check_folder(folder, run_dir.space_needed(request, manifest))
+    def decide() -> dict[str, Any]:
+        before = read()
+        manifest = peek(args)
+        dtype, mesh = args.dtype or before.get("dtype", manifest.default_dtype), given_mesh(args)
+        where = named_model(args)["model_id"]
+        check_model(manifest, where, dtype, explicit_mesh(mesh))
+        fields = {name: value for name, value in before.items() if name not in ("dtype", "fingerprints")}
+        request = resolve(GenerationRequest(**{"lora": [], **fields, **given_options(args)}), manifest)
+        if mesh is None and (mesh := automatic_mesh(args, manifest, request, dtype)) is not None:
+            check_model(manifest, where, dtype, explicit_mesh(mesh))
+        check_folder(folder, space_needed(request))
         if getattr(args, "profile", None) is not None:
             check_writable(args.profile / "trace")
+        check_run(request, explicit_mesh(mesh), profiling_options(args))
+        if check is not None:
+            check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
+        made.append(request)
+        return shared(args, dtype, mesh) | {"request": request_json(request)}
 
-    hosts.from_first(check_places)
-    checks.check_run(request, mesh, profiling_options(args))
-    return Run(record, manifest, mesh)
+    decided = hosts.from_first(decide)
+    pipe = load(args, decided)
+    if not made:
+        made.append(resolve(request_of_json(decided["request"]), pipe.manifest))
+        hosts.check_equal("the settings", decided["request"], request_json(made[0]))
+    files = RunFiles(folder=folder, **decided["model"], dtype=pipe.dtype, fingerprints=pipe.fingerprints())
+    return pipe, made[0], files
+
+
+def named_model(args: argparse.Namespace) -> dict[str, Any]:
+    """The model as a run remembers it: `model_id` and `revision`."""
+    model = EMBEDDED if args.model is None else args.model
+    path = expand_user(model)
+    is_path = args.model is not None and os.path.exists(path)
+    return {"model_id": os.path.abspath(path) if is_path else model, "revision": args.revision}
+
+
+def shared(args: argparse.Namespace, dtype: str, mesh: str | None) -> dict[str, Any]:
+    """What process 0 tells the others of the model, and of where it runs."""
+    return {"where": args.model, "model": named_model(args), "dtype": dtype, "mesh": mesh}
+
+
+def load(args: argparse.Namespace, decided: dict[str, Any]) -> Pipeline:
+    """Open the model that process 0 has checked; `decided`: of `shared`."""
+    from cogvideox_flax.checkpoint import hub
+    from cogvideox_flax.generate.pipeline import Pipeline
+
+    where, revision = decided["where"], decided["model"]["revision"]
+    mesh = explicit_mesh(decided["mesh"])
+    hosts.check_mesh(mesh)
+
+    def open_model() -> Pipeline:
+        return Pipeline(hub.resolve(where, revision, progress=not args.quiet), decided["dtype"], mesh)
+
+    pipe = hosts.first_host_first(open_model, "the checkpoints", Pipeline.fingerprints)
+    pipe.profiling = profiling_options(args)
+    keep_programs(pipe)
+    return pipe
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,62 +165,45 @@ def peek(args: argparse.Namespace) -> Manifest:
 
     if args.model is None and getattr(args, "image", None):
         args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
-    return hosts.first_host_first(lambda: hub.peek(args.model, args.revision, progress=not args.quiet))
+    return hub.peek(args.model, args.revision, progress=not args.quiet)
 
 
-def explicit_mesh(text: str) -> Mesh:
+def given_mesh(args: argparse.Namespace) -> str | None:
+    """The mesh that was asked for; None: an automatic one."""
+    return None if args.mesh in (None, "auto") else args.mesh
+
+
+def explicit_mesh(text: str | None) -> Mesh | None:
     from cogvideox_flax.sharding import make_mesh, parse_mesh
 
-    return make_mesh(*parse_mesh(text))
+    return None if text is None else make_mesh(*parse_mesh(text))
 
 
 def automatic_mesh(
     args: argparse.Namespace, manifest: Manifest, request: ResolvedRequest | None, dtype: str
-) -> Mesh | None:
+) -> str | None:
     """The mesh over all devices that suits the command, a run's by the planner; None for one device, and on CPUs unless
     it was asked for."""
     import jax
 
-    from cogvideox_flax.sharding import describe_mesh, make_mesh
+    from cogvideox_flax.sharding import describe_mesh
 
     devices = jax.devices()
     n = len(devices)
     if n == 1 or (args.mesh is None and devices[0].platform == "cpu"):
         return None
     if args.command == "decode":  # pictures go over all axes, and most easily over two of them
-        return make_mesh(2, n // 2, 1) if n % 2 == 0 else make_mesh(1, n, 1)
+        return f"2,{n // 2},1" if n % 2 == 0 else f"1,{n},1"
     if args.command == "encode":
         parts = math.gcd(n, *manifest.model_family.heads(manifest.configs).values())
-        return make_mesh(1, n // parts, parts)
+        return f"1,{n // parts},{parts}"
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.plan import chip_of_device, choose_mesh
 
     assert request is not None
-    found = choose_mesh(RunPrograms(manifest, request, dtype), n, chip_of_device(devices[0]))
-    log.info("mesh %s (dp, sp, tp), as the planner says", describe_mesh(found.mesh))
-    return make_mesh(*found.mesh)
-
-
-def open_run(args: argparse.Namespace, run: Run) -> tuple[Pipeline, RunRecord]:
-    pipe = load(args, run.record.dtype, run.mesh)
-    adapters = run.record.request.lora
-    assert adapters is not None
-    pipe.use_loras(adapters)
-    hosts.check_same("the adapters", {"lora": [[record["sha256"], record["scale"]] for record in adapters]})
-    return pipe, dataclasses.replace(run.record, fingerprints=pipe.fingerprints())
-
-
-def load(args: argparse.Namespace, dtype: str, mesh: Mesh | None) -> Pipeline:
-    """Open a model that was checked, converting it if that was not done yet."""
-    from cogvideox_flax.checkpoint import hub
-    from cogvideox_flax.generate.pipeline import Pipeline
-
-    native = hosts.first_host_first(lambda: hub.resolve(args.model, args.revision, progress=not args.quiet))
-    pipe = Pipeline(native, dtype, mesh)
-    hosts.check_same("the checkpoints", pipe.fingerprints())
-    pipe.profiling = profiling_options(args)
-    keep_programs(pipe)
-    return pipe
+    found = describe_mesh(choose_mesh(RunPrograms(request, dtype), n, chip_of_device(devices[0])).mesh)
+    log.info("mesh %s (dp, sp, tp), as the planner says", found)
+    return found
 
 
 def keep_programs(pipe: Pipeline) -> None:
@@ -197,15 +227,3 @@ def profiling_options(args: argparse.Namespace) -> ProfilingOptions:
 
     profile = (args.profile, args.profile_steps) if "profile" in args and hosts.is_first() else ()
     return ProfilingOptions(not args.no_jit, args.memory, *profile)
-
-
-def resume(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the stage before left; its model becomes this command's, unless another is named."""
-    from cogvideox_flax.generate.run_dir import read_settings
-
-    before = hosts.from_first(lambda: read_settings(args.dir))
-    model, revision = before.pop("model_id"), before.pop("revision", None)
-    if args.model is None:
-        args.model = None if model == EMBEDDED else model
-        args.revision = args.revision or revision
-    return before

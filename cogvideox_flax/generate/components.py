@@ -1,10 +1,10 @@
-"""A checkpoint that was opened: its components, loaded when they are first used and released when told to."""
+"""A checkpoint that was opened: its components, its adapters, its compiled programs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,11 +14,28 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate.checks import check_model
-from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.generate.events import Compiling, Events
+from cogvideox_flax.generate.programs import Compiled
+from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.resolve import check_model
+from cogvideox_flax.io.contents import content_hash, fingerprint
+from cogvideox_flax.io.private import NotPrivateError
 from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
+from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
+from cogvideox_flax.runtime.compile_cache import CompileCache
+from cogvideox_flax.runtime.devices import bytes_per_device, memory_limit
+from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
+
+MEMORY_ADVICE = {
+    "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,fsdp), or take int8 ones.",
+    "denoise": "Take fewer frames or pixels, more devices (`cogvideox plan` compares meshes), or int8 weights.",
+    "decode": "Take fewer frames or pixels, more devices (--mesh), or decode in tiles (--tiling).",
+    "run": "Run it in stages, which hold one component at a time.",
+}
+"""Stage -> what to do when it does not fit."""
 
 
 class Components:
@@ -26,7 +43,10 @@ class Components:
 
     Attributes:
         manifest: what the checkpoint says of itself.
+        tokenizer: the family's; list of prompts -> tokens.
+        scheduler: the checkpoint's own sampler.
         loras: the adapters that `load_lora` added, as `LoRARecord`.
+        profiling: what to record while it runs: memory, a profile, operations one by one.
 
     Raises:
         InputError: as for `from_pretrained`.
@@ -40,11 +60,17 @@ class Components:
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
         self._check_model(self.manifest, native_dir, dtype, mesh)
-        for component in self.manifest.model_family.components:
+        family, configs = self.manifest.model_family, self.manifest.configs
+        for component in family.components:
             checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
+        self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
+        self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
         self.loras: list[Mapping[str, Any]] = []
-        self._adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
+        self.adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
+        self.profiling = ProfilingOptions()
+        model = fingerprint({name: part.to_dict() for name, part in configs.items()})
+        self._compiled = Programs(dtype, mesh, model)
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
@@ -81,6 +107,13 @@ class Components:
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
 
+    # --- components
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Text encoder -> its tokens."""
+        stages = self.manifest.model_family.text
+        return {stage.component: stage.tokenize(self.tokenizer, list(texts)) for stage in stages}
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model_family.components:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -93,11 +126,31 @@ class Components:
             if checkpoint.read_manifest(self.native_dir, warn=False) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
             module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self._adapters if name == self.manifest.model_family.lora.component else ():
+            for record in self.adapters if name == self.manifest.model_family.lora.component else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
         return self._loaded[name]
+
+    def use(self, component: str, module: Any) -> None:
+        """Run with this module in place of the checkpoint's, until `release` lets go of it.
+
+        Args:
+            component: its name.
+            module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
+        """
+        self._loaded[component] = module
+
+    def release(self, *components: str) -> None:
+        """Let go of loaded components' memory (default: of all); they load again when used."""
+        for name in components or tuple(self._loaded):
+            self._loaded.pop(name, None)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
+        return checkpoint.fingerprints(self.native_dir, self.manifest)
+
+    # --- adapters
 
     def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
         """Add an adapter to the denoiser's weights; several may be added, one after the other.
@@ -118,13 +171,17 @@ class Components:
         self.use_loras(self.loras)
         if name in self._loaded:
             self._loaded[name] = self._merge(record, self._loaded[name])
-        self.loras = self._adapters = [*self.loras, record]
+        self.loras = self.adapters = [*self.loras, record]
 
     def use_loras(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run."""
-        if list(records) != self._adapters:
-            self._adapters = list(records)
+        if list(records) != self.adapters:
+            self.adapters = list(records)
             self.release(self.manifest.model_family.lora.component)
+
+    def use_loras_of(self, request: ResolvedRequest) -> None:
+        """Run with the adapters of a request; without any, with those that `load_lora` added."""
+        self.use_loras(self.loras if request.lora is None else request.lora)
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
         family = self.manifest.model_family
@@ -133,20 +190,79 @@ class Components:
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
         return merge_lora(adapted)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
-        return checkpoint.fingerprints(self.native_dir, self.manifest)
+    # --- programs
 
-    def use(self, component: str, module: Any) -> None:
-        """Run with this module in place of the checkpoint's, until `release` lets go of it.
+    def checking_memory(self, stages: Iterable[tuple[str, Sequence[Compiled]]], *, keep: bool = True) -> Events[None]:
+        """Compile programs before anything is loaded, and refuse what the devices cannot hold.
+
+        What is compiled is what then runs, so this costs no time of its own. Devices that do not say what they have
+        (CPUs) are taken to have enough.
 
         Args:
-            component: its name.
-            module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
-        """
-        self._loaded[component] = module
+            stages: each stage and its programs, in the order in which they run; asked for only where devices say what
+                they have.
+            keep: the weights of a stage stay when the next one runs; those of its own programs do in any case.
 
-    def release(self, *components: str) -> None:
-        """Let go of loaded components' memory (default: of all); they load again when used."""
-        for name in components or tuple(self._loaded):
-            self._loaded.pop(name, None)
+        Raises:
+            InputError: with the numbers and what to change.
+        """
+        limit = memory_limit(self.mesh)
+        if limit is None or not self.profiling.jit:
+            return
+        held = 0
+        for stage, programs in stages:
+            before = held
+            for program, (weights, *others), _ in programs:
+                yield from self.preparing(program, weights, *others)
+                compiled, advice = self._compiled.get(program), MEMORY_ADVICE[stage]
+                compiled.check_memory(weights, *others, limit=limit, held=held, advice=advice)
+                held += bytes_per_device(weights)
+            held = held if keep else before
+
+    def program(self, program: Program) -> CompiledProgram:
+        """The program with what was compiled of it."""
+        return self._compiled.get(program)
+
+    def preparing(self, program: Program, *args: Any) -> Events[None]:
+        """Compile a program for these arguments, or shapes, where that was not done yet."""
+        compiled = self._compiled.get(program)
+        if self.profiling.jit and not compiled.is_ready(*args):
+            yield Compiling(program.name)
+            start = time.perf_counter()
+            compiled.prepare(*args)
+            yield Compiling(program.name, time.perf_counter() - start)
+
+    def running(self, program: Program, *args: Any) -> Events[Any]:
+        """Compile a program where that was not done yet, and run it; returns its result."""
+        yield from self.preparing(program, *args)
+        return self._compiled.get(program)(*args, jit=self.profiling.jit)
+
+    def keep_programs(self, folder: Path) -> None:
+        """Keep compiled programs in a folder, and take those that are there: a second process compiles nothing.
+
+        It applies to programs compiled after this call. A user-defined sampler's are not kept.
+
+        Raises:
+            InputError: others could put programs into the folder, or it cannot be made.
+        """
+        try:
+            self._compiled.cache = CompileCache(folder)
+        except NotPrivateError as e:
+            raise InputError(f"compiled programs cannot be kept in {folder}: {e}; name a folder of your own") from e
+        except OSError as e:
+            raise InputError(f"compiled programs cannot be kept in {folder}: {e.strerror}; name another folder") from e
+
+    # --- errors
+
+    def not_finite(self, part: str) -> InputError:
+        """NaN or infinity out of a part of the model."""
+        return InputError(
+            f"the {part} gives NaN or infinity in {self.dtype}. Try --dtype float32; if that gives the same, download "
+            "the checkpoint again and convert it again."
+        )
+
+    @property
+    def hint(self) -> str:
+        """What to do about NaN in the latents."""
+        sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
+        return sound if self.dtype == "float32" else ""

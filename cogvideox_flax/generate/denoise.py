@@ -1,9 +1,8 @@
-"""Denoising: one step and the loop as programs; the loop as a generator of its states, and what its owner may want."""
+"""Denoising: one step and the loop as programs, and the loop as a generator of its states."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
-from tqdm import tqdm
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import NonFiniteError
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.guidance import Guidance
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import At, Predict
@@ -24,7 +22,6 @@ from cogvideox_flax.runtime.compile import CompiledProgram, Program
 from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.runtime.terminal import reliable_interrupts
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
 
@@ -136,7 +133,7 @@ def encoder_noise_key(seed: int, index: int) -> Array:
     return jax.random.fold_in(jax.random.key(np.uint32(seed)), 2 + index)
 
 
-def denoise_steps(
+def run_loop(
     program: CompiledProgram,
     model: Any,
     inputs: DenoiseInputs,
@@ -144,10 +141,10 @@ def denoise_steps(
     profiling: ProfilingOptions,
     hint: str = "",
 ) -> Generator[DenoiseState]:
-    """Run a program of one step until all are done; yields the state after each, when it is really there.
+    """Denoise; yields the state after each step, or after the last alone with a `DenoiseLoop`, when it is really there.
 
     Args:
-        program: of `RunPrograms.denoise`, prepared for these arguments.
+        program: a `DenoiseStep` or a `DenoiseLoop`, prepared for these arguments.
         model: as the program takes it.
         inputs: on the devices.
         state: where to start.
@@ -156,29 +153,17 @@ def denoise_steps(
     Raises:
         NonFiniteError: NaN or infinity in the latents, naming the step.
     """
-    start = int(state.step)
+    if isinstance(program.program, DenoiseLoop):
+        state, finite = program(model, inputs, state, jit=profiling.jit)
+        check_finite(fetch(finite), inputs, hint)
+        yield state
+        return
     with profiling.steps() as around:
-        for i in range(start, len(inputs.steps)):
+        for i in range(int(state.step), len(inputs.steps)):
             with around(i):
-                state, finite = program(
-                    model, inputs, place_state(state, program.mesh), announce=False, jit=profiling.jit
-                )
+                state, finite = program(model, inputs, place_state(state, program.mesh), jit=profiling.jit)
                 check_finite(np.asarray([bool(finite)]), inputs, hint, first=i)
             yield state
-
-
-def denoise_at_once(
-    program: CompiledProgram,
-    model: Any,
-    inputs: DenoiseInputs,
-    state: DenoiseState,
-    profiling: ProfilingOptions,
-    hint: str = "",
-) -> Generator[DenoiseState]:
-    """The same for a program of all steps; yields the last state alone."""
-    state, finite = program(model, inputs, state, announce=False, jit=profiling.jit)
-    check_finite(fetch(finite), inputs, hint)
-    yield state
 
 
 def place_state(state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
@@ -199,31 +184,3 @@ def check_finite(finite: np.ndarray, inputs: DenoiseInputs, hint: str = "", *, f
     if not finite.all():
         step = first + int(np.argmin(finite))
         raise NonFiniteError(step, fetch(inputs.steps.timesteps)[step].item(), len(inputs.steps), hint)
-
-
-@contextmanager
-def with_progress(
-    states: Generator[DenoiseState], total: int, *, done: int = 0, progress: bool = True
-) -> Iterator[Iterator[DenoiseState]]:
-    """The states of a loop with a progress bar, and with a Ctrl-C that is not lost.
-
-    Compiling is over before the first state is asked for, so the bar's rate and time left are those of steps that wait
-    for their result.
-
-    Args:
-        total: steps of the loop.
-        done: those of an earlier process.
-        progress: show the bar, on stderr.
-    """
-    bar = tqdm(total=total, initial=done, desc="denoising", unit="step", disable=not progress)
-    with reliable_interrupts(), bar:
-
-        def each() -> Iterator[DenoiseState]:
-            for state in states:
-                bar.update(int(state.step) - bar.n)
-                yield state
-
-        try:
-            yield each()
-        finally:
-            states.close()  # ends a profile, also where the caller has stopped the loop

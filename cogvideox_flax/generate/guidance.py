@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.models.denoiser import Features
 
 

@@ -158,16 +158,9 @@ def picture_size(
 def _check(name: str, value: Any, fps: float) -> Media:
     if isinstance(value, Media):
         return value
-    made: list[Media] = []
-
-    def check() -> dict[str, Any]:
-        is_picture = name in PICTURES or (name == MASK and _is_picture(value))
-        ground = "black" if name == MASK else "white"  # where nothing is drawn on a mask, the video is kept
-        made.append(_open_picture(value, ground) if is_picture else _open_clip(value, fps, ground))
-        return made[0].facts()
-
-    facts = hosts.from_first(check)
-    return made[0] if made else Media(**facts)
+    is_picture = name in PICTURES or (name == MASK and _is_picture(value))
+    ground = "black" if name == MASK else "white"  # where nothing is drawn on a mask, the video is kept
+    return _open_picture(value, ground) if is_picture else _open_clip(value, fps, ground)
 
 
 def _open_picture(value: Any, ground: str) -> Media:

@@ -7,22 +7,22 @@ planner compile them for the same arguments, as shapes.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float32
 
+from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.abstract import abstract_weights, shape_on
-from cogvideox_flax.generate.conditioning import VIDEO_FEATURE, Conditioning
-from cogvideox_flax.generate.decoding import Decode, decode_programs
+from cogvideox_flax.generate.decode import Decode, DecodePiece
 from cogvideox_flax.generate.denoise import (
     DenoiseInputs,
     DenoiseLoop,
@@ -31,32 +31,36 @@ from cogvideox_flax.generate.denoise import (
     InitialNoise,
     encoder_noise_key,
 )
-from cogvideox_flax.generate.encoding import EncodeText, EncodeVisual
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
 from cogvideox_flax.generate.guidance import ClassifierFree, Guidance, Unguided
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
-from cogvideox_flax.generate.predict.windows import Windowed
+from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
 from cogvideox_flax.generate.request import ResolvedRequest
-from cogvideox_flax.generate.step_schedule import full_steps
 from cogvideox_flax.generate.whole_run import WholeRun
-from cogvideox_flax.generate.windows import Windows, resolve_windows, window_size
 from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
+Compiled = tuple[Program, tuple[Any, ...], int]
+"""A program, its arguments as shapes with their shardings, weights first, and how often it runs."""
+
 
 @dataclass(frozen=True)
 class RunPrograms:
-    """The programs of a resolved request for one model, and their arguments.
+    """The programs of a resolved request for its model, and their arguments.
 
-    request: from `GenerationRequest.resolve`.
+    request: from `resolve`.
     dtype: of weights and activations.
     """
 
-    manifest: Manifest
     request: ResolvedRequest
     dtype: str
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.request.manifest
 
     @property
     def family(self) -> ModelFamily:
@@ -69,7 +73,7 @@ class RunPrograms:
 
     @cached_property
     def sampler(self) -> Scheduler:
-        return self.request.sampler(self.manifest)
+        return self.request.sampler
 
     @cached_property
     def steps(self) -> StepTable:
@@ -85,7 +89,9 @@ class RunPrograms:
     def full_steps(self) -> Bool[np.ndarray, " N"] | None:
         """Which of the steps that are done are full, with a step cache; else None."""
         request = self.request
-        return None if request.step_cache is None else full_steps(request.step_cache_schedule, len(self.steps))
+        return (
+            None if request.step_cache is None else step_cache.full_steps(request.step_cache_schedule, len(self.steps))
+        )
 
     @property
     def predict(self) -> Predict:
@@ -229,6 +235,10 @@ class RunPrograms:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
 
+    def without_extra(self, latents: Float32[Any, "B T h w C"]) -> Float32[Any, "B T h w C"]:
+        """The loop's latents as the decoder takes them: without the extra latent frames."""
+        return latents[:, self.size.extra_latents :]
+
     def sampler_state(self) -> Any:
         """The sampler's own state as shapes."""
         latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.request.batch), jnp.float32)
@@ -271,7 +281,7 @@ class RunPrograms:
         """Whether the loop can go on after so many steps without what the step cache kept: the next step is full."""
         return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
 
-    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[tuple[Program, tuple[Any, ...], int]]:
+    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[Compiled]:
         """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
 
         Returns:
@@ -337,3 +347,56 @@ class RunPrograms:
 def _is_clip(stage: VisualStage) -> bool:
     """Whether its frames are those of a whole video, and not one picture."""
     return stage.input in CLIPS or stage.mask_channels > 0
+
+
+def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:
+    """A component's module as shapes, in the dtype and where it will lie."""
+    module = checkpoint.cast(manifest.abstract(component), dtype)
+    if mesh is None:
+        return module
+    rows = manifest.model_family.components[component].sharding
+
+    def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(place, module)
+
+
+def shape_on(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """Whole on every device of the mesh."""
+    where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def decode_programs(
+    manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None, how: tuple[bool, bool], pieces: bool
+) -> list[Compiled]:
+    """The programs that decode scaled latents of a shape [B, T, h, w, C].
+
+    how: `Decode.as_float` and `tiled`. pieces: clip by clip, piece by piece.
+    """
+    family = manifest.model_family
+    model = abstract_weights(manifest, family.decoder, dtype, mesh)
+    if not pieces:
+        return [(Decode(family.decode, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
+    assert family.decode_piece is not None
+    program = DecodePiece(family.decode_piece, how[0])
+    sizes = family.decoder_pieces(shape[1])
+    runs = Counter((size, i > 0) for i, size in enumerate(sizes))
+    found: list[Compiled] = []
+    cache = None
+    for (size, _), count in runs.items():
+        latents = shape_on(jax.ShapeDtypeStruct((1, size, *shape[2:]), jnp.float32), mesh)
+        found.append((program, (model, latents, cache), shape[0] * count))
+        if cache is None:
+            *_, cache = jax.eval_shape(program, model, latents, None)
+            cache = jax.tree.map(partial(_cache_on, mesh=mesh, latents=latents.shape), cache)
+    return found
+
+
+def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    if mesh is None:
+        return x
+    where = NamedSharding(mesh, sharding.spatial_layout(mesh, latents, x.ndim))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

@@ -1,44 +1,98 @@
-"""Everything that a user can ask of a run: each option once, with its default, its help and its check."""
+"""Everything that a user can ask of a run: each option once, with its default and its help. `resolve` checks it.
+
+No JAX, so that the command line answers at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxtyping import Float
 
-from cogvideox_flax.generate.option import Option, Stage, option, options_of
-from cogvideox_flax.generate.step_schedule import FORMS, check_step_cache, parse_schedule
-from cogvideox_flax.generate.values import (
-    MAX_SEED,
-    Faults,
-    check_arrays,
-    check_prompts,
-    check_values,
-    describe_adapter,
-    fixed_settings,
-    parse_lora,
-)
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import is_finite_number
 
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.media import Media
-    from cogvideox_flax.models.family import Size
     from cogvideox_flax.schedulers import Scheduler
-
-log = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float32", "float16")
 
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
+
+STEP_CACHES = ("deepcache", "residual")
+"""What a cached step computes; see `predict.step_cache`."""
+
+MAX_SEED = 2**32 - 1
+
+MAX_VIDEOS = 10_000
+"""Videos of one request."""
+
+Stage = Literal["encode", "denoise", "decode", "generate"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """How an option is given on the command line.
+
+    help: what it does, and its default.
+    stage: the first stage that needs it; "generate": none of the stages alone.
+    recorded: whether the settings in a run directory hold it.
+    flags: other names of the flag.
+    parse: text -> value; ValueError or InputError where it cannot be.
+    choices: text -> value, for options of few values.
+    for_media: whether encoding pictures and clips needs it too.
+    metavar, repeat: as argparse has them; repeat: each use adds a value.
+    """
+
+    help: str
+    stage: Stage = "denoise"
+    recorded: bool = True
+    flags: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+    choices: Mapping[str, Any] | None = None
+    metavar: str | None = None
+    repeat: bool = False
+    for_media: bool = False
+
+
+def options_of(kind: type) -> dict[str, Option]:
+    """Field of a dataclass -> its option."""
+    fields = dataclasses.fields(kind)
+    return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
+
+
+def option(default: Any, help: str, **how: Any) -> Any:
+    """A field of the request that is an option of the command line; `how`: as for `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """'my.safetensors:0.8' -> file and scale; a colon that no number follows is part of the name."""
+    file, _, scale = text.rpartition(":")
+    try:
+        return {"file": file, "scale": float(scale)} if file else {"file": text, "scale": 1.0}
+    except ValueError:
+        return {"file": text, "scale": 1.0}
+
+
+def parse_schedule(text: str) -> list[int]:
+    """'11,45,4' -> [11, 45, 4].
+
+    Raises:
+        InputError: not three whole numbers.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise InputError(f"step_cache_schedule must be START,END,INTERVAL such as 11,45,4; got {text!r}")
+    return [int(part) for part in parts]
+
 
 _SIDE = "pixels; default: the release's, or what suits the picture"
 
@@ -178,7 +232,7 @@ class GenerationRequest:
         "leave out most blocks in some steps: faster, another video; deepcache reuses the tokens of the last full step "
         "(as the reference TPU system), residual adds the skipped blocks' updates to the step's own tokens; default: "
         "every step is full",
-        choices={name: name for name in FORMS},
+        choices={name: name for name in STEP_CACHES},
     )
     step_cache_schedule: Sequence[int] | None = option(
         None,
@@ -193,87 +247,15 @@ class GenerationRequest:
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
 
-    def resolve(self, manifest: Manifest) -> ResolvedRequest:
-        """Every None filled with the release's recommendation, and everything checked without weights.
 
-        Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
-
-        Raises:
-            InputError: all that this model cannot serve, in one message.
-        """
-        from cogvideox_flax.generate import media
-        from cogvideox_flax.generate.windows import check_long
-
-        resolved_for = getattr(self, "_resolved_for", None)
-        if isinstance(self, ResolvedRequest) and resolved_for and resolved_for.configs == manifest.configs:
-            return self
-        manifest.check_complete("the model")
-        family, configs, faults = manifest.model_family, manifest.configs, Faults()
-        filled = self._recommended(manifest)
-        filled |= fixed_settings(self, family, faults)
-        with faults.caught():
-            filled["prompt"], filled["negative_prompt"] = check_prompts(self.prompt, self.negative_prompt)
-        size, num_frames = None, self.num_frames
-        with faults.caught():
-            given = {name: getattr(self, name) for name in media.MEDIA}
-            filled |= media.resolve_media(family, configs, given, len(filled.get("prompt", [""])))
-            if num_frames is None:
-                num_frames = media.frames_of_clips(family, configs, filled, any_length=self.window is not None)
-            media.check_image_scale(family, configs, self.image_scale)
-        with faults.caught():
-            steps = filled.get("num_inference_steps", self.num_inference_steps)
-            strength, has = filled.get("strength", self.strength), (self.video is not None, self.mask_video is not None)
-            filled["strength"] = media.resolve_strength(strength, *has, steps)
-        with faults.caught():
-            asked = media.picture_size(family, configs, filled, (self.height, self.width))
-            size = family.resolve_size(configs, num_frames, *asked)
-            filled |= size.video
-            shown_size = check_long(family, configs, self, size)
-        if self.lora is not None:
-            adapters = [self.lora] if isinstance(self.lora, str | os.PathLike) else self.lora
-            with faults.caught():
-                filled["lora"] = [describe_adapter(adapter, manifest) for adapter in adapters]
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        result = ResolvedRequest(**given | filled)
-        with faults.caught():
-            check_values(result)
-        with faults.caught():
-            sampler = result.sampler(manifest)
-            sampler.plan(result.num_inference_steps)
-            check_step_cache(result)
-            if size is not None and not faults:
-                check_arrays(result, size, sampler)
-        if self.tiling:
-            with faults.caught():
-                family.check_tiling(configs)
-        faults.raise_all()
-        assert size is not None
-        # a model that restores clips was trained at sizes of its own, which its release does not tell
-        untrained = [] if sampler.needs_video else family.size_warnings(configs, shown_size)
-        for warning in (*untrained, *result._unused_media(size)):
-            log.warning(warning)
-        object.__setattr__(result, "_resolved_for", manifest)
-        return result
-
-    def _recommended(self, manifest: Manifest) -> dict[str, Any]:
-        """What the release's authors, and the checkpoint, recommend for fields that are None; others in one form."""
-        defaults = manifest.model_family.defaults(manifest.configs)
-        filled: dict[str, Any] = {
-            field.name: getattr(defaults, field.name)
-            for field in dataclasses.fields(defaults)
-            if getattr(self, field.name) is None
-        }
-        if self.guidance_scale is None and manifest.guidance_scale is not None:
-            filled["guidance_scale"] = manifest.guidance_scale
-        if isinstance(self.step_cache_schedule, tuple):  # a list is what the settings of a run hold
-            filled["step_cache_schedule"] = list(self.step_cache_schedule)
-        if is_finite_number(self.guidance_scale):
-            filled["guidance_scale"] = float(self.guidance_scale)  # type: ignore[arg-type]
-        return filled
-
-
+@dataclass(frozen=True, kw_only=True)
 class ResolvedRequest(GenerationRequest):
-    """A request whose every None was filled in, and that was checked for a model: from `GenerationRequest.resolve`."""
+    """A request whose every None was filled in, and that was checked for a model: from `resolve`.
+
+    manifest: of that model. `dataclasses.replace` does not copy it, since what was changed must be checked again.
+    """
+
+    manifest: Any = dataclasses.field(default=None, init=False, compare=False, repr=False)
 
     if TYPE_CHECKING:
         prompt: list[str]
@@ -292,7 +274,6 @@ class ResolvedRequest(GenerationRequest):
         video: list[Media] | None
         control_video: list[Media] | None
         mask_video: list[Media] | None
-        _resolved_for: Manifest
 
     @property
     def batch(self) -> int:
@@ -302,7 +283,7 @@ class ResolvedRequest(GenerationRequest):
     @property
     def guided(self) -> bool:
         """Whether guidance is on, by the rule of the model's family."""
-        return self._resolved_for.model_family.is_guided(self.guidance_scale)
+        return self.manifest.model_family.is_guided(self.guidance_scale)
 
     @property
     def first_step(self) -> int:
@@ -311,17 +292,21 @@ class ResolvedRequest(GenerationRequest):
             return 0
         return self.num_inference_steps - min(int(self.num_inference_steps * self.strength), self.num_inference_steps)
 
-    def sampler(self, manifest: Manifest) -> Scheduler:
+    @property
+    def num_steps(self) -> int:
+        """How many denoising steps are done."""
+        return self.num_inference_steps - self.first_step
+
+    @property
+    def sampler(self) -> Scheduler:
         """The sampler; a name is that sampler on the checkpoint's noise schedule.
 
         Raises:
             InputError: the family has no such sampler.
         """
-        from cogvideox_flax.schedulers import Scheduler
-
-        if isinstance(self.scheduler, Scheduler):
-            return self.scheduler
-        return manifest.model_family.sampler(manifest.configs, self.scheduler)
+        if isinstance(self.scheduler, str):
+            return self.manifest.model_family.sampler(self.manifest.configs, self.scheduler)
+        return self.scheduler
 
     def videos(self) -> list[ResolvedRequest]:
         """One request for each seed that is asked for."""
@@ -330,20 +315,20 @@ class ResolvedRequest(GenerationRequest):
         return [self.varied(num_videos=1, seed=self.seed + n) for n in range(self.num_videos)]
 
     def varied(self, **changes: Any) -> ResolvedRequest:
-        """The same with other prompts or another seed, of which a check would say nothing new."""
-        result = dataclasses.replace(self, **changes)
-        object.__setattr__(result, "_resolved_for", self._resolved_for)
-        return result
+        """The same with other prompts, pictures or another seed, which are not checked again."""
+        return dataclasses.replace(self, **changes).checked_for(self.manifest)
 
-    def _unused_media(self, size: Size) -> list[str]:
-        """Sentences about what of the pictures and clips the model does not see."""
-        from cogvideox_flax.generate.media import MEDIA, describe_fit
-
-        each = [(name, media) for name in MEDIA for media in getattr(self, name) or ()]
-        video = (size.num_frames, size.height, size.width)
-        return [said for name, media in each if (said := describe_fit(name, media, *video, self.fit))]
+    def checked_for(self, manifest: Manifest) -> ResolvedRequest:
+        """The same request, marked as checked for a model."""
+        object.__setattr__(self, "manifest", manifest)
+        return self
 
 
 def options(*stages: Stage) -> dict[str, Option]:
     """Field of the request -> its option, for those of these stages."""
     return {name: option for name, option in options_of(GenerationRequest).items() if option.stage in stages}
+
+
+def recorded(*stages: Stage) -> list[str]:
+    """Fields of the request, of these stages, that decide what a run computes: its results hold them."""
+    return [name for name, option in options(*stages).items() if option.recorded]

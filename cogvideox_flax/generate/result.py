@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA, describe_media
-from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import save_video
+from cogvideox_flax.runtime import hosts
 from cogvideox_flax.version import __version__
+
+PER_ITEM = ("prompt", "negative_prompt", "seed")
+"""What the items of a result may differ in."""
 
 
 @dataclass(frozen=True)
@@ -42,55 +51,66 @@ class GenerationResult:
         """
         return self.save_items(item_paths(path, len(self.frames)))
 
-    def save_items(self, paths: list[Path]) -> list[Path]:
-        """Write each item to a path of its own; errors as for `save`."""
+    def save_items(self, paths: Sequence[Path]) -> list[Path]:
+        """Write each item to a path of its own; errors as for `save`.
+
+        On several hosts process 0 alone writes; the others read along, since frames that are decoded while they are
+        read need all hosts.
+        """
         if self.frames[0].dtype != np.uint8:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
-            save_video(name, frames, self.fps, self.metadata | each)
-        return paths
-
-    def read_along(self) -> None:
-        """What a host does that does not save, while process 0 does: frames that are decoded while they are read need
-        all hosts."""
-        for frames in self.frames:
-            if isinstance(frames, FrameStream):
+            if hosts.is_first():
+                save_video(name, frames, self.fps, self.metadata | each)
+            elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
+        return list(paths)
 
 
-def describe_run(
-    manifest: Manifest, name: str, prompts: dict[str, list[str]], seed: Any, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """What is stored with a video; a list where its items differ.
+def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata: dict[str, Any]) -> Path:
+    """Write an npz of `latents`, as the decoder takes them, and of `metadata`, a JSON string; on process 0 alone."""
+    if hosts.is_first():
+        with atomic_write(path) as partial, partial.open("wb") as file:
+            np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
+    return path
+
+
+def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:
+    """What is stored with a video, of every front end alike: all that decides it; a list where its items differ.
 
     Args:
+        made_of: field of the request -> its value, as far as it is known; and what else belongs to the settings.
         name: of the model, where its architecture is none of a release.
-        prompts: `prompt` and `negative_prompt` of each item.
-        settings: of the sampling.
     """
+    defaults = {field.name: field.default for field in dataclasses.fields(GenerationRequest)}
+    settings = {
+        key: value
+        for key, value in made_of.items()
+        if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
+    }
+    prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
     return {
         **{key: texts if len(texts) > 1 else texts[0] for key, texts in prompts.items()},
-        "seed": seed,
+        "seed": made_of.get("seed"),
         "release": manifest.release.name if manifest.release else name,
         "version": f"cogvideox-flax {__version__}",
-        "settings": settings,
+        "settings": settings | describe_media(made_of),
     }
 
 
-def describe_request(
-    request: ResolvedRequest, manifest: Manifest, name: str, dtype: str, steps_done: int
-) -> dict[str, Any]:
-    """The same for a request; arguments as for `describe_run`."""
-    n = request.num_videos
-    prompts = {key: list(getattr(request, key)) * n for key in ("prompt", "negative_prompt")}
-    seeds = [request.seed + i for i in range(n) for _ in range(request.batch)]
-    names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg")
-    settings: dict[str, Any] = {key: getattr(request, key) for key in names}
-    settings |= {"scheduler": request.sampler(manifest).config.kind, "dtype": dtype}
-    settings |= {} if request.strength is None else {"strength": request.strength}
-    cache = {name: getattr(request, name) for name in ("step_cache", "step_cache_schedule")}
-    settings |= {name: value for name, value in cache.items() if value is not None}
-    settings |= describe_media({name: getattr(request, name) for name in MEDIA})
-    settings |= ({"lora": request.lora} if request.lora else {}) | {"steps_done": steps_done}
-    return describe_run(manifest, name, prompts, request.seed if n == 1 else seeds, settings)
+def join(results: Sequence[GenerationResult]) -> GenerationResult:
+    """The results of several seeds as one, with all frames at hand."""
+    frames = [_in_memory(each.frames) for each in results]
+    if len(results) == 1:
+        return dataclasses.replace(results[0], frames=frames[0])
+    metadata = dict(results[0].metadata)
+    for key in PER_ITEM:
+        each = [(result.metadata[key], len(own)) for result, own in zip(results, frames, strict=True)]
+        metadata[key] = [x for value, n in each for x in (value if isinstance(value, list) else [value] * n)]
+    return GenerationResult(np.concatenate(frames), results[0].fps, metadata)
+
+
+def _in_memory(frames: Any) -> np.ndarray:
+    is_stream = isinstance(frames[0], FrameStream)
+    return np.stack([np.stack(list(clip)) for clip in frames]) if is_stream else frames

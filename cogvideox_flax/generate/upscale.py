@@ -21,18 +21,20 @@ from tqdm import tqdm
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.encode import Conditioning
+from cogvideox_flax.generate.events import Finished, result_of, show
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
-from cogvideox_flax.generate.result import describe_run
+from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.generate.result import recipe
+from cogvideox_flax.generate.run import encoding_text, make_videos
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.io.video import HashedVideo
-from cogvideox_flax.runtime.global_arrays import fetch
 from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 SIDE_STEP, FRAME_STEP = 16, 8
@@ -111,7 +113,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -
     stand_in = Media("a tile", "", window[1], window[2], window[0], np.empty((0, *window[1:], 3), np.float32))
     how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
     how |= {"scheduler": SAMPLER, "seed": options.seed, "tiling": options.tiling}
-    request = GenerationRequest("", video=[stand_in], output_type="float", **how).resolve(manifest)
+    request = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest)
     return UpscalePlan(clip, options.scale, padded, window, overlaps, request)  # type: ignore[arg-type]
 
 
@@ -211,15 +213,12 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
     def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
         frames, height, width, _ = tile.shape
         request = plan.request.varied(video=[Media("a tile", "", height, width, frames, tile)])
-        first = not text
-        conditioning = pipe.encode(request, text=None if first else text[0], progress=progress and first)
-        if first:
-            text.append(conditioning)
+        if not text:
+            text.append(result_of(encoding_text(pipe, request), progress))
             pipe.release(*(stage.component for stage in pipe.manifest.model_family.text))
-        *_, state = pipe.denoise(conditioning, request, progress=progress and first)
-        latents = state.latents[:, pipe.programs(request).size.extra_latents :]
-        how = {"tiling": request.tiling, "progress": progress and first}
-        return fetch(pipe.decode(latents, output_type="float", **how))[0]
+        *_, last = show(make_videos(pipe, request, text=text[0]), progress, bar=False)
+        assert isinstance(last, Finished)
+        return last.result.frames[0]
 
     return run_tile
 
@@ -256,10 +255,11 @@ def upscale_frames(
 
 def describe(plan: UpscalePlan, pipe: Pipeline, clip: Path) -> dict[str, Any]:
     """What is stored with the result."""
-    settings = {"video": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
-    settings |= {"scheduler": SAMPLER, "dtype": pipe.dtype, "tiling": plan.request.tiling}
-    prompts = {"prompt": plan.request.prompt, "negative_prompt": plan.request.negative_prompt}
-    return describe_run(pipe.manifest, pipe.native_dir.name, prompts, plan.request.seed, settings)
+    names = ("prompt", "negative_prompt", "seed", "scheduler")
+    made_of: dict[str, Any] = {name: getattr(plan.request, name) for name in names}
+    made_of |= {"clip": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
+    made_of |= {"dtype": pipe.dtype, "tiling": plan.request.tiling}
+    return recipe(made_of, pipe.manifest, pipe.native_dir.name)
 
 
 def _read(source: VideoSource, plan: UpscalePlan, start: int) -> UInt8[np.ndarray, "F h w 3"]:

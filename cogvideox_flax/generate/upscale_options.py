@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from cogvideox_flax.generate.option import option
+from cogvideox_flax.generate.request import option
 
 
 def parse_tile(text: str) -> tuple[int, int]:

@@ -8,10 +8,9 @@ from typing import Any
 
 from jaxtyping import Array, Bool
 
-from cogvideox_flax.generate.conditioning import VIDEO_FEATURE, Conditioning
-from cogvideox_flax.generate.decoding import Decode, Frames
+from cogvideox_flax.generate.decode import Decode, Frames
 from cogvideox_flax.generate.denoise import DenoiseInputs, DenoiseLoop, DenoiseState
-from cogvideox_flax.generate.encoding import EncodeText, EncodeVisual
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
 from cogvideox_flax.runtime.compile import Program
 
 

@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.checks import check_dtype, check_model
-from cogvideox_flax.generate.memory import Compiled
 from cogvideox_flax.generate.predict import step_cache
-from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.programs import Compiled, RunPrograms
 from cogvideox_flax.generate.request import STAGES
+from cogvideox_flax.generate.resolve import check_dtype, check_model
 from cogvideox_flax.models.family import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives

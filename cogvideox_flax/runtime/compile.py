@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
-from cogvideox_flax.runtime.terminal import say
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Programs:
 
 
 class CompiledProgram:
-    """A jitted program that is compiled before it runs, with a message, so that no step time includes compiling.
+    """A jitted program that is compiled before it runs, so that no step time includes compiling.
 
     key: everything besides its arguments that determines the program, as text.
     cache: as for `Programs`.
@@ -127,42 +125,47 @@ class CompiledProgram:
         tokens = self.program.tokens
         return unstack_layers(model, tokens) if one_cpu and tokens is not None else model
 
-    def prepare(self, model: Any, *args: Any, announce: bool) -> Any:
-        """The executable for these arguments, which may be abstract shapes."""
-        return self._executable((self.model_argument(model), *args), announce)
+    def is_ready(self, model: Any, *args: Any) -> bool:
+        """Whether the program need not be compiled for these arguments, which may be abstract shapes."""
+        args = (self.model_argument(model), *args)
+        shapes = _shapes(args)
+        if shapes not in self._compiled and self._cache is not None:
+            found = self._cache.find(self._key, args, self.mesh)
+            if found is not None:
+                self._compiled[shapes] = found
+        return shapes in self._compiled
 
-    def _executable(self, args: tuple[Any, ...], announce: bool) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        shapes = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+    def prepare(self, model: Any, *args: Any) -> Any:
+        """The executable for these arguments, which may be abstract shapes."""
+        return self._executable((self.model_argument(model), *args))
+
+    def _executable(self, args: tuple[Any, ...]) -> Any:
+        shapes = _shapes(args)
         if shapes not in self._compiled:
-            make = partial(self._compile, args, announce)
+            make = partial(self._compile, args)
             if self._cache is None:
                 self._compiled[shapes] = make()
             else:
                 self._compiled[shapes] = self._cache.get(self._key, args, self.mesh, make)
         return self._compiled[shapes]
 
-    def _compile(self, args: tuple[Any, ...], announce: bool) -> Any:
-        say(f"compiling the {self.program.name} ...", announce)
-        start = time.perf_counter()
+    def _compile(self, args: tuple[Any, ...]) -> Any:
         with self._on_mesh():
-            executable = self._jit.lower(*args).compile()
-        say(f"compiled the {self.program.name} in {time.perf_counter() - start:.1f} s", announce)
-        return executable
+            return self._jit.lower(*args).compile()
 
-    def __call__(self, model: Any, *args: Any, announce: bool, jit: bool = True) -> Any:
+    def __call__(self, model: Any, *args: Any, jit: bool = True) -> Any:
         if not jit:
             with jax.disable_jit(), self._on_mesh():
                 return self.program(model, *args)
         args = (self.model_argument(model), *args)
-        executable = self._executable(args, announce)
+        executable = self._executable(args)
         with self._on_mesh():
             return executable(*args)
 
     def _on_mesh(self) -> Any:
         return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
 
-    def check_memory(self, *args: Any, limit: int, held: int, advice: str, announce: bool) -> None:
+    def check_memory(self, *args: Any, limit: int, held: int, advice: str) -> None:
         """Compile for these shapes and refuse a program that does not fit into a device's memory.
 
         Args:
@@ -173,7 +176,7 @@ class CompiledProgram:
         Raises:
             InputError: it does not fit.
         """
-        memory = self.prepare(*args, announce=announce).memory_analysis()
+        memory = self.prepare(*args).memory_analysis()
         if memory is None:
             return
         needed = bytes_needed(memory)
@@ -183,6 +186,12 @@ class CompiledProgram:
                 f"the {self.program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
                 f"{limit / GIB:.2f} GiB. {advice}"
             )
+
+
+def _shapes(args: tuple[Any, ...]) -> Any:
+    """The structure, the shapes and the dtypes of a program's arguments."""
+    leaves, tree = jax.tree.flatten(args)
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: bool = False) -> dict[str, Any]:

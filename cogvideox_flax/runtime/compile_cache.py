@@ -82,18 +82,21 @@ class CompileCache:
             mesh: where it runs; None for JAX's first device.
             make: compiles it.
         """
+        if (found := self.find(what, args, mesh)) is not None:
+            return found
         name = program_name(what, args, mesh)
         if name is None:
             return make()
-        path = self.folder / (name + SUFFIX)
-        found = _load(path, args, mesh)
-        if found is not None:
-            return found
         with _jax_cache_disabled():
             made = make()
         if program_name(what, args, mesh) == name:  # the source did not change while it compiled
-            self._save(path, made)
+            self._save(self.folder / (name + SUFFIX), made)
         return made
+
+    def find(self, what: str, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
+        """A program's executable; None if it is not there or cannot be used. Arguments as for `get`."""
+        name = program_name(what, args, mesh)
+        return None if name is None else _load(self.folder / (name + SUFFIX), args, mesh)
 
     def _save(self, path: Path, executable: Any) -> None:
         """Write the executable, if it can be serialized."""

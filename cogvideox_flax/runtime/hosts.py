@@ -223,6 +223,7 @@ def initialize(place: Place | None) -> None:
         local_device_ids=place.local_devices,
         shutdown_timeout_seconds=30,
     )
+    jax.devices()  # found by all processes together, so before process 0 asks for them alone
 
 
 def _redirect_stdout(place: Place) -> None:
@@ -259,12 +260,26 @@ def from_first(make: Callable[[], T]) -> T:
     return value
 
 
-def first_host_first(make: Callable[[], T]) -> T:
+def first_host_first(make: Callable[[], T], what: str = "", values: Callable[[T], dict[str, Any]] | None = None) -> T:
     """`make()` on process 0, then on the others, which find its files on a shared disk and otherwise write their own.
-    Errors as for `from_first`."""
+
+    Args:
+        what, values: of what was made, JSON values that must be the same on all; as for `check_equal`.
+
+    Raises:
+        InputError: as for `from_first`, and as for `check_equal`.
+    """
     made: list[T] = []
-    from_first(lambda: made.append(make()))
-    return made[0] if made else make()
+
+    def first() -> dict[str, Any]:
+        made.append(make())
+        return {} if values is None else values(made[0])
+
+    theirs = from_first(first)
+    if not made:
+        made.append(make())
+        check_equal(what, theirs, {} if values is None else values(made[0]))
+    return made[0]
 
 
 def check_same(what: str, values: dict[str, Any]) -> None:
@@ -273,7 +288,11 @@ def check_same(what: str, values: dict[str, Any]) -> None:
     Raises:
         InputError: they differ from those of process 0.
     """
-    theirs = from_first(lambda: values)
+    check_equal(what, from_first(lambda: values), values)
+
+
+def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
+    """The same where the values of process 0 are here already."""
     differing = [
         f"{name} is {theirs.get(name)!r} there, {value!r} here"
         for name, value in values.items()

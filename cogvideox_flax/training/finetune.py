@@ -26,14 +26,16 @@ from jaxtyping import Array, Float32, Key
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest, hub
-from cogvideox_flax.generate.conditioning import Conditioning
+from cogvideox_flax.generate.encode import Conditioning
+from cogvideox_flax.generate.events import Finished
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.run_dir import run_dir_lock
+from cogvideox_flax.generate.run import make_videos
+from cogvideox_flax.generate.run_files import run_dir_lock
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.global_arrays import fetch, fetch_on_first
+from cogvideox_flax.runtime.global_arrays import fetch_on_first
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, match_run
@@ -179,10 +181,10 @@ def _save_samples(
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.use(family.denoiser, denoiser)
-    *_, last = pipe.denoise(Conditioning(prompts, empty if job.samples.guided else None), job.samples)
-    pipe.release(family.denoiser)  # its weights may be buffers that the next training step overwrites
-    video = fetch(pipe.decode(last.latents[:, size.extra_latents :], progress=False))
-    pipe.release(family.decoder)
+    *_, last = make_videos(pipe, job.samples, text=Conditioning(prompts, empty if job.samples.guided else None))
+    pipe.release(family.denoiser, family.decoder)  # the weights may be buffers that the next step overwrites
+    assert isinstance(last, Finished)
+    video = last.result.frames
     if not hosts.is_first():
         return
     shown = np.linspace(0, size.num_frames - 1, min(sample.frames, size.num_frames)).round().astype(int)

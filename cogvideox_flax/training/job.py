@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, lora, sharding
 from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.checks import check_model
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.resolve import check_model, resolve
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.paths import check_writable, existing_parent
@@ -186,7 +186,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
     if mesh is not None:
         sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
-    request = _sample_request(config, manifest).resolve(manifest)
+    request = resolve(_sample_request(config, manifest), manifest)
     if sample.prompts:
         sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
     size = family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)

@@ -9,26 +9,33 @@ deepcache: the tokens themselves are kept. A cached step puts them in the place 
 residual: the sum of the skipped blocks' updates is kept, the tokens before the last block minus the embedded ones. A
     cached step embeds its own latents and adds it.
 
-Which steps are full is an array of the program's inputs (`step_schedule.full_steps`), so one program serves all
+Which steps are full is an array of the program's inputs (`full_steps`), so one program serves all
 schedules.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.predict.plain import At, Kept, Plain
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.sharding.tables import devices_of
+
+REFERENCE = (11, 45, 4)
+"""START, END and INTERVAL of the reference TPU system, for `REFERENCE_STEPS` steps."""
+
+REFERENCE_STEPS = 50
 
 SCOPE = "step_cache"
 """The name of the choice between a full and a cached step in the program's operations, by which `plan` finds it."""
@@ -96,7 +103,7 @@ class ResidualCache(StepCache):
 
 
 FORMS: dict[str, type[StepCache]] = {"deepcache": DeepCache, "residual": ResidualCache}
-"""By the names in `step_schedule.FORMS`."""
+"""By the names in `request.STEP_CACHES`."""
 
 
 def kept_shapes(streams: Any, mesh: Mesh | None) -> Any:
@@ -131,3 +138,22 @@ def _sharding(shape: tuple[int, ...], mesh: Mesh | None) -> NamedSharding | None
     if mesh is None:
         return None
     return sharding.named(mesh, _axes(shape, mesh.shape[sharding.RULES["tokens"]]), shape, "the step cache")
+
+
+def default_schedule(steps: int) -> list[int]:
+    """The reference's schedule with START and END scaled to a number of steps: about half of them are full."""
+    start, end, interval = REFERENCE
+    first = max(round(start * steps / REFERENCE_STEPS), 1)
+    return [first, max(round(end * steps / REFERENCE_STEPS), first), interval]
+
+
+def full_steps(schedule: Sequence[int] | None, steps: int) -> Bool[np.ndarray, " N"]:
+    """Which of N steps are full: those before START, START and every INTERVAL-th after it, and those from END on.
+
+    Args:
+        schedule: START, END, INTERVAL; None: `default_schedule`.
+        steps: N, the number of steps that are done.
+    """
+    start, end, interval = default_schedule(steps) if schedule is None else schedule
+    i = np.arange(steps)
+    return (i < start) | (i >= end) | ((i - start) % interval == 0)

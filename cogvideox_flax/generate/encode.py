@@ -1,0 +1,100 @@
+"""Encoding: prompts to features, pictures and clips to latents; and `Conditioning`, which is all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, UInt8
+
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.runtime.compile import Program
+from cogvideox_flax.runtime.global_arrays import fetch
+
+VIDEO_FEATURE = "video_latents"
+"""The encoded clip that the loop starts from, among the results of the visual stages."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Conditioning:
+    """What steers the denoiser: arrays with one row per video.
+
+    text: features of the prompts, by name.
+    negative_text: the same of the negative prompts; None runs without guidance.
+    pictures: features of given pictures, by name; the same with and without the prompt.
+    video: latents [B, T, h, w, C] of a given clip, scaled, with the extra latent frames, from which the loop starts.
+    """
+
+    text: Features
+    negative_text: Features | None = None
+    pictures: Features = field(default_factory=dict)
+    video: Float[Any, "B T h w C"] | None = None
+
+    @property
+    def batch(self) -> int:
+        """How many videos."""
+        return len(next(iter(self.text.values())))
+
+    @property
+    def guided(self) -> bool:
+        """Whether the denoiser sees each video twice, with the negative prompt and with the prompt."""
+        return self.negative_text is not None
+
+    def on_host(self) -> Conditioning:
+        """The same as float32 NumPy arrays, as stage files hold them: one program for both ways."""
+        return jax.tree.map(lambda x: fetch(x).astype(np.float32), self)
+
+
+@dataclass(frozen=True)
+class EncodeText(Program):
+    """Tokens to features.
+
+    component: its name in the checkpoint.
+    encode: of the family's `TextStage`.
+    """
+
+    component: str
+    encode: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.component.replace("_", " ")
+
+    def __call__(self, model: Any, tokens: Any) -> Features:
+        return self.encode(model, tokens)
+
+
+@dataclass(frozen=True)
+class EncodeVisual(Program):
+    """Frames of pictures or clips to scaled latents, and whether all of it is finite.
+
+    input: the field of the request.
+    encode: of the family's `VisualStage`.
+    extra_latents: copies of the first latent frame that are put before it.
+    """
+
+    input: str
+    encode: Callable[..., Any]
+    scale: float
+    extra_latents: int
+    tiled: bool
+
+    fast_compile = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.input.replace('_', ' ')} encoder"
+
+    def __call__(
+        self, model: Any, frames: UInt8[Array, "B F H W C"], noise: Float32[Array, "B T h w C"]
+    ) -> tuple[Float32[Array, "B T h w C"], Bool[Array, ""]]:
+        """frames, noise: as the stage's `encode` takes them, but for the range."""
+        latents = self.scale * self.encode(model, frames.astype(jnp.float32) / 127.5 - 1, noise, tiled=self.tiled)
+        # the extra frames are copies of the first, as in fine-tuning
+        latents = jnp.concatenate([*[latents[:, :1]] * self.extra_latents, latents], 1)
+        return latents, jnp.isfinite(latents).all()

@@ -1,0 +1,118 @@
+"""What happens in a run, as events, and the reader that shows them on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jaxtyping import Float32
+from tqdm import tqdm
+
+from cogvideox_flax.generate.denoise import DenoiseState
+from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.result import GenerationResult
+from cogvideox_flax.runtime.terminal import reliable_interrupts
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """A program is compiled: before it begins, and with its seconds when it is done."""
+
+    program: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class LoopBegan:
+    """The denoising loop is compiled and loaded; `done` of its `total` steps were done by an earlier run."""
+
+    request: ResolvedRequest
+    total: int
+    done: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A denoising step is done.
+
+    state: after it.
+    timestep: of it, as the sampler has it: int or float.
+    """
+
+    request: ResolvedRequest
+    state: DenoiseState
+    timestep: float
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """The denoising of a request is done, in this run or in an earlier one.
+
+    latents: as the decoder takes them, scaled, without the extra latent frames.
+    metadata: as of a `GenerationResult`.
+    """
+
+    request: ResolvedRequest
+    latents: Float32[Any, "B T h w C"]
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The videos of a request are there."""
+
+    request: ResolvedRequest
+    result: GenerationResult
+
+
+Event = Compiling | LoopBegan | Step | Denoised | Finished
+Events = Generator[Event, None, T]
+"""A generator of events that returns a T."""
+
+
+def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Events[T]:
+    """The same events, shown on stderr as they pass: what is compiled, and a bar of the denoising steps.
+
+    A Ctrl-C is not lost, and closing this closes `events`.
+
+    progress: whether anything is shown.
+    bar: whether the steps are.
+    """
+    steps = tqdm(disable=True)
+    with reliable_interrupts():
+        try:
+            while True:
+                try:
+                    event = next(events)
+                except StopIteration as end:
+                    return end.value
+                match event:
+                    case Compiling(program, None) if progress:
+                        tqdm.write(f"compiling the {program} ...", file=sys.stderr)
+                    case Compiling(program, seconds) if progress:
+                        tqdm.write(f"compiled the {program} in {seconds:.1f} s", file=sys.stderr)
+                    case LoopBegan(_, total, done):
+                        hidden = not (progress and bar)
+                        steps = tqdm(total=total, initial=done, desc="denoising", unit="step", disable=hidden)
+                    case Step(_, state):
+                        steps.update(int(state.step) - steps.n)
+                    case Denoised():
+                        steps.close()
+                yield event
+        finally:
+            steps.close()
+            events.close()
+
+
+def result_of(events: Events[T], progress: bool = False) -> T:
+    """What a generator of events returns, after all of them."""
+    shown = show(events, progress)
+    while True:
+        try:
+            next(shown)
+        except StopIteration as end:
+            return end.value

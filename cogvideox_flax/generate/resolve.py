@@ -1,0 +1,400 @@
+"""From a request to one that can run: every None filled in, and everything checked that needs no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from cogvideox_flax import checkpoint, sharding
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import media
+from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
+from cogvideox_flax.generate.request import (
+    DTYPES,
+    MAX_SEED,
+    MAX_VIDEOS,
+    STEP_CACHES,
+    GenerationRequest,
+    ResolvedRequest,
+    parse_lora,
+)
+from cogvideox_flax.io.clips import FITS
+from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
+from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.lora import describe_lora
+from cogvideox_flax.models.family import ModelFamily, Size
+from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.schedulers import Scheduler
+
+log = logging.getLogger(__name__)
+
+OUTPUT_TYPES = ("uint8", "float", "latent")
+
+MAX_STEPS = 1_000_000
+
+
+def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
+    """Fill every None with the release's recommendation, and check everything that needs no weights.
+
+    Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
+
+    Raises:
+        InputError: all that this model cannot serve, in one message.
+    """
+    if isinstance(request, ResolvedRequest) and request.manifest and request.manifest.configs == manifest.configs:
+        return request
+    manifest.check_complete("the model")
+    family, configs, faults = manifest.model_family, manifest.configs, Faults()
+    filled = _recommended(request, manifest)
+    filled |= _fixed_settings(request, family, faults)
+    with faults.caught():
+        filled["prompt"], filled["negative_prompt"] = check_prompts(request.prompt, request.negative_prompt)
+    size, num_frames = None, request.num_frames
+    with faults.caught():
+        given = {name: getattr(request, name) for name in media.MEDIA}
+        filled |= media.resolve_media(family, configs, given, len(filled.get("prompt", [""])))
+        if num_frames is None:
+            num_frames = media.frames_of_clips(family, configs, filled, any_length=request.window is not None)
+        media.check_image_scale(family, configs, request.image_scale)
+    with faults.caught():
+        steps = filled.get("num_inference_steps", request.num_inference_steps)
+        strength, has = (
+            filled.get("strength", request.strength),
+            (request.video is not None, request.mask_video is not None),
+        )
+        filled["strength"] = media.resolve_strength(strength, *has, steps)
+    with faults.caught():
+        asked = media.picture_size(family, configs, filled, (request.height, request.width))
+        size = family.resolve_size(configs, num_frames, *asked)
+        filled |= size.video
+        shown_size = _check_long(family, configs, request, size)
+    if request.lora is not None:
+        adapters = [request.lora] if isinstance(request.lora, str | os.PathLike) else request.lora
+        with faults.caught():
+            filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in adapters]
+    given = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
+    result = ResolvedRequest(**given | filled).checked_for(manifest)
+    with faults.caught():
+        _check_values(result)
+    with faults.caught():
+        sampler = result.sampler
+        sampler.plan(result.num_inference_steps)
+        _check_step_cache(result)
+        if size is not None and not faults:
+            _check_arrays(result, size, sampler)
+    if request.tiling:
+        with faults.caught():
+            family.check_tiling(configs)
+    faults.raise_all()
+    assert size is not None
+    # a model that restores clips was trained at sizes of its own, which its release does not tell
+    untrained = [] if sampler.needs_video else family.size_warnings(configs, shown_size)
+    for warning in (*untrained, *_unused_media(result, size)):
+        log.warning(warning)
+    return result
+
+
+def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, Any]:
+    """What the release's authors, and the checkpoint, recommend for fields that are None; others in one form."""
+    defaults = manifest.model_family.defaults(manifest.configs)
+    filled: dict[str, Any] = {
+        field.name: getattr(defaults, field.name)
+        for field in dataclasses.fields(defaults)
+        if getattr(request, field.name) is None
+    }
+    if request.guidance_scale is None and manifest.guidance_scale is not None:
+        filled["guidance_scale"] = manifest.guidance_scale
+    if isinstance(request.step_cache_schedule, tuple):  # a list is what the settings of a run hold
+        filled["step_cache_schedule"] = list(request.step_cache_schedule)
+    if is_finite_number(request.guidance_scale):
+        filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
+    return filled
+
+
+def _unused_media(request: ResolvedRequest, size: Size) -> list[str]:
+    """Sentences about what of the pictures and clips the model does not see."""
+    each = [(name, given) for name in media.MEDIA for given in getattr(request, name) or ()]
+    video = (size.num_frames, size.height, size.width)
+    return [said for name, given in each if (said := media.describe_fit(name, given, *video, request.fit))]
+
+
+class Faults:
+    """Collects errors, to raise them together."""
+
+    def __init__(self) -> None:
+        self._found: list[InputError] = []
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        try:
+            yield
+        except InputError as e:
+            self._found.append(e)
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def raise_all(self) -> None:
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise InputError("\n".join(map(str, self._found)))
+
+
+def check_prompts(
+    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] = ""
+) -> tuple[list[str], list[str]]:
+    """Prompts and negative prompts as lists of equal length.
+
+    Raises:
+        InputError: no prompt, something that is not a string or not Unicode, or counts that do not agree.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
+    if not prompts:
+        raise InputError("the list of prompts is empty; give at least one prompt")
+    for text in (*prompts, *negatives):
+        if not isinstance(text, str):
+            raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise InputError(f"the prompt {text!r} is not valid Unicode at character {e.start}; retype it") from e
+    if len(negatives) != len(prompts):
+        raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
+    return prompts, negatives
+
+
+def check_num_videos(num_videos: int) -> None:
+    """Refuse a number of videos per prompt that is out of range.
+
+    Raises:
+        InputError: it is.
+    """
+    if not is_count(num_videos, MAX_VIDEOS):
+        raise InputError(f"num_videos is {shown(num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
+
+
+def check_fps(fps: int | None) -> None:
+    """Refuse a frame rate that no video is written at; None is the release's.
+
+    Raises:
+        InputError: it is none.
+    """
+    if fps is not None and not is_count(fps, MAX_WRITTEN_FPS):
+        raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_WRITTEN_FPS} frames per second")
+
+
+def _fixed_settings(request: GenerationRequest, family: ModelFamily, faults: Faults) -> dict[str, Any]:
+    """The fields that the request's sampler fixes, with their values.
+
+    Args:
+        faults: where other values of the request go, and the lack of a clip that the sampler starts from.
+    """
+    named = family.samplers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
+    if named is None or not named.fixed:  # an unknown name is refused where the sampler is made
+        return {}
+    given = {name: getattr(request, name) for name in named.fixed}
+    lacks_video = named.needs_video and request.video is None
+    with faults.caught():
+        if wrong := [name for name, value in given.items() if value is not None and value != named.fixed[name]]:
+            needed = ", ".join(f"{name} {named.fixed[name]} (got {shown(given[name])})" for name in wrong)
+            raise InputError(f"the {named.kind} sampler needs {needed}; leave these out, or take another scheduler")
+    with faults.caught():
+        if lacks_video:
+            raise InputError(f"the {named.kind} sampler starts from a clip; give --video, or take another scheduler")
+    return {name: value for name, value in named.fixed.items() if not (lacks_video and name == "strength")}
+
+
+def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
+    """An adapter's `LoRARecord`, from what a user gives."""
+    record = parse_lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
+    if not isinstance(record, Mapping) or "file" not in record:
+        raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
+    family = manifest.model_family
+    if kind := manifest.quantized(family.lora.component):
+        raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
+    return dict(
+        describe_lora(family, record["file"], record.get("scale", 1.0), manifest.configs[family.lora.component])
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _check_values(request: ResolvedRequest) -> None:
+    """Refuse values that no model takes, or that do not go together.
+
+    Raises:
+        InputError: all faults in one message.
+    """
+    faults = []
+    if not is_finite_number(request.guidance_scale):
+        faults.append(
+            f"guidance_scale is {shown(request.guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
+        )
+    if request.use_dynamic_cfg not in (False, True, "index"):
+        faults.append(f"use_dynamic_cfg is {shown(request.use_dynamic_cfg)}; expected False, True or 'index'")
+    for check, value in ((check_num_videos, request.num_videos), (check_fps, request.fps)):
+        try:
+            check(value)
+        except InputError as e:
+            faults.append(str(e))
+    following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
+    if not _is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED - following:
+        less = f" less the {following} that follow" if following else ""
+        faults.append(f"seed is {shown(request.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
+    if request.output_type not in OUTPUT_TYPES:
+        faults.append(f"unknown output_type {request.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
+    if request.one_program and request.output_type == "latent":
+        faults.append('one program ends in frames; leave one_program off for output_type "latent"')
+    if request.fit not in FITS:
+        faults.append(f"fit is {shown(request.fit)}; expected {' or '.join(FITS)}")
+    if request.image_scale is not None and not (is_finite_number(request.image_scale) and request.image_scale > 0):
+        faults.append(f"image_scale is {shown(request.image_scale)}; expected a number above 0")
+    if request.image_scale is not None and request.image is None:
+        faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
+    if request.num_videos != 1 and (request.latents is not None or request.noise is not None):
+        faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
+    if faults:
+        raise InputError("\n".join(faults))
+
+
+def _check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> None:
+    """Refuse initial latents, or noise for the sampler, that do not go with the run.
+
+    Raises:
+        InputError: another shape, or noise for a sampler that takes none.
+    """
+    shape = size.latent_shape(request.batch)
+    if request.latents is not None and tuple(request.latents.shape) != shape:
+        extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
+        raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}")
+    if request.noise is None:
+        return
+    if not sampler.needs_noise:
+        raise InputError(f"noise is for samplers that draw some; {sampler.config.kind} does not")
+    expected = (request.num_inference_steps - request.first_step, *shape)
+    if tuple(request.noise.shape) != expected:
+        raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(request.noise.shape)}")
+
+
+def check_dtype(manifest: Manifest, dtype: str, platform: str | None) -> None:
+    """Refuse a dtype that a model or the devices cannot compute a run in.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu"; None is JAX's default one, which is asked for only where it matters.
+
+    Raises:
+        InputError: unknown, float16 for a release that does not survive it, or float16 on TPUs.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    manifest.configs[manifest.model_family.denoiser].check_dtype(dtype)
+    if dtype == "float16" and (platform or jax.default_backend()) == "tpu":
+        raise InputError(
+            "float16 is not served on TPUs, whose kernels compute in bfloat16 or float32; use one of these"
+        )
+
+
+def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
+    """Refuse a model that its configs alone rule out.
+
+    Raises:
+        InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
+            mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
+    """
+    family, configs = manifest.model_family, manifest.configs
+    manifest.check_complete(where)
+    check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
+    try:
+        family.check(configs)
+    except InputError as e:
+        raise InputError(f"{where} cannot be run: {e}") from e
+    if mesh is None:
+        return
+    for name, heads in family.heads(configs).items():
+        sharding.check_heads(mesh, heads, name.replace("_", " "))
+    for name, component in family.components.items():
+        for parameter, leaf in checkpoint.parameters(manifest.abstract(name)).items():
+            sharding.parameter_sharding(mesh, component.sharding, parameter, leaf.shape)
+
+
+def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
+    """Refuse a resolved request that does not divide over a mesh, or a profile of steps that it does not have.
+
+    Raises:
+        InputError: with the numbers.
+    """
+    sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
+    profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
+
+
+def _check_step_cache(request: ResolvedRequest) -> None:
+    """Refuse an unknown form of the cache, or a schedule that the run's steps do not have.
+
+    Raises:
+        InputError: with what is expected.
+    """
+    form, schedule = request.step_cache, request.step_cache_schedule
+    if form is not None and form not in STEP_CACHES:
+        raise InputError(f"step_cache is {shown(form)}; expected {' or '.join(STEP_CACHES)}, or leave it out")
+    if schedule is None:
+        return
+    if form is None:
+        raise InputError(f"step_cache_schedule is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
+    steps = request.num_inference_steps - request.first_step
+    is_three = isinstance(schedule, tuple | list) and len(schedule) == 3
+    if not is_three or not all(is_count(each, MAX_STEPS) for each in schedule):
+        raise InputError(
+            f"step_cache_schedule is {shown(schedule)}; expected START, END and INTERVAL, whole numbers of 1 or more: "
+            "the first step must be full"
+        )
+    start, end, _ = schedule
+    if not start <= end <= steps:
+        raise InputError(
+            f"step_cache_schedule has START {start} and END {end}; expected START <= END <= {steps}, the number of "
+            "steps that are done"
+        )
+
+
+def _check_long(family: ModelFamily, configs: Any, request: GenerationRequest, size: Size) -> Size:
+    """Check the options of long clips.
+
+    Returns:
+        The size that the denoiser sees at once: of a window, if there are any.
+
+    Raises:
+        InputError: as for `resolve_windows`; positions that this model does not have; windows and a step cache.
+    """
+    known = family.positions(configs)
+    if request.positions is not None and request.positions not in known:
+        others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
+        raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
+    if resolve_windows(family, configs, request, size) is not None:
+        check_pieces(family, request.tiling)
+        if request.step_cache is not None:
+            raise InputError("a step cache is of one clip that is denoised whole; leave step_cache or the window out")
+    return window_size(family, configs, request, size)
+
+
+def check_pieces(family: ModelFamily, tiled: bool) -> None:
+    """Refuse to decode in pieces where that is not possible.
+
+    Raises:
+        InputError: the family cannot, or tiles are asked for too.
+    """
+    if family.decode_piece is None:
+        raise InputError(f"{family.name} cannot decode a clip in pieces; leave the window out")
+    if tiled:
+        raise InputError("a long clip is decoded in pieces of time, without tiles; leave tiling or the window out")

@@ -1,0 +1,356 @@
+"""One journey: a request becomes videos. Encode, denoise, decode, as a generator of `events`.
+
+Everything that makes a video reads `run`: Python's call, the commands, upscaling, samples during training. Progress
+bars, previews, callbacks and cancelling are its readers' part; it stops where its reader stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.components import Components
+from cogvideox_flax.generate.decode import Decode, DecodePiece
+from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
+from cogvideox_flax.generate.programs import RunPrograms, decode_programs
+from cogvideox_flax.generate.request import STAGES, ResolvedRequest
+from cogvideox_flax.generate.result import GenerationResult, recipe
+from cogvideox_flax.generate.run_files import RunFiles, request_values
+from cogvideox_flax.io.source import FrameStream
+from cogvideox_flax.models.family import VisualStage
+from cogvideox_flax.runtime.global_arrays import fetch, replicate
+
+
+def run(
+    pipe: Components, request: ResolvedRequest, files: RunFiles | None = None, stages: Sequence[str] = STAGES
+) -> Events[None]:
+    """Encode, denoise and decode.
+
+    Args:
+        request: from `resolve`, for this model.
+        files: keeps what is finished and gives it back; then one stage is done for all videos before the next begins,
+            and each stage's components leave with it. None keeps nothing, and makes one video after the other.
+        stages: those to do, of "encode", "denoise", "decode". A stage that is left out before them is in `files`.
+
+    Raises:
+        InputError: it does not fit into the devices' memory, before anything is loaded; an encoder or the decoder gives
+            NaN or infinity; what `files` hold is not of this request.
+        NonFiniteError: NaN or infinity in the latents, naming the step.
+    """
+    if request.lora is None:
+        request = request.varied(lora=list(pipe.loras))
+    run = RunPrograms(request, pipe.dtype)
+    if request.output_type == "latent":
+        stages = [stage for stage in stages if stage != "decode"]
+    parts = ["run"] if request.one_program else stages
+    yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=files is None)
+    if request.one_program:
+        for one in request.videos():
+            yield from _run_as_one_program(pipe, one)
+    else:
+        yield from make_videos(pipe, request, files, stages)
+
+
+def make_videos(
+    pipe: Components,
+    request: ResolvedRequest,
+    files: RunFiles | None = None,
+    stages: Sequence[str] = STAGES,
+    *,
+    text: Conditioning | None = None,
+) -> Events[None]:
+    """`run` without the check of the devices' memory.
+
+    Args:
+        text: an earlier conditioning for the same prompts, whose text features are used again.
+    """
+    videos = [_Video(pipe, one, files and files.of(one, request)) for one in request.videos()]
+    if files is not None:
+        order = [(stage, video) for stage in stages for video in videos]
+    else:
+        order = [(stage, video) for video in videos for stage in stages]
+    shared = None if RunPrograms(request, pipe.dtype).encodes_by_seed else files
+    before = stages[0]
+    for stage, video in order:
+        if files is not None and stage != before:
+            pipe.release()
+        before = stage
+        match stage:
+            case "encode":
+                text = yield from video.encode(text, shared)
+            case "denoise":
+                yield from video.denoise(shared)
+            case "decode":
+                yield from video.decode()
+
+
+@dataclass
+class _Video:
+    """The videos of one seed on their way.
+
+    files: of this seed; None keeps them in memory.
+    """
+
+    pipe: Components
+    request: ResolvedRequest
+    files: RunFiles | None
+    conditioning: Conditioning | None = None
+    state: DenoiseState | None = None
+
+    def encode(self, text: Conditioning | None, shared: RunFiles | None) -> Events[Conditioning | None]:
+        """Returns the conditioning, whose text features serve the next seed; `text` where the files have it.
+
+        shared: the files of the whole run, for a conditioning that all seeds share.
+        """
+        files = shared or self.files
+        if files is None:
+            self.conditioning = yield from encoding(self.pipe, self.request, text=text)
+            return self.conditioning
+        if files.has_conditioning(self.request):
+            return text
+        # with the negative prompt also where guidance is off: another guidance scale then goes on from it
+        conditioning = yield from encoding(self.pipe, self.request, text=text, negative=True)
+        files.save_conditioning(self.request, conditioning)
+        return conditioning
+
+    def denoise(self, shared: RunFiles | None) -> Events[None]:
+        if self.files is None:
+            assert self.conditioning is not None
+            states = yield from denoising(self.pipe, self.conditioning, self.request)
+            yield from self._steps(states, done=0)
+            assert self.state is not None
+            if self.request.output_type == "latent":
+                yield from finish(self.pipe, self.request, self.state)
+            return
+        conditioning = (shared or self.files).conditioning(self.request)
+        if not self.files.has_latents(self.request, conditioning):
+            with self.files.kept_state(self.request, conditioning, self.pipe.mesh) as keeper:
+                self.state = found = keeper.found()
+                states = yield from denoising(self.pipe, conditioning, self.request, state=found)
+                yield from self._steps(states, 0 if found is None else int(found.step), keeper.keep)
+                assert self.state is not None  # of a loop that was stopped after its last step, the one that was found
+                latents = fetch(self._run.without_extra(self.state.latents))
+                self.files.save_latents(self.request, conditioning, latents)  # before the state is removed
+                self.state = None
+        yield Denoised(self.request, self.files.latents(self.request), _recipe(self.pipe, self.request))
+
+    def _steps(
+        self, states: Generator[DenoiseState], done: int, keep: Callable[[DenoiseState], None] | None = None
+    ) -> Events[None]:
+        """The loop; `state` is then its last.
+
+        done: steps of an earlier run.
+        keep: takes each state.
+        """
+        yield LoopBegan(self.request, self.request.num_steps, done)
+        with closing(states):
+            for self.state in states:
+                if keep is not None:
+                    keep(self.state)
+                step = int(self.state.step) - 1
+                yield Step(self.request, self.state, self._run.steps.timesteps[step].item())
+        self.pipe.profiling.after_stage("denoising")
+
+    def decode(self) -> Events[None]:
+        if self.files is not None:
+            latents: Any = self.files.latents(self.request)
+        else:
+            assert self.state is not None
+            latents = self._run.without_extra(self.state.latents)
+            self.conditioning = self.state = None
+        yield from _decode(self.pipe, self.request, latents)
+
+    @property
+    def _run(self) -> RunPrograms:
+        return RunPrograms(self.request, self.pipe.dtype)
+
+
+def finish(pipe: Components, request: ResolvedRequest, state: DenoiseState) -> Events[None]:
+    """What is made of a loop's state, which may be one in the middle: decoded frames, or latents."""
+    run, done = RunPrograms(request, pipe.dtype), int(state.step)
+    if request.output_type == "latent":
+        yield _finished(pipe, request, fetch(state.latents), done)
+    else:
+        yield from _decode(pipe, request, run.without_extra(state.latents), done)
+
+
+def _decode(
+    pipe: Components, request: ResolvedRequest, latents: Float[Any, "B T h w C"], done: int | None = None
+) -> Events[None]:
+    in_pieces = RunPrograms(request, pipe.dtype).windows is not None
+    how: Any = {"output_type": request.output_type, "tiling": request.tiling, "in_pieces": in_pieces}
+    frames = yield from decoding(pipe, latents, **how)
+    yield _finished(pipe, request, frames, done)
+
+
+def _finished(pipe: Components, request: ResolvedRequest, frames: Any, done: int | None = None) -> Finished:
+    return Finished(request, GenerationResult(frames, request.fps, _recipe(pipe, request, done)))
+
+
+def _recipe(pipe: Components, request: ResolvedRequest, done: int | None = None) -> dict[str, Any]:
+    """What a result stores of how it was made. done: the steps that were done; None: all."""
+    made_of = request_values(request) | {"dtype": pipe.dtype}
+    if done is not None and done < request.num_steps:
+        made_of["steps_done"] = done
+    return recipe(made_of, pipe.manifest, pipe.native_dir.name)
+
+
+# --- the stages
+
+
+def encoding(
+    pipe: Components,
+    request: ResolvedRequest,
+    *,
+    negative: bool | None = None,
+    text: Conditioning | None = None,
+) -> Events[Conditioning]:
+    """Prompts to features, pictures and clips to latents; arguments and errors as for `Pipeline.encode`."""
+    run = RunPrograms(request, pipe.dtype)
+    if text is None:
+        text = yield from encoding_text(pipe, request, negative=negative)
+    latents = {}
+    for stage in run.visual:
+        latents[stage.feature] = yield from _encode_visual(pipe, run, stage)
+    video = latents.pop(VIDEO_FEATURE, None)
+    return Conditioning(text.text, text.negative_text, latents, video)
+
+
+def encoding_text(pipe: Components, request: ResolvedRequest, *, negative: bool | None = None) -> Events[Conditioning]:
+    """`encoding` of the prompts alone."""
+    run, texts = RunPrograms(request, pipe.dtype), {"text": request.prompt}
+    if request.guided if negative is None else negative:
+        texts["negative_text"] = request.negative_prompt
+    tokens = {name: pipe.tokenize(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
+    found: dict[str, Any] = {name: {} for name in texts}
+    for stage in run.family.text:
+        program = run.encode(stage)
+        for name in texts:
+            module = pipe.component(stage.component)
+            given = replicate(tokens[name][stage.component], pipe.mesh)
+            features = yield from pipe.running(program, module, given)
+            if not all(np.isfinite(fetch(value)).all() for value in features.values()):
+                raise pipe.not_finite("text encoder")
+            found[name] |= features
+        pipe.profiling.after_stage(program.name)
+    return Conditioning(**found)
+
+
+def _encode_visual(pipe: Components, run: RunPrograms, stage: VisualStage) -> Events[Any]:
+    """Scaled latents of a picture or clip."""
+    program, inputs = run.encode_visual(stage), replicate(run.media(stage), pipe.mesh)
+    latents, finite = yield from pipe.running(program, pipe.component(stage.component), *inputs)
+    pipe.profiling.after_stage(program.name)
+    if not finite:
+        raise pipe.not_finite("VAE")
+    return latents
+
+
+def denoising(
+    pipe: Components, conditioning: Conditioning, request: ResolvedRequest, *, state: DenoiseState | None = None
+) -> Events[Generator[DenoiseState]]:
+    """What comes before the denoising loop; returns the loop. Arguments and errors as for `Pipeline.denoise`."""
+    run = RunPrograms(request, pipe.dtype)
+    run.check_conditioning(conditioning)
+    if request.compiled_loop and state is not None:
+        raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
+    pipe.use_loras_of(request)
+    latents, noise_source = yield from _start_noise(pipe, run)
+    inputs, first = run.start(conditioning.on_host(), latents, noise_source)
+    first = run.with_cache(state or first, pipe.mesh)
+    inputs, first = replicate(inputs, pipe.mesh), place_state(first, pipe.mesh)
+    program, model = pipe.program(run.denoise), pipe.component(run.family.denoiser)
+    if pipe.profiling.jit:
+        model = program.model_argument(model)  # once, and not in each step
+        yield from pipe.preparing(run.denoise, model, inputs, first)
+    return run_loop(program, model, inputs, first, pipe.profiling, pipe.hint)
+
+
+def _start_noise(pipe: Components, run: RunPrograms) -> Events[tuple[Any, Any]]:
+    """The initial latents, and the source of the sampler's noise: what was given, or by the seed."""
+    request = run.request
+    if request.latents is None:
+        latents, key = yield from pipe.running(run.initial_noise, replicate(np.uint32(request.seed), pipe.mesh))
+    else:
+        latents, key = jnp.array(request.latents, jnp.float32), noise_key(request.seed)  # a copy: it may be donated
+    return latents, key if request.noise is None else jnp.asarray(request.noise, jnp.float32)
+
+
+def decoding(
+    pipe: Components,
+    latents: Float[Any, "B T h w C"],
+    *,
+    output_type: str = "uint8",
+    tiling: bool = False,
+    in_pieces: bool = False,
+) -> Events[Any]:
+    """Latents to frames on the host; arguments and errors as for `Pipeline.decode`.
+
+    Args:
+        in_pieces: of long clips, each is decoded while its frames are read, a few of them at a time: returns a
+            `FrameStream` for each. On several hosts all of them read it to its end.
+    """
+    family, as_float = pipe.manifest.model_family, output_type == "float"
+    if in_pieces:
+        how = (as_float, tiling), True
+        for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, tuple(latents.shape), pipe.mesh, *how):
+            yield from pipe.preparing(program, *args)
+        return _frame_streams(pipe, latents, as_float)
+    program = Decode(family.decode, as_float, tiling)
+    z = replicate(jnp.asarray(latents, jnp.float32), pipe.mesh)
+    frames, finite = yield from pipe.running(program, pipe.component(family.decoder), z)
+    pipe.profiling.after_stage(program.name)
+    if not finite:
+        raise pipe.not_finite("VAE")
+    return fetch(frames)
+
+
+def _frame_streams(pipe: Components, latents: Float[Any, "B T h w C"], as_float: bool) -> list[FrameStream]:
+    family, shape = pipe.manifest.model_family, tuple(latents.shape)
+    model = pipe.component(family.decoder)
+    assert family.decode_piece is not None
+    program = pipe.program(DecodePiece(family.decode_piece, as_float))
+    one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
+    frames, _ = jax.eval_shape(Decode(family.decode, as_float, False), model, one)
+
+    def decode(i: int) -> Iterator[np.ndarray]:
+        cache, start = None, 0
+        for size in family.decoder_pieces(shape[1]):
+            z = jnp.asarray(latents[i : i + 1, start : start + size], jnp.float32)
+            frames, finite, cache = program(model, replicate(z, pipe.mesh), cache, jit=pipe.profiling.jit)
+            if not finite:
+                raise pipe.not_finite("VAE")
+            start += size
+            yield fetch(frames)[0]
+
+    return [FrameStream(frames.shape[1:], partial(decode, i), frames.dtype) for i in range(shape[0])]
+
+
+def _run_as_one_program(pipe: Components, request: ResolvedRequest) -> Events[None]:
+    """Tokens to frames as one program."""
+    run = RunPrograms(request, pipe.dtype)
+    pipe.use_loras_of(request)
+    models = {name: pipe.component(name) for name in run.family.components}
+    tokens = pipe.tokenize([*(request.negative_prompt if request.guided else ()), *request.prompt])
+    noise = yield from _start_noise(pipe, run)
+    inputs, state = run.start(None, *noise)
+    inputs, state = replicate(inputs, pipe.mesh), place_state(run.with_cache(state, pipe.mesh), pipe.mesh)
+    media = {stage.feature: run.media(stage) for stage in run.visual}
+    given = replicate(tokens, pipe.mesh), replicate(media, pipe.mesh), inputs, state
+    frames, steps_finite, finite = yield from pipe.running(run.whole_run, models, *given)
+    pipe.profiling.after_stage(run.whole_run.name)
+    check_finite(fetch(steps_finite), inputs, pipe.hint)
+    if not finite:
+        raise pipe.not_finite("VAE")
+    yield _finished(pipe, request, fetch(frames))

@@ -1,0 +1,508 @@
+"""The directory of a run: its settings, the files between its stages, and its lock. Nothing else knows of a directory.
+
+The files, their layouts and their metadata are those of the torchax reference system for TPUs, so a run can move
+between the two: `generation_config.json`, `stage1_embeddings.safetensors`, `stage2_latents.safetensors` and
+`output_video.mp4`. `stage2_state.safetensors` is where a denoising loop that was stopped goes on. Each is written
+atomically and says what it was made of, so that only matching work is taken over.
+
+On several hosts the directory is process 0's: it alone reads and writes there, and tells the others what they need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float32
+
+from cogvideox_flax.errors import InputError, NonFiniteError
+from cogvideox_flax.generate import stage_files
+from cogvideox_flax.generate.denoise import DenoiseState
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.media import MEDIA, Media, is_facts
+from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, recorded
+from cogvideox_flax.generate.resolve import check_fps, check_prompts
+from cogvideox_flax.io.atomic import remove_orphans
+from cogvideox_flax.io.contents import is_as_written, write_record
+from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import is_finite_number
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.global_arrays import fetch, replicate
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "generation_config.json"
+EMBEDDINGS_FILE = "stage1_embeddings.safetensors"
+LATENTS_FILE = "stage2_latents.safetensors"
+STATE_FILE = "stage2_state.safetensors"
+VIDEO_FILE = "output_video.mp4"
+LOCK_FILE = ".lock"
+
+NEGATIVE = "negative_"
+"""Before the name of a text feature: of the negative prompt."""
+
+_THEIR_NAMES = {"num_frames": "frames"}
+"""Field of the request -> its name in the settings, where the reference system calls it otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """What a run keeps in a directory, and takes over from it.
+
+    model_id, revision: as the user named the model.
+    fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
+    """
+
+    folder: Path
+    model_id: str
+    revision: str | None
+    dtype: str
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def of(self, one: ResolvedRequest, run: ResolvedRequest) -> RunFiles:
+        """The files of one seed of a run: in a directory below, where there are several seeds."""
+        own = self.folder if run.num_videos == 1 else self.folder / f"seed-{one.seed}"
+        return dataclasses.replace(self, folder=own)
+
+    def _key(self, settings: dict[str, Any], parts: tuple[str, ...], **more: Any) -> str:
+        """Everything that decides a stage's result: settings, parts of the checkpoint, and more."""
+        model = {name: self.fingerprints[name] for name in parts}
+        return json.dumps({**settings, "dtype": self.dtype, "model": model, **more}, ensure_ascii=False)
+
+    def _is_fresh(self, request: ResolvedRequest, name: str, key: str) -> bool:
+        """Make the directory, write the run's settings, and look whether a file was made of them."""
+
+        def begin() -> bool:
+            self.folder.mkdir(exist_ok=True)
+            self._write_settings(request)
+            return stage_files.is_fresh(self.folder / name, key)
+
+        return hosts.from_first(begin)
+
+    def _write_settings(self, request: ResolvedRequest) -> None:
+        """Write `generation_config.json`; one prompt is written as the reference system does."""
+        own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
+        raw = {"prompt": request.prompt, **settings_json(request), **own, "dtype": self.dtype}
+        prompts = {name: stage_files.one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
+        write_record(self.folder / CONFIG_FILE, raw | prompts)
+
+    # --- stage 1
+
+    def has_conditioning(self, request: ResolvedRequest) -> bool:
+        """Whether stage 1's file is there and made of the same."""
+        return self._is_fresh(request, EMBEDDINGS_FILE, self._conditioning_key(request))
+
+    def _conditioning_key(self, request: ResolvedRequest) -> str:
+        run, made_of = RunPrograms(request, self.dtype), _prompts(request)
+        components = [stage.component for stage in run.family.text] + [stage.component for stage in run.visual]
+        if run.visual:  # a run of text alone does not depend on these
+            size = {name: getattr(request, name) for name in ("num_frames", "height", "width", "tiling")}
+            made_of = _deciding_visual_latents(run) | size
+        return self._key(made_of, ("tokenizer", *dict.fromkeys(components)))
+
+    def save_conditioning(self, request: ResolvedRequest, conditioning: Conditioning) -> None:
+        """Write each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt under
+        the same name after "negative_"; and the latents of each picture and clip, float32 [B, C, T, h, w], scaled."""
+        assert conditioning.negative_text is not None
+        tensors = {name: fetch(value) for name, value in conditioning.text.items()}
+        tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
+        video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
+        tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.pictures | video).items()}
+        if hosts.is_first():
+            metadata = {"settings": self._conditioning_key(request), **_prompts(request), "model_id": self.model_id}
+            stage_files.save(self.folder / EMBEDDINGS_FILE, tensors, metadata)
+
+    def conditioning(self, request: ResolvedRequest) -> Conditioning:
+        """Stage 1's result, for this request's guidance.
+
+        Raises:
+            InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
+        """
+        tensors = hosts.from_first(lambda: self._read_conditioning(request))
+        latents = {stage.feature: tensors.pop(stage.feature) for stage in RunPrograms(request, self.dtype).visual}
+        text = {name: x for name, x in tensors.items() if not name.startswith(NEGATIVE)}
+        negative = {name: tensors[NEGATIVE + name] for name in text} if request.guided else None
+        return Conditioning(text, negative, latents, latents.pop(VIDEO_FEATURE, None))
+
+    def _read_conditioning(self, request: ResolvedRequest) -> dict[str, Float32[np.ndarray, "B ..."]]:
+        """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; on process 0."""
+        path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
+        again = "run `cogvideox encode` again"
+        shapes = run.family.feature_shapes(request.manifest.configs, request.batch)
+        shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
+        visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
+        shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
+        tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
+        for name, value in tensors.items():
+            if value.shape != shapes[name]:
+                raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
+        stage_files.check_made_for(path, metadata, _prompts(request), again)
+        if run.visual:
+            stage_files.check_unchanged(path, metadata, _deciding_visual_latents(run), again)
+        return tensors | {name: _from_file(tensors[name]) for name in visual}
+
+    def check_conditioning(self, request: ResolvedRequest) -> None:
+        """Refuse to denoise without stage 1's file; errors as for `conditioning`. On process 0."""
+        self._read_conditioning(request)
+
+    # --- stage 2
+
+    def has_latents(self, request: ResolvedRequest, conditioning: Conditioning) -> bool:
+        """Whether stage 2's file is there and made of the same."""
+        return self._is_fresh(request, LATENTS_FILE, self._latents_key(request, conditioning))
+
+    def _latents_key(self, request: ResolvedRequest, conditioning: Conditioning) -> str:
+        parts = request.manifest.model_family.denoiser, "scheduler"
+        features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
+        embeddings = hashlib.sha256(b"".join(features)).hexdigest()
+        return self._key(deciding(request_values(request), "encode", "denoise"), parts, embeddings=embeddings)
+
+    def kept_state(self, request: ResolvedRequest, conditioning: Conditioning, mesh: Mesh | None) -> StateKeeper:
+        """What keeps the state of the denoising loop."""
+        run, key = RunPrograms(request, self.dtype), self._latents_key(request, conditioning)
+        return StateKeeper(self.folder / STATE_FILE, key, run, mesh)
+
+    def save_latents(
+        self, request: ResolvedRequest, conditioning: Conditioning, latents: Float32[np.ndarray, "B T h w C"]
+    ) -> None:
+        """Write stage 2's file: `latents` as the decoder takes them, without the extra latent frames."""
+        if hosts.is_first():
+            values = _latents_metadata(request_values(request) | {"dtype": self.dtype})
+            metadata = {name: value for name, value in values.items() if value is not None}
+            metadata = {"settings": self._latents_key(request, conditioning), **metadata}
+            stage_files.save(self.folder / LATENTS_FILE, {"latents": _in_file(latents)}, metadata)
+
+    def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
+        """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
+        values = request_values(request) | {"dtype": self.dtype, "fingerprints": self.fingerprints}
+        channels = request.manifest.model_family.latent_channels(request.manifest.configs)
+        return hosts.from_first(lambda: read_latents(self.folder, values, channels))
+
+
+def request_values(request: ResolvedRequest) -> dict[str, Any]:
+    """Field of the request that the settings hold -> its value; a sampler by its name."""
+    names = ("prompt", *recorded("encode", "denoise", "decode"))
+    values = {name: getattr(request, name) for name in names} | {"scheduler": request.sampler.config.kind}
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+
+
+def settings_json(request: ResolvedRequest) -> dict[str, Any]:
+    """The same but for the prompts and what is None, as JSON values under the names of the settings."""
+    values = {name: value for name, value in request_values(request).items() if name != "prompt"}
+    values |= {name: [each.facts() for each in values[name]] for name in MEDIA if values.get(name)}
+    return {_THEIR_NAMES.get(name, name): value for name, value in values.items() if value is not None}
+
+
+def request_json(request: ResolvedRequest) -> dict[str, Any]:
+    """All fields of a request of the command line as JSON values, from which another host makes the same."""
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
+    return values | {name: [each.facts() for each in values[name]] for name in MEDIA if values[name]}
+
+
+def request_of_json(values: Mapping[str, Any]) -> GenerationRequest:
+    """The inverse of `request_json`, with the facts of pictures and clips alone."""
+    media = {name: [Media(**facts) for facts in values[name]] for name in MEDIA if values[name]}
+    return GenerationRequest(**{**values, **media})
+
+
+def _prompts(request: ResolvedRequest) -> dict[str, Any]:
+    return {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+
+
+def _deciding_visual_latents(run: RunPrograms) -> dict[str, Any]:
+    """What the latents of pictures and clips depend on, but for their size; the seed draws the posterior's noise."""
+    seed = {"seed": run.request.seed} if run.encodes_by_seed else {}
+    return deciding(request_values(run.request), "encode") | seed
+
+
+def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What latents were made with: the reference system's metadata, and ours where we know it."""
+    names = ("prompt", "negative_prompt", *recorded("denoise"), "dtype")
+    return {name: values[name] for name in names if name in values}
+
+
+def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
+    """The prompts and the settings of these stages as JSON values; pictures and clips by their contents, wherever they
+    lie.
+
+    values: of `request_values` or `read_settings`.
+    """
+    found: dict[str, Any] = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
+    return found | {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
+
+
+def _in_file(x: np.ndarray) -> np.ndarray:
+    """Latents as B C T H W, as the reference system stores them; other features of pictures as they are."""
+    return np.ascontiguousarray(x.transpose(0, 4, 1, 2, 3)) if x.ndim == 5 else x
+
+
+def _from_file(x: np.ndarray) -> np.ndarray:
+    """The inverse of `_in_file`."""
+    return x.transpose(0, 2, 3, 4, 1) if x.ndim == 5 else x
+
+
+class StateKeeper:
+    """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
+
+    A context: on an exception it writes the last state, otherwise it removes the file. Process 0 alone has the file.
+    """
+
+    MIN_INTERVAL_S = 1.0
+    """Seconds between two writes."""
+
+    MAX_TIME_SHARE = 0.05
+    """Of the loop's time that writing may take."""
+
+    def __init__(self, path: Path, key: str, run: RunPrograms, mesh: Mesh | None):
+        self._path, self._key, self._mesh, self._enabled = path, key, mesh, not run.request.compiled_loop
+        self._run = run
+        self._sampler: Any = jax.tree.structure(run.sampler_state())
+        self._last: DenoiseState | None = None
+        self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not hosts.is_first():
+            return
+        if kind is None:
+            self._path.unlink(missing_ok=True)
+        elif self._last is not None and not issubclass(kind, NonFiniteError):
+            with suppress(InputError):  # the disk may be full, which has an error of its own
+                self._write(self._last)
+
+    def found(self) -> DenoiseState | None:
+        """The state that a run with the same settings left."""
+        found = hosts.from_first(self._read) if self._enabled else None
+        if found is None:
+            return None
+        step, latents, sampler = found
+        return DenoiseState(np.int32(step), latents, jax.tree.unflatten(self._sampler, sampler))
+
+    def _read(self) -> list[Any] | None:
+        if not stage_files.is_fresh(self._path, self._key):
+            return None
+        tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
+        log.info("going on after step %s", metadata["step"])
+        sampler = [tensors[f"sampler.{i}"] for i in range(self._sampler.num_leaves)]
+        return [int(metadata["step"]), tensors["latents"], sampler]
+
+    def keep(self, state: DenoiseState) -> None:
+        """Take a state. Those from which the loop cannot go on without the step cache, which is not written, are
+        passed over."""
+        if not self._enabled or not self._run.may_resume(int(state.step)):
+            return
+        state = dataclasses.replace(state, cache=None)
+        if hosts.count() > 1:  # so that process 0 has all of it
+            state = replicate(state, self._mesh)
+        if not hosts.is_first():
+            return
+        self._last = state
+        start = time.monotonic()
+        if start - self._written < self._wait:
+            return
+        try:
+            self._write(state)
+        except InputError as e:
+            log.warning("a run that is stopped now begins the denoising anew: %s", e)
+        self._written = time.monotonic()
+        self._wait = max(self.MIN_INTERVAL_S, (self._written - start) / self.MAX_TIME_SHARE)
+
+    def _write(self, state: DenoiseState) -> None:
+        tensors = {"latents": fetch(state.latents)}
+        tensors |= {f"sampler.{i}": fetch(x) for i, x in enumerate(jax.tree.leaves(state.sampler))}
+        stage_files.save(self._path, tensors, {"settings": self._key, "step": int(state.step)})
+        self._last = None
+
+
+def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float32[np.ndarray, "B T h w C"]:
+    """Stage 2's latents as the library has them.
+
+    Args:
+        settings: from `read_settings`.
+        channels: of the latents that the decoder takes.
+
+    Raises:
+        InputError: the file is missing, damaged, holds NaN, or was made with other settings or for another VAE.
+    """
+    path = folder / LATENTS_FILE
+    again = "run `cogvideox denoise` again"
+    tensors, metadata = stage_files.load(path, ("latents",), "cogvideox denoise")
+    latents = tensors["latents"]
+    if latents.ndim != 5 or latents.shape[1] != channels or 0 in latents.shape:
+        raise InputError(f"{path}: latents are {list(latents.shape)}, expected [B, {channels}, T, H, W]; {again}")
+    used = {name: value for name, value in _latents_metadata(settings).items() if value is not None}
+    stage_files.check_made_for(path, metadata, used, again)
+    if fingerprints := settings.get("fingerprints"):  # this library wrote the settings, perhaps by a later `encode`
+        now = deciding(settings, "encode", "denoise") | {"dtype": settings.get("dtype")}
+        stage_files.check_unchanged(path, metadata, now, again, model=fingerprints)
+    if len(latents) != len(settings["prompt"]):
+        raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
+    return latents.transpose(0, 2, 3, 4, 1)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_loras(value: Any) -> bool:
+    def one(record: Any) -> bool:
+        return isinstance(record, dict) and _is_text(record.get("file")) and is_finite_number(record.get("scale"))
+
+    return isinstance(value, list) and all(map(one, value))
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "str": _is_text,
+    "str | None": _is_text,
+    "str | Sequence[str]": lambda value: isinstance(value, list),
+    "int": _is_whole,
+    "int | None": _is_whole,
+    "float | None": is_finite_number,
+    "bool | Literal['index'] | None": lambda value: isinstance(value, bool | str),
+    "str | Scheduler | None": _is_text,
+    "Sequence[Any] | None": _are_loras,
+    "Sequence[int] | None": _are_whole,
+    "Any": is_facts,
+}
+"""Type of a field of the request -> whether a value out of a JSON file is one. What it may be is checked by
+`GenerationRequest.resolve`."""
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """What `generation_config.json` says, under the names of the request: prompts and model at least.
+
+    Returns:
+        Fields of the request, `model_id`, `revision`, `dtype` and `fingerprints`, as far as the file has them: the
+        reference system writes fewer fields than we do.
+
+    Raises:
+        InputError: missing, damaged or incomplete.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        raw = load_json(path)
+    except OSError as e:
+        raise InputError(f"{path} cannot be read ({e.strerror}); run `cogvideox encode` first") from e
+    except ValueError as e:
+        raise InputError(f"{path} is not JSON ({e}); run `cogvideox encode` again") from e
+    if not isinstance(raw, dict):
+        raise InputError(f"{path} must hold a JSON object; run `cogvideox encode` again")
+    if not is_as_written(raw):
+        log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
+    types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
+    valid = {name: _VALID[types[name]] for name in ("prompt", *recorded("encode", "denoise", "decode"))}
+    valid |= {"model_id": _is_text, "dtype": _is_text, "revision": lambda value: isinstance(value, str | None)}
+    valid["fingerprints"] = lambda value: isinstance(value, dict)
+    found = {name: raw[_THEIR_NAMES.get(name, name)] for name in valid if _THEIR_NAMES.get(name, name) in raw}
+    for name in ("prompt", "negative_prompt"):
+        found[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
+    found.setdefault("model_id", None)
+    wrong = [_THEIR_NAMES.get(name, name) for name, value in found.items() if not valid[name](value)]
+    if wrong:
+        raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
+    found |= {name: [Media(**facts) for facts in found[name]] for name in MEDIA if name in found}
+    check_prompts(found["prompt"], found["negative_prompt"])
+    check_fps(found.get("fps"))
+    return found
+
+
+def check_folder(folder: Path, nbytes: int = 0) -> None:
+    """Refuse a run directory, there or not yet, that results could not be written to.
+
+    Raises:
+        InputError: it cannot be made or written, or the disk is too full.
+    """
+    check_writable(folder / CONFIG_FILE)
+    check_free_space(folder, nbytes)
+
+
+def space_needed(request: ResolvedRequest) -> int:
+    """Bytes of the stage files and, generously, of the videos."""
+    manifest = request.manifest
+    size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+    shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch).values()
+    pixels = size.num_frames * size.height * size.width * 3
+    return 2 * 4 * sum(math.prod(shape) for shape in shapes) + request.batch * request.num_videos * pixels
+
+
+@contextmanager
+def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
+    """Make the run directory and keep other runs out of it while this one works there.
+
+    temporary: our files are removed when all went well, and when nothing was finished.
+
+    Raises:
+        InputError: another run works there, or the directory cannot be written.
+    """
+    if not hosts.is_first():
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
+    busy = f"another run is at work in {folder}; wait for it or choose another --dir or --out"
+    try:
+        with file_lock(folder / LOCK_FILE, busy=busy):
+            try:
+                yield
+            except BaseException:
+                if kept := finished(folder):
+                    log.warning("%s in %s: kept, the same command goes on from there", " and ".join(kept), folder)
+                elif temporary:
+                    _remove_files(folder)
+                raise
+            if temporary:
+                _remove_files(folder)
+    finally:
+        if temporary:
+            with suppress(OSError):  # not ours alone
+                folder.rmdir()
+
+
+def finished(folder: Path) -> list[str]:
+    """The files in a run directory that a later run goes on from."""
+    names = (EMBEDDINGS_FILE, STATE_FILE, LATENTS_FILE)
+    return [
+        str(path.relative_to(folder)) for at in _directories(folder) for name in names if (path := at / name).exists()
+    ]
+
+
+def _directories(folder: Path) -> list[Path]:
+    return [folder, *sorted(path for path in folder.glob("seed-*") if path.is_dir())]
+
+
+def _remove_files(folder: Path) -> None:
+    for at in reversed(_directories(folder)):
+        remove_orphans(at)
+        for name in (CONFIG_FILE, EMBEDDINGS_FILE, STATE_FILE, LATENTS_FILE):
+            (at / name).unlink(missing_ok=True)
+        if at != folder:
+            with suppress(OSError):  # somebody else's files
+                at.rmdir()
