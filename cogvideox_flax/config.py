@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from cogvideox_flax.errors import CheckpointError
-from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.io.values import is_count, shown, typed
 
 
 def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
@@ -41,18 +42,6 @@ MAX = {"layers": 1000, "refiner_layers": 1000, "layers_per_block": 100, "tempora
 
 DEFAULT_MAX = 2**24
 
-_VALID: dict[str, Callable[[Any, int], bool]] = {
-    "int": is_count,
-    "int | None": lambda value, most: value is None or is_count(value, most),
-    "float": lambda value, most: is_finite_number(value) and value > 0,
-    "bool": lambda value, most: isinstance(value, bool),
-    "str": lambda value, most: isinstance(value, str),
-    "tuple[int, ...]": lambda value, most: (
-        isinstance(value, tuple) and 0 < len(value) <= 16 and all(is_count(n, most) for n in value)
-    ),
-}
-"""Field annotation -> whether a value that came out of a JSON file is one, and not beyond the largest."""
-
 _EXPECTED = {
     "int": "a whole number from 1 to {most}",
     "int | None": "a whole number from 1 to {most}, or null",
@@ -63,15 +52,28 @@ _EXPECTED = {
 }
 
 
+def _is_valid(kind: Any, value: Any, most: int) -> bool:
+    """Whether a value that came out of a JSON file is of this type, and not beyond the largest."""
+    try:
+        value = typed(kind, value)
+    except ValueError:
+        return False
+    if isinstance(value, tuple):
+        return 0 < len(value) <= 16 and all(is_count(n, most) for n in value)
+    if value is None or isinstance(value, bool | str):
+        return True
+    return value > 0 if isinstance(value, float) else is_count(value, most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_VALID`."""
+    """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_EXPECTED`."""
 
     def __post_init__(self) -> None:
-        faults = []
+        faults, hints = [], typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
             kind, value, most = str(field.type), getattr(self, field.name), MAX.get(field.name, DEFAULT_MAX)
-            if not _VALID[kind](value, most):
+            if not _is_valid(hints[field.name], value, most):
                 faults.append(f"  {field.name}: got {shown(value)}, expected {_EXPECTED[kind].format(most=most)}")
         if faults:
             raise CheckpointError(f"{type(self).__name__} read from a config file is invalid:\n" + "\n".join(faults))

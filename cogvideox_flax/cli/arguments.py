@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.cli import commands
-from cogvideox_flax.cli.commands import PLANNED, TRAINING_OPTIONS
+from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.generate.request import (
     DTYPES,
     MAX_VIDEOS,
@@ -19,10 +21,11 @@ from cogvideox_flax.generate.request import (
     Stage,
     options,
     options_of,
+    types_of,
 )
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.io.values import is_count
+from cogvideox_flax.io.values import is_count, typed
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
@@ -111,27 +114,56 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
 
     stages: tuple[Stage, ...] = ("generate", "encode", "denoise", "decode")
     for stage in stages:
-        groups[f"request {stage}"] = argparse.ArgumentParser(add_help=False)
-        for name, each in options(stage).items():
-            add_option(groups[f"request {stage}"], name, each)
-    groups["media"] = argparse.ArgumentParser(add_help=False)
-    for name, each in options("denoise").items():
-        if each.for_media:
-            add_option(groups["media"], name, each)
+        groups[f"request {stage}"] = _grouped(options(stage))
+    groups["media"] = _grouped({name: each for name, each in options("denoise").items() if each.for_media})
     return groups
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, option: Option, kind: type = GenerationRequest) -> None:
+def _grouped(known: Mapping[str, Option]) -> argparse.ArgumentParser:
+    """A parser of these options, under their headings."""
+    parser = argparse.ArgumentParser(add_help=False)
+    headings = {group: parser.add_argument_group(group) for group in {each.group: None for each in known.values()}}
+    for name, each in known.items():
+        add_option(headings[each.group], name, each)
+    return parser
+
+
+def add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    name: str,
+    option: Option,
+    kind: type = GenerationRequest,
+) -> None:
     """Give a parser the flag of a field of the request, or of other options; None says that it was not used."""
     how: dict[str, Any] = {"dest": name, "default": None, "help": option.help}
+    of_one = _without_none(types_of(kind)[name])
     if option.choices is not None:
         how |= {"type": _one_of(option.choices), "metavar": "{" + ",".join(option.choices) + "}"}
-    elif option.parse is None and isinstance(getattr(kind, name), bool):
+    elif option.parse is None and of_one is bool:
         how |= {"action": "store_const", "const": True}
     else:
-        how |= {"type": option.parse or str, "metavar": option.metavar or name.upper()}
+        how |= {"type": option.parse or _parser_of(of_one), "metavar": option.metavar or name.upper()}
         how |= {"action": "append"} if option.repeat else {}
     parser.add_argument(f"--{name.replace('_', '-')}", *option.flags, **how)
+
+
+def _without_none(kind: Any) -> Any:
+    """X of X | None; the first of several others."""
+    parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
+    return parts[0] if isinstance(kind, types.UnionType | typing._UnionGenericAlias) else kind  # type: ignore
+
+
+def _parser_of(kind: Any) -> Callable[[str], Any]:
+    """What makes a value of this type of a text: "3", or "3,4" for tuples and lists."""
+    if (origin := typing.get_origin(kind)) is None:
+        return kind
+    each = typing.get_args(kind)[0]
+
+    def parse(text: str) -> Any:
+        return typed(kind, [each(part.strip()) for part in text.split(",")])
+
+    parse.__name__ = f"{origin.__name__} of {each.__name__}"  # argparse names it in its message
+    return parse
 
 
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -183,8 +215,9 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     which.add_argument("--model", help=_MODEL)
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
-    for name in PLANNED:
-        add_option(sub, name, options("denoise")[name])
+    for name, each in options("encode", "denoise", "decode").items():
+        if each.planned:
+            add_option(sub, name, each)
     sub.add_argument("--prompts", type=_prompt_count, default=1, help="how many at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(

@@ -41,12 +41,6 @@ if TYPE_CHECKING:
     from cogvideox_flax.generate.run_files import RunFiles
     from cogvideox_flax.sharding import MeshShape
 
-PLANNED = (
-    *("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "scheduler"),
-    *("compiled_loop", "positions", "window", "window_overlap", "step_cache", "step_cache_schedule"),
-)
-"""Options of a request that a forecast depends on."""
-
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
     "clips": ("--clips", "the folder of clips"),

@@ -55,6 +55,11 @@ class Media:
     num_frames: int
     source: Frames | Resampled | None = dataclasses.field(default=None, compare=False, repr=False)
 
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Media:
+        """What `facts` gave, without its frames."""
+        return cls(**{name: facts[name] for name in UNSEEN.facts()})
+
     def facts(self) -> dict[str, Any]:
         """All but the frames, as JSON values."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"}
@@ -88,22 +93,6 @@ def describe_media(values: Mapping[str, Any]) -> dict[str, Any]:
     """Field -> file and hash of each picture or clip, for the metadata of a video."""
     given = {name: values[name] for name in MEDIA if values.get(name)}
     return {name: [{"file": each.file, "sha256": each.sha256} for each in media] for name, media in given.items()}
-
-
-def is_facts(value: Any) -> bool:
-    """Whether a JSON value is a list of what `Media.facts` returns."""
-
-    def one(facts: Any) -> bool:
-        names = ("height", "width", "num_frames")
-        return (
-            isinstance(facts, dict)
-            and facts.keys() == {"file", "sha256", *names}
-            and isinstance(facts["file"], str)
-            and isinstance(facts["sha256"], str)
-            and all(is_count(facts[name], limits.MAX_PIXELS) for name in names)
-        )
-
-    return isinstance(value, list) and all(map(one, value))
 
 
 def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
@@ -157,6 +146,9 @@ def picture_size(
 
 def _check(name: str, value: Any, fps: float) -> Media:
     if isinstance(value, Media):
+        if value is not UNSEEN:  # out of a file, perhaps
+            limits.check_size(Path(value.file), value.height, value.width)
+            limits.check_count(Path(value.file), value.num_frames)
         return value
     is_picture = name in PICTURES or (name == MASK and _is_picture(value))
     ground = "black" if name == MASK else "white"  # where nothing is drawn on a mask, the video is kept

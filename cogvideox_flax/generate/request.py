@@ -6,9 +6,11 @@ No JAX, so that the command line answers at once.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from jaxtyping import Float
 
@@ -34,6 +36,16 @@ MAX_SEED = 2**32 - 1
 MAX_VIDEOS = 10_000
 """Videos of one request."""
 
+WHAT, INPUTS, SAMPLING, LONG, CACHE, OUTPUT = (
+    "what to make",
+    "pictures and clips",
+    "sampling and guidance",
+    "long clips",
+    "step cache",
+    "decoding",
+)
+"""The groups of options, as a reader thinks of them."""
+
 Stage = Literal["encode", "denoise", "decode", "generate"]
 
 
@@ -42,16 +54,20 @@ class Option:
     """How an option is given on the command line.
 
     help: what it does, and its default.
+    group: the heading in the help under which it stands.
     stage: the first stage that needs it; "generate": none of the stages alone.
     recorded: whether the settings in a run directory hold it.
     flags: other names of the flag.
-    parse: text -> value; ValueError or InputError where it cannot be.
+    parse: text -> value; ValueError or InputError where it cannot be; None: by the field's type.
     choices: text -> value, for options of few values.
     for_media: whether encoding pictures and clips needs it too.
+    planned: whether a forecast depends on it.
+    json: the type of its value in a JSON file; None: that of the field.
     metavar, repeat: as argparse has them; repeat: each use adds a value.
     """
 
     help: str
+    group: str = ""
     stage: Stage = "denoise"
     recorded: bool = True
     flags: tuple[str, ...] = ()
@@ -60,6 +76,8 @@ class Option:
     metavar: str | None = None
     repeat: bool = False
     for_media: bool = False
+    planned: bool = False
+    json: Any = None
 
 
 def options_of(kind: type) -> dict[str, Option]:
@@ -68,9 +86,32 @@ def options_of(kind: type) -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
 
 
+class AdapterRecord(TypedDict):
+    """An adapter, as the settings of a run hold it."""
+
+    file: str
+    scale: float
+
+
+class MediaFacts(TypedDict):
+    """A picture or clip, as the settings of a run hold it; see `media.Media`."""
+
+    file: str
+    sha256: str
+    height: int
+    width: int
+    num_frames: int
+
+
 def option(default: Any, help: str, **how: Any) -> Any:
     """A field of the request that is an option of the command line; `how`: as for `Option`."""
     return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
+
+
+def _media_option(help: str) -> Any:
+    """A field for pictures or clips."""
+    how: dict[str, Any] = {"parse": str, "metavar": "FILE", "repeat": True, "json": list[MediaFacts]}
+    return option(None, help, group=INPUTS, stage="encode", **how)
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -119,90 +160,75 @@ class GenerationRequest:
     """
 
     prompt: str | Sequence[str]
-    negative_prompt: str | Sequence[str] = option("", "what to steer away from", stage="encode")
+    negative_prompt: str | Sequence[str] = option("", "what to steer away from", group=WHAT, stage="encode")
     num_frames: int | None = option(
-        None, "such as 49; default: the release's, or what the video has", parse=int, for_media=True
+        None,
+        "such as 49; default: the release's, or what the video has",
+        group=WHAT,
+        for_media=True,
+        planned=True,
     )
-    height: int | None = option(None, _SIDE, parse=int, for_media=True)
-    width: int | None = option(None, _SIDE, parse=int, for_media=True)
-    num_inference_steps: int | None = option(None, "default: the release's, such as 50", flags=("--steps",), parse=int)
+    height: int | None = option(None, _SIDE, group=WHAT, for_media=True, planned=True)
+    width: int | None = option(None, _SIDE, group=WHAT, for_media=True, planned=True)
+    num_inference_steps: int | None = option(
+        None, "default: the release's, such as 50", group=SAMPLING, flags=("--steps",), planned=True
+    )
     guidance_scale: float | None = option(
-        None, "default: the checkpoint's, such as 6; 1 turns guidance off", parse=float
+        None, "default: the checkpoint's, such as 6; 1 turns guidance off", group=SAMPLING, planned=True
     )
     use_dynamic_cfg: bool | Literal["index"] | None = option(
         None,
         "guidance that changes over the steps: as released (timestep) or rising (index); default: the release's",
+        group=SAMPLING,
         flags=("--dynamic-cfg",),
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
-        None, "the sampler, such as ddim or dpm; default: the release's", parse=str
+        None, "the sampler, such as ddim or dpm; default: the release's", group=SAMPLING, planned=True
     )
-    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", parse=int, for_media=True)
+    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", group=SAMPLING, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
     lora: Sequence[Any] | None = option(
         None,
         "an adapter in diffusers' layout and its strength (1); several are added one after the other",
+        group=WHAT,
         parse=parse_lora,
         metavar="FILE[:SCALE]",
         repeat=True,
+        json=list[AdapterRecord],
     )
     num_videos: int = option(
-        1, "videos of each prompt, of seed, seed + 1, ...; default: 1", stage="generate", recorded=False, parse=int
+        1, "videos of each prompt, of seed, seed + 1, ...; default: 1", group=WHAT, stage="generate", recorded=False
     )
-    image: Any = option(  # noqa: RUF009
-        None,
+    image: Any = _media_option(  # noqa: RUF009
         "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG or "
-        "WebP; once for all prompts, or once for each",
-        stage="encode",
-        parse=str,
-        metavar="FILE",
-        repeat=True,
+        "WebP; once for all prompts, or once for each"
     )
-    last_image: Any = option(  # noqa: RUF009
-        None,
-        "the last frame too, for inpainting models and checkpoints trained on both",
-        stage="encode",
-        parse=str,
-        metavar="FILE",
-        repeat=True,
+    last_image: Any = _media_option(  # noqa: RUF009
+        "the last frame too, for inpainting models and checkpoints trained on both"
     )
-    video: Any = option(  # noqa: RUF009
-        None,
-        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs",
-        stage="encode",
-        parse=str,
-        metavar="FILE",
-        repeat=True,
+    video: Any = _media_option(  # noqa: RUF009
+        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs"
     )
-    control_video: Any = option(  # noqa: RUF009
-        None,
-        "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs",
-        stage="encode",
-        parse=str,
-        metavar="FILE",
-        repeat=True,
+    control_video: Any = _media_option(  # noqa: RUF009
+        "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs"
     )
-    mask_video: Any = option(  # noqa: RUF009
-        None,
+    mask_video: Any = _media_option(  # noqa: RUF009
         "what of the video is made anew, for inpainting models: white is, black stays; a video file, a folder of PNGs, "
-        "or one picture for all frames",
-        stage="encode",
-        parse=str,
-        metavar="FILE",
-        repeat=True,
+        "or one picture for all frames"
     )
     strength: float | None = option(
         None,
         "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8, with a mask 1",
-        parse=float,
+        group=INPUTS,
     )
     fit: str = option(
         "crop",
         "what happens to pictures of another aspect ratio: crop uses their middle, stretch is the reference's way; "
         "default: crop",
+        group=INPUTS,
         stage="encode",
         choices={name: name for name in FITS},
     )
@@ -210,40 +236,53 @@ class GenerationRequest:
         None,
         "factor of the pictures' latents; default: as released. 1.5-I2V divides by 0.7, where its authors' own code "
         "has 1; users report first frames nearer to the picture with 1",
+        group=INPUTS,
         stage="encode",
-        parse=float,
     )
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     positions: str | None = option(
         None,
         "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: as "
         "trained",
+        group=LONG,
         choices={"riflex": "riflex"},
+        planned=True,
     )
     window: int | None = option(
         None,
         "frames that are denoised at once, such as 49: longer clips are made in overlapping windows, in the memory of "
         "one; default: the whole clip",
-        parse=int,
+        group=LONG,
+        planned=True,
     )
-    window_overlap: int | None = option(None, "frames that two windows share; default: a third of one", parse=int)
+    window_overlap: int | None = option(
+        None, "frames that two windows share; default: a third of one", group=LONG, planned=True
+    )
     step_cache: str | None = option(
         None,
         "leave out most blocks in some steps: faster, another video; deepcache reuses the tokens of the last full step "
         "(as the reference TPU system), residual adds the skipped blocks' updates to the step's own tokens; default: "
         "every step is full",
+        group=CACHE,
         choices={name: name for name in STEP_CACHES},
+        planned=True,
     )
     step_cache_schedule: Sequence[int] | None = option(
         None,
         "which of the steps, counted from 0, are full: those before START, then every INTERVAL-th before END, and all "
         "from END on; default: 11,45,4 for 50 steps, START and END scaled for others, about half of the steps",
+        group=CACHE,
         parse=parse_schedule,
         metavar="START,END,INTERVAL",
+        planned=True,
     )
-    compiled_loop: bool = option(False, "run all steps as one compiled program", recorded=False)
-    tiling: bool = option(False, "decode in tiles: less memory, slightly different", stage="decode", recorded=False)
-    fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", stage="decode", parse=int)
+    compiled_loop: bool = option(
+        False, "run all steps as one compiled program", group=SAMPLING, recorded=False, planned=True
+    )
+    tiling: bool = option(
+        False, "decode in tiles: less memory, slightly different", group=OUTPUT, stage="decode", recorded=False
+    )
+    fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", group=OUTPUT, stage="decode")
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
 
@@ -327,6 +366,18 @@ class ResolvedRequest(GenerationRequest):
 def options(*stages: Stage) -> dict[str, Option]:
     """Field of the request -> its option, for those of these stages."""
     return {name: option for name, option in options_of(GenerationRequest).items() if option.stage in stages}
+
+
+@cache
+def types_of(kind: type) -> dict[str, Any]:
+    """Field of a dataclass of options -> its type; a sampler is held by its name."""
+    return typing.get_type_hints(kind, localns={"Scheduler": str})
+
+
+def json_type(name: str) -> Any:
+    """The type that the value of a field of the request has in a JSON file."""
+    found = options_of(GenerationRequest).get(name)
+    return types_of(GenerationRequest)[name] if found is None or found.json is None else found.json
 
 
 def recorded(*stages: Stage) -> list[str]:

@@ -75,12 +75,15 @@ def make_videos(
     Args:
         text: an earlier conditioning for the same prompts, whose text features are used again.
     """
-    videos = [_Video(pipe, one, files and files.of(one, request)) for one in request.videos()]
-    if files is not None:
-        order = [(stage, video) for stage in stages for video in videos]
-    else:
+    shared = None if RunPrograms(request, pipe.dtype).encodes_by_seed else _Encoded(pipe, request, files)
+    videos = []
+    for one in request.videos():
+        own = None if files is None else files.of(one, request)
+        videos.append(_Video(pipe, one, own, shared or _Encoded(pipe, one, own)))
+    if files is None:
         order = [(stage, video) for video in videos for stage in stages]
-    shared = None if RunPrograms(request, pipe.dtype).encodes_by_seed else files
+    else:
+        order = [(stage, video) for stage in stages for video in videos]
     before = stages[0]
     for stage, video in order:
         if files is not None and stage != before:
@@ -88,52 +91,70 @@ def make_videos(
         before = stage
         match stage:
             case "encode":
-                text = yield from video.encode(text, shared)
+                text = yield from video.encoded.encode(text)
             case "denoise":
-                yield from video.denoise(shared)
+                yield from video.denoise()
             case "decode":
                 yield from video.decode()
 
 
 @dataclass
-class _Video:
-    """The videos of one seed on their way.
+class _Encoded:
+    """The conditioning of one seed, or of all where the seed does not matter.
 
-    files: of this seed; None keeps them in memory.
+    files: None keeps it in memory.
     """
 
     pipe: Components
     request: ResolvedRequest
     files: RunFiles | None
     conditioning: Conditioning | None = None
-    state: DenoiseState | None = None
+    done: bool = False
 
-    def encode(self, text: Conditioning | None, shared: RunFiles | None) -> Events[Conditioning | None]:
-        """Returns the conditioning, whose text features serve the next seed; `text` where the files have it.
-
-        shared: the files of the whole run, for a conditioning that all seeds share.
-        """
-        files = shared or self.files
-        if files is None:
+    def encode(self, text: Conditioning | None) -> Events[Conditioning | None]:
+        """Returns the conditioning, whose text features serve the next seed; `text` where it is there already."""
+        if self.done:
+            return text
+        self.done = True
+        if self.files is None:
             self.conditioning = yield from encoding(self.pipe, self.request, text=text)
             return self.conditioning
-        if files.has_conditioning(self.request):
+        if self.files.has_conditioning(self.request):
             return text
         # with the negative prompt also where guidance is off: another guidance scale then goes on from it
         conditioning = yield from encoding(self.pipe, self.request, text=text, negative=True)
-        files.save_conditioning(self.request, conditioning)
+        self.files.save_conditioning(self.request, conditioning)
         return conditioning
 
-    def denoise(self, shared: RunFiles | None) -> Events[None]:
+    def get(self) -> Conditioning:
+        if self.files is not None:
+            return self.files.conditioning(self.request)
+        assert self.conditioning is not None
+        return self.conditioning
+
+
+@dataclass
+class _Video:
+    """The videos of one seed on their way.
+
+    files: of this seed; None keeps the loop's last state in memory.
+    """
+
+    pipe: Components
+    request: ResolvedRequest
+    files: RunFiles | None
+    encoded: _Encoded
+    state: DenoiseState | None = None
+
+    def denoise(self) -> Events[None]:
+        conditioning = self.encoded.get()
         if self.files is None:
-            assert self.conditioning is not None
-            states = yield from denoising(self.pipe, self.conditioning, self.request)
+            states = yield from denoising(self.pipe, conditioning, self.request)
             yield from self._steps(states, done=0)
             assert self.state is not None
             if self.request.output_type == "latent":
                 yield from finish(self.pipe, self.request, self.state)
             return
-        conditioning = (shared or self.files).conditioning(self.request)
         if not self.files.has_latents(self.request, conditioning):
             with self.files.kept_state(self.request, conditioning, self.pipe.mesh) as keeper:
                 self.state = found = keeper.found()
@@ -168,7 +189,7 @@ class _Video:
         else:
             assert self.state is not None
             latents = self._run.without_extra(self.state.latents)
-            self.conditioning = self.state = None
+            self.state = None
         yield from _decode(self.pipe, self.request, latents)
 
     @property

@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,9 @@ from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
-from cogvideox_flax.generate.media import MEDIA, Media, is_facts
+from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, recorded
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
 from cogvideox_flax.io.atomic import remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
@@ -41,7 +41,7 @@ from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.io.values import is_finite_number
+from cogvideox_flax.io.values import typed
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 
@@ -217,7 +217,7 @@ def request_json(request: ResolvedRequest) -> dict[str, Any]:
 
 def request_of_json(values: Mapping[str, Any]) -> GenerationRequest:
     """The inverse of `request_json`, with the facts of pictures and clips alone."""
-    media = {name: [Media(**facts) for facts in values[name]] for name in MEDIA if values[name]}
+    media = {name: [Media.of(facts) for facts in values[name]] for name in MEDIA if values[name]}
     return GenerationRequest(**{**values, **media})
 
 
@@ -358,42 +358,6 @@ def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float
     return latents.transpose(0, 2, 3, 4, 1)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_loras(value: Any) -> bool:
-    def one(record: Any) -> bool:
-        return isinstance(record, dict) and _is_text(record.get("file")) and is_finite_number(record.get("scale"))
-
-    return isinstance(value, list) and all(map(one, value))
-
-
-def _are_whole(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
-
-
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "str": _is_text,
-    "str | None": _is_text,
-    "str | Sequence[str]": lambda value: isinstance(value, list),
-    "int": _is_whole,
-    "int | None": _is_whole,
-    "float | None": is_finite_number,
-    "bool | Literal['index'] | None": lambda value: isinstance(value, bool | str),
-    "str | Scheduler | None": _is_text,
-    "Sequence[Any] | None": _are_loras,
-    "Sequence[int] | None": _are_whole,
-    "Any": is_facts,
-}
-"""Type of a field of the request -> whether a value out of a JSON file is one. What it may be is checked by
-`GenerationRequest.resolve`."""
-
-
 def read_settings(folder: Path) -> dict[str, Any]:
     """What `generation_config.json` says, under the names of the request: prompts and model at least.
 
@@ -415,18 +379,22 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} must hold a JSON object; run `cogvideox encode` again")
     if not is_as_written(raw):
         log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
-    types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
-    valid = {name: _VALID[types[name]] for name in ("prompt", *recorded("encode", "denoise", "decode"))}
-    valid |= {"model_id": _is_text, "dtype": _is_text, "revision": lambda value: isinstance(value, str | None)}
-    valid["fingerprints"] = lambda value: isinstance(value, dict)
-    found = {name: raw[_THEIR_NAMES.get(name, name)] for name in valid if _THEIR_NAMES.get(name, name) in raw}
+    kinds = {name: json_type(name) for name in ("prompt", *recorded("encode", "denoise", "decode"))}
+    kinds |= {"prompt": list[str], "negative_prompt": list[str]}
+    kinds |= {"model_id": str, "dtype": str, "revision": str | None, "fingerprints": dict}
+    given = {name: raw[_THEIR_NAMES.get(name, name)] for name in kinds if _THEIR_NAMES.get(name, name) in raw}
     for name in ("prompt", "negative_prompt"):
-        found[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
-    found.setdefault("model_id", None)
-    wrong = [_THEIR_NAMES.get(name, name) for name, value in found.items() if not valid[name](value)]
+        given[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
+    given.setdefault("model_id", None)
+    found, wrong = {}, []
+    for name, value in given.items():
+        try:
+            found[name] = typed(kinds[name], value)
+        except ValueError:
+            wrong.append(_THEIR_NAMES.get(name, name))
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
-    found |= {name: [Media(**facts) for facts in found[name]] for name in MEDIA if name in found}
+    found |= {name: [Media.of(facts) for facts in found[name]] for name in MEDIA if name in found}
     check_prompts(found["prompt"], found["negative_prompt"])
     check_fps(found.get("fps"))
     return found

@@ -29,17 +29,17 @@ class UpscaleOptions:
     The others say it in their help.
     """
 
-    scale: int = option(4, "factor of both sides, 1 to 16; default: 4", parse=int)
+    scale: int = option(4, "factor of both sides, 1 to 16; default: 4")
     tile: tuple[int, int] | None = option(
         None,
         "tiles of the result, multiples of 16 pixels; default: whole frames",
         parse=parse_tile,
         metavar="HxW",
     )
-    overlap: int = option(32, "that neighbouring tiles share at least; default: 32", parse=int, metavar="PIXELS")
+    overlap: int = option(32, "that neighbouring tiles share at least; default: 32", metavar="PIXELS")
     chunk: int | None = option(
-        None, "8 n + 1, done at once; default: as many as the release was trained on", parse=int, metavar="FRAMES"
+        None, "8 n + 1, done at once; default: as many as the release was trained on", metavar="FRAMES"
     )
-    chunk_overlap: int = option(8, "that neighbouring chunks share at least; default: 8", parse=int, metavar="FRAMES")
-    seed: int = option(0, "of the noise of the encoder's posterior, the same for each tile; default: 0", parse=int)
+    chunk_overlap: int = option(8, "that neighbouring chunks share at least; default: 8", metavar="FRAMES")
+    seed: int = option(0, "of the noise of the encoder's posterior, the same for each tile; default: 0")
     tiling: bool = option(False, "encode and decode in the VAE's own tiles too: less memory, slightly different")

@@ -1,9 +1,13 @@
-"""Checks of values from JSON and TOML files."""
+"""Checks of values from JSON and TOML files: configs, the settings of a run, training files."""
 
 from __future__ import annotations
 
+import types
+import typing
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Larger numbers are infinite where they are computed with."""
@@ -26,3 +30,69 @@ def shown(value: Any, most: int = 80) -> str:
     """A value for a message, truncated to `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+_SIMPLE: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text in quotes"),
+    Path: (str | Path, "a path in quotes"),
+    dict: (dict, "a table"),
+    None: (types.NoneType, "null"),
+    types.NoneType: (types.NoneType, "null"),
+}
+"""Type -> the types that a file may give for it, and their name in messages."""
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """A value out of a JSON or TOML file as a type: lists become tuples where tuples are expected, and so on.
+
+    Args:
+        kind: bool, int, float, str, Path, None, Any; a Literal, a TypedDict; or tuples, lists, sequences and unions of
+            these.
+
+    Raises:
+        ValueError: it is of another type, or a number beyond the range of float32; with what is expected.
+    """
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for part in parts:
+            try:
+                return typed(part, value)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        if any(value is part or (isinstance(part, str) and value == part) for part in parts):
+            return value
+    elif typing.is_typeddict(kind):
+        hints = typing.get_type_hints(kind)
+        if isinstance(value, dict) and value.keys() >= hints.keys():
+            return {**value, **{key: typed(hint, value[key]) for key, hint in hints.items()}}
+    elif origin is not None and issubclass(origin, Sequence):
+        each = parts[:1] if origin is not tuple or parts[1:] == (...,) else parts
+        if isinstance(value, list | tuple) and (len(each) == 1 or len(each) == len(value)):
+            kinds = each * len(value) if len(each) == 1 else each
+            return (tuple if origin is tuple else list)(typed(*pair) for pair in zip(kinds, value, strict=True))
+    else:
+        accepted, _ = _SIMPLE[kind]
+        if isinstance(value, accepted) and not (isinstance(value, bool) and kind is not bool):
+            if kind is not float:
+                return Path(value) if kind is Path else value
+            if is_finite_number(value):
+                return float(value)
+    raise ValueError(expected_of(kind))
+
+
+def expected_of(kind: Any) -> str:
+    """A type of `typed` in words."""
+    origin, parts = typing.get_origin(kind), [part for part in typing.get_args(kind) if part is not ...]
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(expected_of, parts)))
+    if origin is Literal:
+        return " or ".join(map(str, parts))
+    if origin is not None:
+        return f"a list of {expected_of(parts[0]).removeprefix('a ').replace(' in quotes', '')}s"
+    return "a table" if typing.is_typeddict(kind) else _SIMPLE[kind][1]

@@ -36,7 +36,7 @@ from typing import Any
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.paths import check_kind
-from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown
+from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown, typed
 from cogvideox_flax.runtime import hosts
 
 METHODS = ("lora", "full")
@@ -255,16 +255,6 @@ def _read_text(path: Path) -> str:
         raise InputError(f"cannot read the training settings {path}: {e}") from e
 
 
-_TOML_TYPES: dict[type, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "true or false"),
-    int: ((int,), "a whole number"),
-    float: ((int, float), "a number"),
-    str: ((str,), "a text in quotes"),
-    Path: ((str, Path), "a path in quotes"),
-}
-"""Type of a field -> the types that TOML may give for it, and their name in messages."""
-
-
 def _typed_values(cls: type, raw: Mapping[str, Any], prefix: str, faults: list[str]) -> dict[str, Any]:
     """The values of a dataclass's fields, converted to the fields' types; faults are appended to `faults`."""
     hints = typing.get_type_hints(cls)
@@ -285,27 +275,21 @@ def _typed_values(cls: type, raw: Mapping[str, Any], prefix: str, faults: list[s
 
 
 def _typed_value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
-    if isinstance(kind, types.UnionType):  # X | None; TOML has no None
-        kind = next(option for option in typing.get_args(kind) if option is not type(None))
     if dataclasses.is_dataclass(kind):
         if isinstance(value, dict):
             return _typed_values(typing.cast(type, kind), value, f"{name}.", faults)
         faults.append(f"  {name}: got {value!r}, expected a table, [{name}]")
         return None
-    if typing.get_origin(kind) is tuple:
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(value)
-        faults.append(f"  {name}: got {value!r}, expected a list of texts")
-        return None
-    accepted, expected = _TOML_TYPES[kind]
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        faults.append(f"  {name}: got {value!r}, expected {expected}")
-        return None
+    kinds = [part for part in typing.get_args(kind) if part is not types.NoneType]  # TOML has no None
+    kind = kinds[0] if isinstance(kind, types.UnionType) else kind
     try:
-        return expand_user(str(value)) if kind is Path else kind(value)
-    except (InputError, OverflowError) as e:  # an unknown user in ~user, an integer beyond the range of float
+        found = typed(kind, value)
+        return expand_user(str(found)) if kind is Path else found
+    except InputError as e:  # an unknown user in ~user
         faults.append(f"  {name}: {e}")
-        return None
+    except ValueError as e:
+        faults.append(f"  {name}: got {value!r}, expected {e}")
+    return None
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
