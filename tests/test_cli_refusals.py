@@ -520,7 +520,7 @@ def test_stages_that_are_not_there(refused, copied, tmp_path):
         ("[]", "must hold a JSON object"),
         ("{}", "no usable"),
         ('{"prompt": 5, "negative_prompt": "", "model_id": "x"}', "no usable prompt"),
-        ('{"prompt": [5], "negative_prompt": [""], "model_id": "x"}', "must be strings"),
+        ('{"prompt": [5], "negative_prompt": [""], "model_id": "x"}', "no usable prompt"),
         ('{"prompt": [], "negative_prompt": [], "model_id": "x"}', "empty"),
         ('{"prompt": ["a", "b"], "negative_prompt": "", "model_id": "x"}', "2 prompts but 1 negative"),
         ('{"prompt": "a", "negative_prompt": "", "model_id": "x", "seed": "7"}', "no usable seed"),

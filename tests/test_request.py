@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import shutil
+import sys
 
 import jax
 import numpy as np
+import processes
 import pytest
-from commands import PROMPT, generate
+from commands import PROMPT, ROOT, generate
 from flax import nnx
 from reference import save_layout
 
@@ -20,8 +24,9 @@ from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
-from cogvideox_flax.generate.request import options, recorded
+from cogvideox_flax.generate.request import json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
@@ -101,8 +106,8 @@ def test_every_option_of_the_command_line_is_a_field_of_the_request():
         "lora": [{"file": "a.safetensors", "scale": 0.5}],
         "tiling": True,
     }
-    types = {field.name: str(field.type) for field in dataclasses.fields(GenerationRequest)}
-    assert {types[name] for name in recorded("encode", "denoise", "decode")} <= run_files._VALID.keys()
+    for name in recorded("encode", "denoise", "decode"):
+        assert expected_of(json_type(name))  # a type that values out of a JSON file are checked for
     names = {field.name for field in dataclasses.fields(GenerationRequest)}
     assert set(options("encode", "denoise", "decode", "generate")) <= names
 
@@ -222,3 +227,70 @@ def test_the_callback_stops_all_videos_of_a_run(tmp_path):
     assert len(calls) == 4 and video.frames.shape[0] == 2 and video.metadata["seed"] == [7, 8]
     last_step = pipe(PROMPT, **options, callback=lambda step, *_: step == SMALL["num_inference_steps"] - 1)
     assert last_step.metadata["seed"] == 7
+
+
+NEW_OPTION = """
+    gain: tuple[float, float] | None = option(None, "factor and offset of the noise", group=SAMPLING, planned=True)
+"""
+ITS_USE = """
+        if request.gain is not None:
+            latents = latents * request.gain[0] + request.gain[1]
+"""
+USED = """
+import json, sys
+import numpy as np
+from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax.cli import main
+from cogvideox_flax.cli.arguments import make_parser
+from cogvideox_flax.cli.setup import given_options
+from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.io.values import expected_of
+from cogvideox_flax.io.video import read_metadata
+
+how = ["--steps", "1", "--num-frames", "9", "--quiet"]
+gain = ["--gain", "0.5, 0.25"]
+for name, more in (("plain", []), ("scaled", gain)):
+    assert main(["generate", "a red circle", "--out", name + ".npz", *how, *more]) == 0
+plain, scaled = (np.load(name + ".npz") for name in ("plain", "scaled"))
+assert np.abs(plain["latents"] - scaled["latents"]).max() > 0.1
+settings = [json.loads(str(each["metadata"]))["settings"] for each in (plain, scaled)]
+assert "gain" not in settings[0] and settings[1]["gain"] == [0.5, 0.25]
+
+pipe = Pipeline.from_pretrained(None, "float32")
+options = {"num_inference_steps": 1, "num_frames": 9, "output_type": "latent", "progress": False}
+video = pipe("a red circle", gain=(0.5, 0.25), **options)
+np.testing.assert_array_equal(video.frames, scaled["latents"])
+assert video.metadata["settings"] == settings[1]
+
+assert main(["encode", "a red circle", "--num-frames", "9", "--dir", "run"]) == 0
+assert main(["denoise", "--dir", "run", *how, *gain]) == 0
+kept = open("run/stage2_latents.safetensors", "rb").read()
+assert main(["denoise", "--dir", "run"]) == 0  # the directory's settings
+assert open("run/stage2_latents.safetensors", "rb").read() == kept
+assert main(["decode", "--dir", "run"]) == 0
+assert read_metadata("run/output_video.mp4")["settings"]["gain"] == [0.5, 0.25]
+settings = json.load(open("run/generation_config.json"))
+json.dump(settings | {"gain": [1, "x"]}, open("run/generation_config.json", "w"))
+assert main(["denoise", "--dir", "run"]) == 2
+
+planned = make_parser().parse_args(["plan", *gain])
+assert resolve(GenerationRequest("", **given_options(planned)), pipe.manifest).gain == (0.5, 0.25)
+"""
+
+
+def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path):
+    """Two lines are added to a copy of the library: it is then known to the shell, Python, stages, plan and recipe."""
+    for name in ("cogvideox_flax", "conversion", "weights"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    request, programs = (tmp_path / "cogvideox_flax" / "generate" / f"{name}.py" for name in ("request", "programs"))
+    for path, before, added in (
+        (request, "    noise: Float", NEW_OPTION),
+        (programs, "        # as in the reference, dynamic guidance counts", ITS_USE),
+    ):
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, added.lstrip("\n") + before))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "COGVIDEOX_HOME": str(tmp_path / "home")}
+    done = processes.run([sys.executable, "-c", USED], cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no usable gain") == 1 and "Traceback" not in done.stderr

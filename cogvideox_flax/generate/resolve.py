@@ -104,7 +104,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
 
 
 def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, Any]:
-    """What the release's authors, and the checkpoint, recommend for fields that are None; others in one form."""
+    """What the release's authors, and the checkpoint, recommend for fields that are None."""
     defaults = manifest.model_family.defaults(manifest.configs)
     filled: dict[str, Any] = {
         field.name: getattr(defaults, field.name)
@@ -113,8 +113,6 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
     }
     if request.guidance_scale is None and manifest.guidance_scale is not None:
         filled["guidance_scale"] = manifest.guidance_scale
-    if isinstance(request.step_cache_schedule, tuple):  # a list is what the settings of a run hold
-        filled["step_cache_schedule"] = list(request.step_cache_schedule)
     if is_finite_number(request.guidance_scale):
         filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
     return filled

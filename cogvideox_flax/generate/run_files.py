@@ -196,10 +196,17 @@ class RunFiles:
 
 
 def request_values(request: ResolvedRequest) -> dict[str, Any]:
-    """Field of the request that the settings hold -> its value; a sampler by its name."""
+    """Field of the request that the settings hold -> its value, as JSON has it but for pictures and clips; a sampler
+    by its name."""
     names = ("prompt", *recorded("encode", "denoise", "decode"))
     values = {name: getattr(request, name) for name in names} | {"scheduler": request.sampler.config.kind}
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
 
 
 def settings_json(request: ResolvedRequest) -> dict[str, Any]:
@@ -234,7 +241,7 @@ def _deciding_visual_latents(run: RunPrograms) -> dict[str, Any]:
 def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     """What latents were made with: the reference system's metadata, and ours where we know it."""
     names = ("prompt", "negative_prompt", *recorded("denoise"), "dtype")
-    return {name: values[name] for name in names if name in values}
+    return {name: _plain(values[name]) for name in names if name in values}
 
 
 def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
@@ -243,7 +250,7 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
 
     values: of `request_values` or `read_settings`.
     """
-    found: dict[str, Any] = {name: values.get(name) for name in ("prompt", *recorded(*stages))}
+    found: dict[str, Any] = {name: _plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
     return found | {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
 
 
