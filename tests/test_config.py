@@ -18,7 +18,7 @@ from reference import SHARED
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.resolve import check_model
+from cogvideox_flax.generate.resolve import check_model, resolve
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.cogvideox.family import COGVIDEOX
 from cogvideox_flax.models.cogvideox.releases import find_release
