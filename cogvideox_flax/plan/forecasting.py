@@ -20,7 +20,7 @@ from cogvideox_flax.generate.memory import Compiled
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
-from cogvideox_flax.models.family import Size
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
