@@ -10,19 +10,19 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import require
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FAMILIES
 from conversion.source import read_json
 
 
-def find_family(src: Path, preferred: str | None = None) -> ModelFamily:
+def find_family(src: Path, preferred: str | None = None) -> type[VideoModel]:
     """The family to which most class names in the components' config.json files belong.
 
     On a tie, the family with the most component directories; then `preferred`.
     """
     families = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
 
-    def matches(family: ModelFamily) -> tuple[int, int]:
+    def matches(family: type[VideoModel]) -> tuple[int, int]:
         named = sum(not _class_names(src / name).isdisjoint(c.class_names) for name, c in family.components.items())
         return named, sum((src / name).is_dir() for name in family.components)
 
@@ -38,7 +38,9 @@ def _class_names(folder: Path) -> set[str]:
         return set()
 
 
-def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release: Release | None = None) -> Manifest:
+def read_configs(
+    src: Path, family: type[VideoModel], wanted: Iterable[str], release: Release | None = None
+) -> Manifest:
     """The configs of some components in a directory, of its scheduler and its tokenizer.
 
     Args:
@@ -61,7 +63,8 @@ def read_configs(src: Path, family: ModelFamily, wanted: Iterable[str], release:
         configs["tokenizer"] = _parse(tokenizer_file, lambda raw: family.read_tokenizer(raw, configs))
     else:
         configs["tokenizer"] = family.read_tokenizer({}, configs)
-    return Manifest(family=family.name, configs=configs, guidance_scale=_guidance_scale(src))
+    name = None if release is None else release.name
+    return Manifest(family=family.name, configs=configs, release_name=name, guidance_scale=_guidance_scale(src))
 
 
 def _guidance_scale(src: Path) -> float | None:
@@ -97,7 +100,7 @@ def _check_feature_extractor(src: Path, side: int) -> None:
     )
 
 
-def _component_config(src: Path, family: ModelFamily, name: str, release: Release | None) -> Any:
+def _component_config(src: Path, family: type[VideoModel], name: str, release: Release | None) -> Any:
     if release is not None:
         return release.configs[name]
     path = src / name / "config.json"

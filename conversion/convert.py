@@ -34,7 +34,7 @@ from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.space import check_free_space
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import component_names, get_family, get_release
 from conversion.configs import find_family, read_configs
 from conversion.mapping import Plan, plan
@@ -110,7 +110,7 @@ def convert(
             ) from e
 
 
-def _find_family(src: Path, dst: Path, release: Release | None) -> ModelFamily:
+def _find_family(src: Path, dst: Path, release: Release | None) -> type[VideoModel]:
     """The family of src, which must be that of dst unless dst is empty."""
     there = read_manifest(dst).family if is_native(dst) else None
     family = get_family(release.family) if release is not None else find_family(src, there)
@@ -131,8 +131,8 @@ class _Job:
     progress: Progress
 
     @property
-    def family(self) -> ModelFamily:
-        return self.manifest.model_family
+    def family(self) -> type[VideoModel]:
+        return type(self.manifest.model)
 
     @property
     def work(self) -> Path:
@@ -175,7 +175,7 @@ class _Job:
             configs=self.configs(before, plans),
             weights=before.weights | records,
             tokenizer_sha256=tokenizer,
-            guidance_scale=self.guidance_scale(before, plans),
+            **self.of_denoiser(before, plans),
         )
         write_manifest(self.work, manifest)
         _finish(self.dst)
@@ -192,10 +192,14 @@ class _Job:
             kept = {name: config for name, config in kept.items() if name in self.family.components}
         return shared | kept | {component: own[component] for component in converted}
 
-    def guidance_scale(self, before: Manifest, converted: Iterable[str]) -> float | None:
-        """As the scheduler, that of the denoiser's directory."""
-        own, kept = self.manifest.guidance_scale, before.guidance_scale
-        return own if kept is None or self.family.denoiser in converted else kept
+    def of_denoiser(self, before: Manifest, converted: Iterable[str]) -> dict[str, Any]:
+        """`release_name` and `guidance_scale`: as the scheduler, those of the denoiser's directory."""
+
+        def choose(own: Any, kept: Any) -> Any:
+            return own if kept is None or self.family.denoiser in converted else kept
+
+        names = ("release_name", "guidance_scale")
+        return {name: choose(getattr(self.manifest, name), getattr(before, name)) for name in names}
 
     def convert(self, component: str, todo: Plan) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""

@@ -13,7 +13,7 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils import tqdm as hub_tqdm
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import RELEASES
 
 CONFIGS = (
@@ -38,7 +38,7 @@ class _NoBar(hub_tqdm):
         super().__init__(*args, **kwargs | {"disable": True})
 
 
-def files_read(family: ModelFamily, components: Iterable[str] | None = None) -> tuple[str, ...]:
+def files_read(family: type[VideoModel], components: Iterable[str] | None = None) -> tuple[str, ...]:
     """Patterns of the files that conversion reads for some components of a family, by default all."""
     names = family.components if components is None else components
     weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index.json")]
@@ -48,7 +48,7 @@ def files_read(family: ModelFamily, components: Iterable[str] | None = None) -> 
 def download_model(
     hub_id: str,
     configs: Download,
-    family: ModelFamily,
+    family: type[VideoModel],
     components: Iterable[str] | None = None,
     *,
     progress: bool = True,

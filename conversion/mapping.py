@@ -10,7 +10,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import ConversionError
-from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.model import VideoModel
 from conversion.rules import Alias, Ignore, Rule, Table
 from conversion.tables import TABLES
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
     shapes: dict[str, Shape]
 
 
-def plan(family: ModelFamily, component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
+def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
     """Match source tensors (name -> shape) with the parameters of a family's component.
 
     Raises:
@@ -56,7 +56,7 @@ def plan(family: ModelFamily, component: str, config: Any, tensors: Mapping[str,
 
 
 def _match(
-    family: ModelFamily, component: str, config: Any, tensors: Mapping[str, Shape]
+    family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]
 ) -> tuple[dict[str, Move], dict[str, Shape], list[str]]:
     table = TABLES[family.name][component](config)
     abstract = family.components[component].abstract(config)

@@ -19,7 +19,7 @@ from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.tiling import Tiling
 from conversion.mapping import plan
 
@@ -347,7 +347,7 @@ def released_shapes():
 
 def test_table_takes_every_released_tensor():
     shapes = released_shapes()
-    assert len(plan(COGVIDEOX, "vae", VAEConfig(), shapes).moves) == len(shapes) == 436
+    assert len(plan(CogVideoX, "vae", VAEConfig(), shapes).moves) == len(shapes) == 436
 
 
 @pytest.mark.skipif(not (SHARED / "spec" / "keys" / "vae.txt").exists(), reason="needs the shared key list")

@@ -20,9 +20,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, resolve
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
-from cogvideox_flax.models.cogvideox.releases import find_release
-from cogvideox_flax.models.cogvideox.sizes import resolve_size
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.hunyuan_video15 import config as hunyuan
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenConfig
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
@@ -44,7 +42,7 @@ KINDS = {
 
 
 @pytest.mark.skipif(not CONFIGS.is_dir(), reason=f"no released config files in {CONFIGS}")
-@pytest.mark.parametrize("release", COGVIDEOX.releases.values(), ids=lambda r: r.name)
+@pytest.mark.parametrize("release", CogVideoX.releases.values(), ids=lambda r: r.name)
 @pytest.mark.parametrize("file", KINDS)
 def test_released_files_read_as_the_table_says(release, file):
     component, kind = KINDS[file]
@@ -52,19 +50,19 @@ def test_released_files_read_as_the_table_says(release, file):
     assert kind.from_hf(raw) == release.configs[component]
 
 
-@pytest.mark.parametrize("release", COGVIDEOX.releases.values(), ids=lambda r: r.name)
+@pytest.mark.parametrize("release", CogVideoX.releases.values(), ids=lambda r: r.name)
 def test_configs_survive_their_own_file(release):
     for component, kind in KINDS.values():
         config = release.configs[component]
         assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("release", COGVIDEOX.releases.values(), ids=lambda r: r.name)
+@pytest.mark.parametrize("release", CogVideoX.releases.values(), ids=lambda r: r.name)
 def test_release_is_found_whatever_its_nominal_size(release):
     transformer = release.configs["transformer"]
     moved = dataclasses.replace(transformer, sample_height=300, sample_width=300)
-    assert find_release({"transformer": moved}) is release
-    assert find_release({"transformer": dataclasses.replace(transformer, layers=7)}) is None
+    assert CogVideoX.find_release({"transformer": moved}) is release
+    assert CogVideoX.find_release({"transformer": dataclasses.replace(transformer, layers=7)}) is None
 
 
 def test_our_own_files_are_read_strictly():
@@ -78,8 +76,7 @@ def test_our_own_files_are_read_strictly():
 
 
 def size(name, **kwargs):
-    release = RELEASES[name]
-    return resolve_size(release.configs["transformer"], release.configs["vae"], release, **kwargs)
+    return CogVideoX(RELEASES[name].configs).resolve_size(**kwargs)
 
 
 @pytest.mark.parametrize(

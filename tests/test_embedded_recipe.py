@@ -14,7 +14,7 @@ from cogvideox_flax.checkpoint import hub, load_text_encoder, load_transformer, 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.objectives import velocity_loss
@@ -121,8 +121,8 @@ def test_image_to_video_starts_from_the_same_prediction():
     assert wide.config.takes == "image" and wide.config == IMAGE_TRANSFORMER
     x, image = (jax.random.normal(jax.random.key(i), (2, n, 8, 8, 16)) for i, n in ((0, 5), (1, 1)))
     features = {"prompt_embeds": jax.random.normal(jax.random.key(2), (2, 24, 128))}
-    same = COGVIDEOX.predict(transformer, x, features, jnp.int32(500))
-    np.testing.assert_array_equal(COGVIDEOX.predict(wide, x, features | {"image_latents": image}, jnp.int32(500)), same)
+    same = CogVideoX.predict(transformer, x, features, jnp.int32(500))
+    np.testing.assert_array_equal(CogVideoX.predict(wide, x, features | {"image_latents": image}, jnp.int32(500)), same)
 
     batch = {"mean": x, "std": 0.1 * jnp.ones_like(x), "image_mean": image, "image_std": 0.1 * jnp.ones_like(image)}
     batch |= {"ids": jnp.ones((2, 24), jnp.int32), "corners": jnp.zeros((2, 5, 8, 8))}

@@ -21,7 +21,7 @@ from reference import save_layout
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, checkpoint, cli, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import memory
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.models.t5 import TextEncoder
@@ -67,7 +67,7 @@ def test_operation_by_operation_gives_the_same(pipe):
     pipe.profiling = ProfilingOptions(jit=False)
     seen = []
     plan = pipe.programs(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
-    program = pipe._compiled.get(plan.encode(pipe.manifest.model_family.text[0]))
+    program = pipe._compiled.get(plan.encode(pipe.manifest.model.text[0]))
     function = program.program
     program.program = lambda *args: seen.append(args[1]) or function(*args)
     np.testing.assert_allclose(pipe("red", **SMALL, output_type="float").frames, expected, atol=1e-4)
@@ -204,7 +204,7 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
         return pipe.programs(GenerationRequest("red", num_frames=frames, height=448, width=448))
 
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
-        program = CompiledProgram(plan(1).encode(pipe.manifest.model_family.text[0]), mesh=mesh)
+        program = CompiledProgram(plan(1).encode(pipe.manifest.model.text[0]), mesh=mesh)
         assert isinstance(program.model_argument(pipe.text_encoder).blocks, nnx.List) == (mesh is None)
     for frames, few in ((1, True), (9, False)):  # 28x28 patches in each latent frame
         transformer = CompiledProgram(plan(frames).denoise).model_argument(pipe.transformer)
@@ -221,7 +221,7 @@ class EncodeIds(Program):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_weights_are_not_copied_out_of_their_stack(dtype):
     config = dataclasses.replace(RELEASES["cogvideox-5b"].configs["text_encoder"], layers=2)
-    encoder = checkpoint.cast(COGVIDEOX.components["text_encoder"].abstract(config), dtype)
+    encoder = checkpoint.cast(CogVideoX.components["text_encoder"].abstract(config), dtype)
     program = CompiledProgram(EncodeIds(tokens=226), compiler_options(dtype))
     compiled = program.prepare(encoder, jax.ShapeDtypeStruct((1, 226), jnp.int32))
     least = 4 * config.width * config.mlp_width  # the largest kernel in float32

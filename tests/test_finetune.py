@@ -26,7 +26,7 @@ from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME, describe_lora
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training import prepare, snapshots
@@ -134,7 +134,7 @@ def test_lora_is_trained_and_changes_what_is_generated(started, model, paths, tm
     file = started["lora", "whole"]
     assert file.name == FILE_NAME
     config = checkpoint.read_manifest(model).configs["transformer"]
-    assert describe_lora(COGVIDEOX, file, 1.0, config)["file"] == str(file)
+    assert describe_lora(CogVideoX, file, 1.0, config)["file"] == str(file)
     tensors = load_file(file)
     assert {name.split(".", 3)[3].rsplit(".", 2)[0] for name in tensors} == {
         "attn1.to_q",

@@ -290,7 +290,7 @@ def test_the_released_widths(tmp_path):
 @pytest.mark.parametrize("release", HUNYUAN_RELEASES.values(), ids=lambda r: r.name)
 def test_configs_of_releases_survive_their_own_file(release):
     family = get_family(release.family)
-    for name, kind in family.config_types.items():
+    for name, kind in family.config_types().items():
         config = release.configs[name]
         assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     # a CFG-distilled release has the configs of the one that it was made from; guidance tells them apart

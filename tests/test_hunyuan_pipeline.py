@@ -205,12 +205,12 @@ def test_info_knows_the_family(layout, run):
 
 
 def test_the_license_is_said_at_a_download(layout, monkeypatch, capsys):
-    from cogvideox_flax.models.hunyuan_video15.family import LICENSE, TEXT_TO_VIDEO
+    from cogvideox_flax.models.hunyuan_video15.model import LICENSE, HunyuanVideo15
     from conversion import download
 
     asked = []
     monkeypatch.setattr(download, "download", lambda *args, **how: asked.append(args))
-    download.download_model("a/b", download.Download(layout, {"revision": "c"}), TEXT_TO_VIDEO)
+    download.download_model("a/b", download.Download(layout, {"revision": "c"}), HunyuanVideo15)
     assert capsys.readouterr().err == LICENSE + "\n"
     assert "tokenizer/vocab.json" in asked[0][2]
 

@@ -20,7 +20,7 @@ from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.lora.adapters import add_lora
 from cogvideox_flax.models.hunyuan_video15.conditions import valid_first
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
-from cogvideox_flax.models.hunyuan_video15.family import TEXT_TO_VIDEO
+from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.nn.quantized import quantize
@@ -175,9 +175,9 @@ def test_the_released_sizes():
 def test_every_parameter_has_a_row(pair):
     """Of the weights, of adapters on all targets, and of quantized weights."""
     model = load_component("transformer", pair[1], "float32")
-    everywhere = tuple(TEXT_TO_VIDEO.lora.targets)
-    adapted = add_lora(TEXT_TO_VIDEO, model, rank=2, alpha=2.0, targets=everywhere, rngs=nnx.Rngs(0))
-    for module in (model, adapted, quantize(model, TEXT_TO_VIDEO.components["transformer"].linear_maps, "int8")):
+    everywhere = tuple(HunyuanVideo15.lora.targets)
+    adapted = add_lora(HunyuanVideo15, model, rank=2, alpha=2.0, targets=everywhere, rngs=nnx.Rngs(0))
+    for module in (model, adapted, quantize(model, HunyuanVideo15.components["transformer"].linear_maps, "int8")):
         for name in parameters(module):
             parameter_axes(TRANSFORMER, name)
 

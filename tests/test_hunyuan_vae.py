@@ -15,7 +15,7 @@ from benchmarks.released_layout import randomise
 from cogvideox_flax.checkpoint import load_component
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
-from cogvideox_flax.models.hunyuan_video15.family import TEXT_TO_VIDEO
+from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.models.tiling import Tiling
 from cogvideox_flax.sharding import make_mesh
 from conversion import mapping
@@ -141,8 +141,8 @@ def test_the_released_sizes():
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     config = VAEConfig.from_hf(dict(module.config))
     assert config == VAEConfig()
-    assert len(mapping.plan(TEXT_TO_VIDEO, "vae", config, shapes).moves) == len(shapes) == 218
-    count = TEXT_TO_VIDEO.components["vae"].num_parameters(config)
+    assert len(mapping.plan(HunyuanVideo15, "vae", config, shapes).moves) == len(shapes) == 218
+    count = HunyuanVideo15.components["vae"].num_parameters(config)
     assert count == sum(parameter.numel() for parameter in module.parameters())
     assert round(count / 1e9, 2) == 1.26
 

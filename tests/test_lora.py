@@ -35,7 +35,7 @@ from cogvideox_flax.lora import (
     save_lora,
     with_parameters,
 )
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX, LORA
+from cogvideox_flax.models.cogvideox.model import LORA, CogVideoX
 
 pytest_plugins = ["commands"]
 
@@ -94,7 +94,7 @@ def with_random_b(model, size=0.1):
 
 @pytest.fixture(scope="module")
 def adapted(model):
-    return with_random_b(add_lora(COGVIDEOX, model, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(1)))
+    return with_random_b(add_lora(CogVideoX, model, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(1)))
 
 
 def run_reference_with(reference, args, state, scale):
@@ -132,7 +132,7 @@ def random_state(modules=MODULES, layers=(0, 1), rank=3, seed=2):
 
 
 def test_diffusers_reads_our_file_and_computes_the_same(reference, adapted, args, plain, tmp_path):
-    path = save_lora(COGVIDEOX, tmp_path, adapted)
+    path = save_lora(CogVideoX, tmp_path, adapted)
     assert path == tmp_path / FILE_NAME
     state, metadata = Reference.lora_state_dict(tmp_path, weight_name=FILE_NAME, return_lora_metadata=True)
     assert len(state) == 2 * 2 * len(LORA.targets)
@@ -161,7 +161,7 @@ def test_diffusers_reads_our_file_and_computes_the_same(reference, adapted, args
 def test_a_file_that_diffusers_wrote(reference, model, args, tmp_path, metadata, scale):
     state = random_state()
     Reference.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=metadata)
-    ours = run_ours(merge_lora(load_lora(COGVIDEOX, tmp_path, model, 0.8)), *args)
+    ours = run_ours(merge_lora(load_lora(CogVideoX, tmp_path, model, 0.8)), *args)
     expected = run_reference_with(reference, args, state, lambda module: 0.8 * scale(module))
     assert relative_error(ours, expected) < FLOAT32_BAR
 
@@ -181,13 +181,13 @@ def test_older_names_alphas_and_layers_that_differ(reference, model, args, tmp_p
     save_file(file, tmp_path / "old.safetensors")
     scales = {"0.attn1.to_q": 1.5 / 3, "0.attn1.to_out.0": 1, "1.attn1.to_out.0": 2 / 5}
     expected = run_reference_with(reference, args, state, lambda module: scales[module.partition(".")[2]])
-    ours = run_ours(merge_lora(load_lora(COGVIDEOX, tmp_path / "old.safetensors", model)), *args)
+    ours = run_ours(merge_lora(load_lora(CogVideoX, tmp_path / "old.safetensors", model)), *args)
     assert relative_error(ours, expected) < FLOAT32_BAR
 
 
 def test_through_peft(reference, adapted, args, tmp_path):
     pytest.importorskip("peft")
-    save_lora(COGVIDEOX, tmp_path, adapted)
+    save_lora(CogVideoX, tmp_path, adapted)
     reference.load_lora_adapter(tmp_path, prefix="transformer", weight_name=FILE_NAME)
     try:
         expected = run_reference(reference, *args)
@@ -200,7 +200,7 @@ def test_through_peft(reference, adapted, args, tmp_path):
 
 
 def test_a_new_adapter_changes_nothing(model, args, plain):
-    fresh = add_lora(COGVIDEOX, model, 4, rngs=nnx.Rngs(0))
+    fresh = add_lora(CogVideoX, model, 4, rngs=nnx.Rngs(0))
     assert sorted(lora_parameters(fresh)) == sorted(
         f"blocks.attn.{t}.{half}" for t in LORA.default_targets for half in "ab"
     )
@@ -208,7 +208,7 @@ def test_a_new_adapter_changes_nothing(model, args, plain):
     assert a.shape == (2, WIDTH, 4)
     assert 0.9 * WIDTH**-0.5 < np.abs(a).max() <= WIDTH**-0.5
     assert (a[0] != a[1]).all()
-    everywhere = add_lora(COGVIDEOX, model, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(0))
+    everywhere = add_lora(CogVideoX, model, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(0))
     assert (run_ours(everywhere, *args) == plain).all()
     assert not lora_parameters(model)
 
@@ -222,7 +222,7 @@ def test_merged_is_plain_and_computes_the_same(model, adapted, args):
 
 
 def test_bfloat16(converted, tmp_path, adapted):
-    half = load_lora(COGVIDEOX, save_lora(COGVIDEOX, tmp_path, adapted), load_transformer(converted, dtype="bfloat16"))
+    half = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path, adapted), load_transformer(converted, dtype="bfloat16"))
     merged = parameters(merge_lora(half))
     assert {x.dtype for x in merged.values()} == {jnp.dtype("bfloat16")}
     exact = np.asarray(parameters(merge_lora(adapted))["blocks.attn.q.kernel"])
@@ -239,16 +239,16 @@ def test_bfloat16(converted, tmp_path, adapted):
 
 
 def test_files_come_back_bit_for_bit(model, adapted, tmp_path):
-    back = load_lora(COGVIDEOX, save_lora(COGVIDEOX, tmp_path / "a.safetensors", adapted), model)
+    back = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path / "a.safetensors", adapted), model)
     assert jax.tree.structure(back) == jax.tree.structure(adapted)  # ranks and alphas too
     for name, value in parameters(back).items():
         np.testing.assert_array_equal(value, parameters(adapted)[name], name)
 
 
 def test_targets_of_several_ranks_come_back(model, tmp_path):
-    one = add_lora(COGVIDEOX, model, 2, 1, ["v"], rngs=nnx.Rngs(0))
-    mixed = with_random_b(add_lora(COGVIDEOX, one, 5, 0.5, ["up"], rngs=nnx.Rngs(1)))
-    back = load_lora(COGVIDEOX, save_lora(COGVIDEOX, tmp_path, mixed), model)
+    one = add_lora(CogVideoX, model, 2, 1, ["v"], rngs=nnx.Rngs(0))
+    mixed = with_random_b(add_lora(CogVideoX, one, 5, 0.5, ["up"], rngs=nnx.Rngs(1)))
+    back = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path, mixed), model)
     assert jax.tree.structure(back) == jax.tree.structure(mixed)
     text = Reference.lora_state_dict(tmp_path, weight_name=FILE_NAME, return_lora_metadata=True)[1]
     assert (text["transformer.r"], text["transformer.lora_alpha"]) == (2, 1)
@@ -257,7 +257,7 @@ def test_targets_of_several_ranks_come_back(model, tmp_path):
 
 
 def test_gradients_reach_the_adapters_alone(model, args):
-    fresh = add_lora(COGVIDEOX, model, 4, rngs=nnx.Rngs(0))
+    fresh = add_lora(CogVideoX, model, 4, rngs=nnx.Rngs(0))
     latents, context, timestep = args
 
     @jax.jit
@@ -284,8 +284,8 @@ def test_gradients_reach_the_adapters_alone(model, args):
 
 def test_on_a_mesh(converted, adapted, args, tmp_path):
     mesh = sharding.make_mesh(tp=2)
-    path = save_lora(COGVIDEOX, tmp_path, adapted)
-    spread = load_lora(COGVIDEOX, path, load_transformer(converted, mesh=mesh), mesh=mesh)
+    path = save_lora(CogVideoX, tmp_path, adapted)
+    spread = load_lora(CogVideoX, path, load_transformer(converted, mesh=mesh), mesh=mesh)
     shares = {name: x.addressable_shards[0].data.shape for name, x in lora_parameters(spread).items()}
     assert shares["blocks.attn.k.a"] == (2, WIDTH, 4)
     assert shares["blocks.attn.k.b"] == (2, 4, WIDTH // 2)
@@ -296,11 +296,11 @@ def test_on_a_mesh(converted, adapted, args, tmp_path):
     with jax.set_mesh(mesh):
         assert relative_error(run_ours(spread, *args), expected) < MERGED_BAR
     whole = parameters(merge_lora(adapted))
-    rows = COGVIDEOX.components["transformer"].sharding
+    rows = CogVideoX.components["transformer"].sharding
     for name, value in parameters(merge_lora(spread)).items():
         np.testing.assert_allclose(value, whole[name], atol=1e-6)
         assert value.sharding == sharding.parameter_sharding(mesh, rows, name, value.shape), name
-    fresh = add_lora(COGVIDEOX, load_transformer(converted, mesh=mesh), 4, rngs=nnx.Rngs(0), mesh=mesh)
+    fresh = add_lora(CogVideoX, load_transformer(converted, mesh=mesh), 4, rngs=nnx.Rngs(0), mesh=mesh)
     assert lora_parameters(fresh)["blocks.attn.q.b"].addressable_shards[0].data.shape == (2, 4, WIDTH // 2)
 
 
@@ -352,31 +352,31 @@ def test_files_that_do_not_fit(model, tmp_path, tensors, metadata, messages):
     path = tmp_path / "bad.safetensors"
     save_file(tensors, path, {"lora_adapter_metadata": json.dumps(metadata)} if metadata else None)
     with pytest.raises(CheckpointError) as error:
-        load_lora(COGVIDEOX, path, model)
+        load_lora(CogVideoX, path, model)
     assert all(message in str(error.value) for message in messages), error.value
     assert str(path) in str(error.value)
 
 
 def test_other_refusals(model, adapted, tmp_path):
     with pytest.raises(CheckpointError, match=f"cannot read .*{FILE_NAME}: No such file"):
-        load_lora(COGVIDEOX, tmp_path, model)
+        load_lora(CogVideoX, tmp_path, model)
     torch.save({name(): torch.ones(3, 64)}, tmp_path / "adapter.bin")
     with pytest.raises(CheckpointError, match="pickled PyTorch weights, which are never read"):
-        load_lora(COGVIDEOX, tmp_path / "adapter.bin", model)
-    path = save_lora(COGVIDEOX, tmp_path / "good.safetensors", adapted)
+        load_lora(CogVideoX, tmp_path / "adapter.bin", model)
+    path = save_lora(CogVideoX, tmp_path / "good.safetensors", adapted)
     with pytest.raises(InputError, match=r"must be a finite number .* got nan"):
-        load_lora(COGVIDEOX, path, model, float("nan"))
+        load_lora(CogVideoX, path, model, float("nan"))
     with pytest.raises(InputError, match="q of this transformer has a LoRA already"):
-        load_lora(COGVIDEOX, path, adapted)
+        load_lora(CogVideoX, path, adapted)
     with pytest.raises(InputError, match="nothing to write"):
-        save_lora(COGVIDEOX, tmp_path, model)
+        save_lora(CogVideoX, tmp_path, model)
     for options, message in (
         ({"rank": 0}, "must be 1 or more"),
         ({"rank": 4, "targets": ["q", "to_k"]}, "unknown LoRA targets to_k; known are q, k"),
         ({"rank": 4, "targets": []}, "at least one target"),
     ):
         with pytest.raises(InputError, match=message):
-            add_lora(COGVIDEOX, model, **options, rngs=nnx.Rngs(0))
+            add_lora(CogVideoX, model, **options, rngs=nnx.Rngs(0))
 
 
 # --- runs ---
@@ -387,9 +387,9 @@ def files(native, tmp_path_factory):
     """Two adapters for the model of the shell commands' tests."""
     folder = tmp_path_factory.mktemp("adapters")
     plain = load_transformer(native)
-    one = with_random_b(add_lora(COGVIDEOX, plain, 4, rngs=nnx.Rngs(1)), 0.3)
-    two = with_random_b(add_lora(COGVIDEOX, plain, 2, targets=["up"], rngs=nnx.Rngs(2)), 0.3)
-    return save_lora(COGVIDEOX, folder / "one.safetensors", one), save_lora(COGVIDEOX, folder / "two.safetensors", two)
+    one = with_random_b(add_lora(CogVideoX, plain, 4, rngs=nnx.Rngs(1)), 0.3)
+    two = with_random_b(add_lora(CogVideoX, plain, 2, targets=["up"], rngs=nnx.Rngs(2)), 0.3)
+    return save_lora(CogVideoX, folder / "one.safetensors", one), save_lora(CogVideoX, folder / "two.safetensors", two)
 
 
 def test_a_pipeline_takes_several(native, files):
@@ -397,7 +397,7 @@ def test_a_pipeline_takes_several(native, files):
     plain = parameters(load_transformer(native))
     delta = {}
     for path, target in ((one, "attn.q"), (two, "mlp.up")):
-        adapter = lora_parameters(load_lora(COGVIDEOX, path, load_transformer(native)))
+        adapter = lora_parameters(load_lora(CogVideoX, path, load_transformer(native)))
         delta[f"blocks.{target}.kernel"] = adapter[f"blocks.{target}.a"] @ adapter[f"blocks.{target}.b"]
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.load_lora(one)  # before the weights are there
@@ -502,7 +502,7 @@ def test_latents_of_another_adapter_are_not_decoded(refused, paths, files, run_d
 
 
 def test_runs_refuse_before_anything_is_loaded(refused, layout, run_dir, adapted, tmp_path):
-    other = save_lora(COGVIDEOX, tmp_path / "a:b.safetensors", with_random_b(adapted))
+    other = save_lora(CogVideoX, tmp_path / "a:b.safetensors", with_random_b(adapted))
     tensors = load_file(other)
     save_file(pair(a=(3, 48)), tmp_path / "narrow.safetensors")
     save_file({key: tensors[key] for key in list(tensors)[:1]}, tmp_path / "half.safetensors")

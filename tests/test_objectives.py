@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.config import LoopConfig
@@ -109,10 +110,10 @@ def test_a_small_batch_may_have_no_noisy_clip():
 
 def test_latents_are_scaled_samples_with_the_first_frame_repeated():
     mean = jax.random.normal(jax.random.key(0), (2, 3, 4, 6, 16)).astype(jnp.float16)
-    exact = sample_latents(mean, jnp.zeros_like(mean), jax.random.key(1), 0.7, 1)
+    exact = sample_latents(mean, jnp.zeros_like(mean), jax.random.key(1), LatentStatistics(0.7), 1)
     assert exact.shape == (2, 4, 4, 6, 16)
     np.testing.assert_allclose(exact[:, 1:], 0.7 * mean.astype(jnp.float32), rtol=1e-6)
-    noisy = sample_latents(mean, jnp.full_like(mean, 2), jax.random.key(1), 0.7, 1)
+    noisy = sample_latents(mean, jnp.full_like(mean, 2), jax.random.key(1), LatentStatistics(0.7), 1)
     assert (noisy[:, 0] == noisy[:, 1]).all()  # one sample, twice
     assert abs(float((noisy - exact)[:, 1:].std()) / (0.7 * 2) - 1) < 0.05
-    assert sample_latents(mean, mean, jax.random.key(1), 0.7, 0).shape == mean.shape
+    assert sample_latents(mean, mean, jax.random.key(1), LatentStatistics(0.7), 0).shape == mean.shape

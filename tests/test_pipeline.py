@@ -17,7 +17,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.runtime.compile import compiler_options
 from conversion.convert import convert
 
@@ -250,7 +250,7 @@ def test_half_precision_is_close(layout, dtype):
 def test_half_precision_weights_are_not_all_widened_at_once():
     config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
     shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), COGVIDEOX.components["transformer"].abstract(config)
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), CogVideoX.components["transformer"].abstract(config)
     )
     latents, context = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 4, 4, 16), (1, 8, 64)))
     call = jax.jit(lambda m, x, c: m(x, c, 999), compiler_options=compiler_options("bfloat16"))

@@ -18,7 +18,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
@@ -64,7 +64,7 @@ def test_a_denoising_step_is_the_textbook_count():
     latents, context = zeros(2, 22, 96, 170, 16), zeros(2, 226, 4096)
     tokens, d = 11 * 48 * 85 + 226, 3072
     found = count_flops(
-        lambda m, x, c: m(x, c, 3), COGVIDEOX.components["transformer"].abstract(config), latents, context
+        lambda m, x, c: m(x, c, 3), CogVideoX.components["transformer"].abstract(config), latents, context
     )
     assert tokens == 45_106 and found.kernels == 2 * 3 * 4 * d * tokens**2
     linear = 2 * 3 * 24 * d**2 * tokens

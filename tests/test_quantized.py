@@ -17,7 +17,7 @@ from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, param
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.lora import add_lora
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.nn import quantized as q
 from cogvideox_flax.nn.layers import Linear, TransposedLinear
 from conversion.convert import convert
@@ -107,7 +107,7 @@ def test_checkpoint(native, quantized):
     assert stored["blocks.mlp.up.kernel"].dtype == jnp.int8 and stored["blocks.mlp.up.scale"].dtype == jnp.float32
     assert stored["blocks.attn.norm_q.scale"].dtype == jnp.bfloat16
     assert not [name for name, x in stored.items() if x.dtype == jnp.int8 and not name.startswith("blocks.")]
-    again = q.quantize(load_transformer(native), COGVIDEOX.components["transformer"].linear_maps)
+    again = q.quantize(load_transformer(native), CogVideoX.components["transformer"].linear_maps)
     for name, x in parameters(again).items():
         np.testing.assert_array_equal(x, parameters(load_transformer(quantized))[name])
 
@@ -168,6 +168,6 @@ def test_the_command_and_its_refusals(native, quantized, tmp_path, capsys):
 
 def test_adapters_are_refused(quantized, tmp_path):
     with pytest.raises(InputError, match="this transformer's are int8"):
-        add_lora(COGVIDEOX, load_transformer(quantized), 4, rngs=nnx.Rngs(0))
+        add_lora(CogVideoX, load_transformer(quantized), 4, rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match="are int8"):
         CogVideoXPipeline.from_pretrained(quantized, "float32").load_lora(tmp_path / "any.safetensors")

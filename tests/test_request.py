@@ -29,7 +29,7 @@ from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from conversion.convert import convert
 
 pytest_plugins = ["commands"]
@@ -115,7 +115,7 @@ def test_every_option_of_the_command_line_is_a_field_of_the_request():
 def test_python_and_the_command_line_give_the_same_video(paths, layout_5b, tmp_path, monkeypatch, caplog):
     """A small model taken for the 5b release: its authors' sampler and dynamic guidance on both; an untrained size is
     said once on each."""
-    monkeypatch.setattr("cogvideox_flax.models.cogvideox.family.find_release", lambda _: RELEASES["cogvideox-5b"])
+    monkeypatch.setattr(CogVideoX, "find_release", lambda *_: RELEASES["cogvideox-5b"])
     (npz,) = paths(*generate(layout_5b, tmp_path / "x.npz"))
     assert caplog.text.count("was trained at") == 1
     caplog.clear()
@@ -197,9 +197,9 @@ def test_adapters_are_of_their_request(tmp_path):
     pipe = Pipeline.from_pretrained(native, dtype="float32")
     files = []
     for seed in (1, 2):
-        adapted = add_lora(COGVIDEOX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
+        adapted = add_lora(CogVideoX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
         adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
-        files.append(save_lora(COGVIDEOX, tmp_path / f"{seed}.safetensors", adapted))
+        files.append(save_lora(CogVideoX, tmp_path / f"{seed}.safetensors", adapted))
 
     def latents(**options):
         video = pipe(PROMPT, **SMALL, output_type="latent", progress=False, **options)

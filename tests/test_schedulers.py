@@ -14,7 +14,7 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 from diffusers.schedulers import scheduling_dpm_cogvideox
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import SCHEDULERS, DDIMScheduler, DPMScheduler, guidance_scales
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
@@ -243,14 +243,14 @@ def test_bad_start_and_kind():
     with pytest.raises(InputError, match="leaves none of 10 steps"):
         DDIMScheduler(SchedulerConfig()).plan(10, start=10)
     with pytest.raises(InputError, match=r"unknown scheduler 'euler'; known are ddim, dpm"):
-        COGVIDEOX.sampler({"scheduler": SchedulerConfig()}, "euler")
+        CogVideoX({"scheduler": SchedulerConfig()}).sampler("euler")
 
 
 def test_class_and_config_agree_on_the_kind():
     assert DPMScheduler(SchedulerConfig(kind="ddim")).config.kind == "dpm"
-    configs = {"scheduler": SchedulerConfig(kind="ddim")}
-    assert isinstance(COGVIDEOX.sampler(configs, "dpm"), DPMScheduler)
-    assert COGVIDEOX.sampler(configs, "ddim") is COGVIDEOX.sampler(dict(configs), "ddim")  # programs are known by it
+    one, other = (CogVideoX({"scheduler": SchedulerConfig(kind="ddim")}) for _ in range(2))
+    assert isinstance(one.sampler("dpm"), DPMScheduler)
+    assert one.sampler() is other.sampler("ddim")  # programs are known by it
 
 
 def test_dpm_without_noise_is_an_error():

@@ -22,7 +22,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion import convert as conversion_module
 from conversion.convert import convert
@@ -178,7 +178,7 @@ def test_a_samplers_state_of_several_arrays_is_gone_on_from(paths, run, native, 
             raise KeyboardInterrupt
 
     keep = run_files.StateKeeper.keep
-    monkeypatch.setitem(COGVIDEOX.samplers, "averaging", Averaging)
+    monkeypatch.setitem(CogVideoX.samplers, "averaging", Averaging)
     more = ("--steps", 4, "--scheduler", "averaging")
     expected = latents(paths, native, tmp_path / "whole", *more)
     with monkeypatch.context() as patch:

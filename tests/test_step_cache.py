@@ -24,7 +24,7 @@ from cogvideox_flax.generate.request import STEP_CACHES, parse_schedule
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.stack import scan_layers
 from cogvideox_flax.plan import forecast
@@ -106,7 +106,7 @@ def by_hand(pipe, asked):
     x, noise = pipe._start_noise(run, False)
     _, state = run.start(conditioning, x, noise)
     x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
-    embed = jax.jit(COGVIDEOX.embed)
+    embed = jax.jit(CogVideoX.embed)
     blocks = jax.jit(type(model).run_blocks, static_argnames=("start", "stop"))
     head = jax.jit(type(model).head)
     for i, is_full in enumerate(run.full_steps):

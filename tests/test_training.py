@@ -29,7 +29,7 @@ from cogvideox_flax.io.tensor_file import write_tensors
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import add_lora, lora_parameters, with_parameters
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.runtime.compile import compiler_options
@@ -61,7 +61,7 @@ def some_batches(step):
     return {"x": np.random.default_rng(step).normal(1.0, 0.1, size=(4, 2, 8)).astype(np.float32)}
 
 
-ROWS = {name: component.sharding for name, component in COGVIDEOX.components.items()}
+ROWS = {name: component.sharding for name, component in CogVideoX.components.items()}
 START = {"transformer": {"blocks.attn.q.bias": np.zeros((2, 8), np.float32)}}
 QUICK = LoopConfig(steps=30, ema_decay=0.9, log_every=1, optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=3))
 
@@ -409,9 +409,9 @@ def test_a_frozen_base_is_neither_copied_nor_widened(tmp_path):
     """The step of a LoRA run on a bfloat16 base of which nothing but single layers may appear a second time."""
     config = TransformerConfig(layers=16, heads=8, rotary=True, text_width=64, text_length=8)
     base = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), COGVIDEOX.components["transformer"].abstract(config)
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), CogVideoX.components["transformer"].abstract(config)
     )
-    model = jax.eval_shape(lambda base: add_lora(COGVIDEOX, base, 2, rngs=nnx.Rngs(0)), base)
+    model = jax.eval_shape(lambda base: add_lora(CogVideoX, base, 2, rngs=nnx.Rngs(0)), base)
     settings = LoopConfig(steps=2, dtype="bfloat16")
 
     def loss(params, frozen, batch, key):

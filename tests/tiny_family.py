@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,18 +19,17 @@ from safetensors.numpy import save_file
 from cogvideox_flax import sharding
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import (
+from cogvideox_flax.models.codec import Codec, LatentStatistics
+from cogvideox_flax.models.model import (
     Component,
-    Configs,
-    Defaults,
     LoRALayout,
-    ModelFamily,
     Release,
-    Size,
     TextStage,
+    VideoModel,
     VisualStage,
     Workload,
 )
+from cogvideox_flax.models.sizes import Size, SizeRule
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.stack import scan_layers, stack
 from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler
@@ -66,11 +66,18 @@ class DenoiserConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecConfig(Config):
-    channels: int = 8
+    """latent_mean, latent_std: of each channel, in thousandths."""
+
+    latent_channels: int = 8
+    latent_mean: tuple[int, ...] = (100, 200, 50, 100, 10, 20, 30, 40)
+    latent_std: tuple[int, ...] = (1500, 1400, 2000, 800, 1000, 1000, 1000, 1000)
+
+    spatial_compression = 4
+    temporal_compression = 4
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> CodecConfig:
-        return cls(channels=raw["latent_channels"])
+        return cls(latent_channels=raw["latent_channels"])
 
 
 class Encoder(nnx.Module):
@@ -138,9 +145,9 @@ class Denoiser(nnx.Module):
         return scan_layers(layer, x, self.blocks, start, stop)
 
 
-class Codec(nnx.Module):
+class Autoencoder(nnx.Module):
     def __init__(self, config: CodecConfig, *, rngs: nnx.Rngs):
-        self.out = Linear(config.channels, 3, rngs=rngs)
+        self.out = Linear(config.latent_channels, 3, rngs=rngs)
 
     def __call__(self, latents: Float[Array, "B T h w C"]) -> Float[Array, "B F H W 3"]:
         video = jnp.tanh(self.out(latents)).repeat(4, 2).repeat(4, 3)
@@ -159,7 +166,7 @@ def embed(
     return Tokens(denoiser.text_in(text["prompt_embeds"]), text["pooled_embeds"], latents, timestep)
 
 
-def encode(codec: Codec, video: Array) -> tuple[Array, Array]:
+def encode(video: Array) -> tuple[Array, Array]:
     """Each latent pixel is the colour of a pixel."""
     small = video[:, :, ::4, ::4]
     frames = jnp.concatenate([small[:, :1], small[:, 1::4]], 1)
@@ -167,12 +174,25 @@ def encode(codec: Codec, video: Array) -> tuple[Array, Array]:
     return mean, jnp.full_like(mean, -10.0)
 
 
-def encode_clip(codec: Codec, video: Array, noise: Array, *, tiled: bool) -> Array:
-    return encode(codec, video)[0]
+def encode_clip(vae: Autoencoder, video: Array, noise: Array, *, tiled: bool, statistics: LatentStatistics) -> Array:
+    return statistics.normalize(encode(video)[0])
 
 
-def decode(codec: Codec, latents: Array, tiled: bool) -> Array:
-    return codec(latents)
+class TinyCodec(Codec):
+    @property
+    def statistics(self) -> LatentStatistics:
+        """Of each channel."""
+        mean, std = ([n / 1000 for n in each] for each in (self.config.latent_mean, self.config.latent_std))
+        return LatentStatistics(tuple(1 / n for n in std), tuple(mean))
+
+    def check_tiling(self) -> None:
+        raise InputError("the tiny codec has no tiles")
+
+    def encode(self, vae: Autoencoder, video: Array) -> tuple[Array, Array]:
+        return encode(video)
+
+    def decode(self, vae: Autoencoder, latents: Array, tiled: bool) -> Array:
+        return vae(self.statistics.denormalize(latents))
 
 
 class WordTokenizer:
@@ -184,38 +204,6 @@ class WordTokenizer:
     def __call__(self, prompts: list[str]) -> Int32[np.ndarray, "B L"]:
         ids = [[self.words.index(word) for word in prompt.split()] for prompt in prompts]
         return np.array([row + [0] * (self.max_length - len(row)) for row in ids], np.int32)
-
-
-def _check(configs: Mapping[str, Any]) -> None:
-    if configs["text_encoder_1"].width != configs["denoiser"].text_width:
-        raise InputError("the denoiser takes another width")
-
-
-def _resolve_size(configs: Configs, num_frames: int | None, height: int | None, width: int | None) -> Size:
-    num_frames, height, width = num_frames or 5, height or 16, width or 16
-    if num_frames % 4 != 1:
-        raise InputError(f"num_frames is {num_frames}; it must be 4 n + 1")
-    return Size(
-        num_frames=num_frames,
-        height=height,
-        width=width,
-        latent_frames=num_frames // 4 + 1,
-        extra_latents=0,
-        latent_height=height // 4,
-        latent_width=width // 4,
-        latent_channels=configs["codec"].channels,
-    )
-
-
-def _refuse_tiles(configs: Configs) -> None:
-    raise InputError("the tiny codec has no tiles")
-
-
-def _workload(configs: Configs, size: Size) -> Workload:
-    config = configs["denoiser"]
-    return Workload(
-        layers=config.layers, heads=config.heads, head_dim=config.width // config.heads, tokens=6, modulation=1
-    )
 
 
 CONFIGS = {
@@ -233,83 +221,102 @@ RELEASE = Release(
     height=16,
     width=16,
     num_frames=5,
-    sampler="flow_match",
-    use_dynamic_cfg=False,
+    max_frames=17,
+    fps=8,
+    num_inference_steps=4,
+    guidance_scale=3.0,
+    scheduler="flow_match",
 )
 MAPS = {"up": "blocks.mlp.up", "down": "blocks.mlp.down"}
-TINY = ModelFamily(
-    name="tiny",
-    components={
-        "text_encoder_1": Component(
-            config=EncoderConfig,
-            module=Encoder,
-            stage="encode",
-            sharding=((r"embedding", (None, "hidden")),),
-            class_names=("TinyTextModel",),
-        ),
-        "denoiser": Component(
-            config=DenoiserConfig,
-            module=Denoiser,
-            stage="denoise",
-            sharding=DENOISER_ROWS,
-            linear_maps=tuple(MAPS.values()),
-            heads="heads",
-            class_names=("TinyTransformer3DModel",),
-        ),
-        "codec": Component(
-            config=CodecConfig,
-            module=Codec,
-            stage="decode",
-            sharding=((r"out\..*", sharding.REPLICATED),),
-            class_names=("AutoencoderTiny",),
-        ),
-    },
-    scheduler=FlowMatchConfig,
-    tokenizer=TokenizerConfig,
-    tokenizer_files=("tokenizer/words.txt",),
-    read_tokenizer=lambda raw, configs: TokenizerConfig.from_hf(raw),
-    make_tokenizer=lambda folder, configs: WordTokenizer(
-        folder / "tokenizer" / "words.txt", configs["tokenizer"].max_length
+COMPONENTS = {
+    "text_encoder_1": Component(
+        config=EncoderConfig,
+        module=Encoder,
+        stage="encode",
+        sharding=((r"embedding", (None, "hidden")),),
+        class_names=("TinyTextModel",),
     ),
-    releases={RELEASE.name: RELEASE},
-    find_release=lambda configs: RELEASE if configs.get("denoiser") == RELEASE.configs["denoiser"] else None,
-    check=_check,
-    check_tiling=_refuse_tiles,
-    samplers={"flow_match": FlowMatchScheduler},
-    defaults=lambda configs: Defaults(
-        fps=8, num_inference_steps=4, guidance_scale=3.0, use_dynamic_cfg=False, scheduler="flow_match"
+    "denoiser": Component(
+        config=DenoiserConfig,
+        module=Denoiser,
+        stage="denoise",
+        sharding=DENOISER_ROWS,
+        linear_maps=tuple(MAPS.values()),
+        heads="heads",
+        class_names=("TinyTransformer3DModel",),
     ),
-    resolve_size=_resolve_size,
-    size_warnings=lambda configs, size: [],
-    latent_channels=lambda configs: configs["codec"].channels,
-    workload=_workload,
-    text=(
-        TextStage(
-            component="text_encoder_1",
-            tokenize=lambda tokenizer, prompts: tokenizer(prompts),
-            token_shapes=lambda configs, batch: jax.ShapeDtypeStruct((batch, 6), jnp.int32),
-            encode=encode_text,
-        ),
+    "codec": Component(
+        config=CodecConfig,
+        module=Autoencoder,
+        stage="decode",
+        sharding=((r"out\..*", sharding.REPLICATED),),
+        class_names=("AutoencoderTiny",),
     ),
-    feature_shapes=lambda configs, batch: {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)},
-    visual=lambda configs: (
-        VisualStage(input="video", feature="video_latents", component="codec", encode=encode_clip, scale=1.0),
-    ),
-    check_inputs=lambda configs, given: None,
-    fit_frames=lambda configs, count: (count - 1) // 4 * 4 + 1,
-    longest=lambda configs: 17,
-    embed=embed,
-    encode=encode,
-    latent_scale=lambda configs: 1.0,
-    decode=decode,
-    lora=LoRALayout(
+}
+
+
+class Tiny(VideoModel):
+    name = "tiny"
+    components = COMPONENTS
+    scheduler = FlowMatchConfig
+    samplers = MappingProxyType({"flow_match": FlowMatchScheduler})
+    tokenizer = TokenizerConfig
+    tokenizer_files = ("tokenizer/words.txt",)
+    releases = MappingProxyType({RELEASE.name: RELEASE})
+    lora = LoRALayout(
         component="denoiser",
         targets=MAPS,
         default_targets=("up",),
         sources={"up": "ffn.fc1", "down": "ffn.fc2"},
         blocks="layers",
-    ),
-)
+    )
+    embed = staticmethod(embed)
+
+    @property
+    def codec(self) -> Codec:
+        return TinyCodec(self.configs["codec"])
+
+    def make_tokenizer(self, folder: Path) -> WordTokenizer:
+        return WordTokenizer(folder / "tokenizer" / "words.txt", self.configs["tokenizer"].max_length)
+
+    def check(self) -> None:
+        if self.configs["text_encoder_1"].width != self.configs["denoiser"].text_width:
+            raise InputError("the denoiser takes another width")
+
+    def workload(self, size: Size) -> Workload:
+        config, head = self.configs["denoiser"], self.configs["denoiser"].width // self.configs["denoiser"].heads
+        return Workload(layers=config.layers, heads=config.heads, head_dim=head, tokens=6, modulation=1)
+
+    def unreleased(self) -> Release:
+        return replace(RELEASE, configs=self.configs)
+
+    @property
+    def size_rule(self) -> SizeRule:
+        return SizeRule(first=1, period=4, step=4)
+
+    @property
+    def text(self) -> tuple[TextStage, ...]:
+        return (
+            TextStage(
+                component="text_encoder_1",
+                tokenize=lambda tokenizer, prompts: tokenizer(prompts),
+                lengths=self.configs["tokenizer"].max_length,
+                encode=encode_text,
+            ),
+        )
+
+    def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)}
+
+    @property
+    def visual(self) -> tuple[VisualStage, ...]:
+        how = {"component": "codec", "encode": encode_clip, "statistics": self.codec.statistics}
+        return (VisualStage(input="video", feature="video_latents", **how),)
+
+    @property
+    def inputs(self) -> tuple[str, tuple[str, ...]]:
+        return "a tiny model", ("video",)
+
 
 LAYER = r"layers\.(?P<slot>\d+)\.ffn\."
 TABLES: Tables = {
@@ -330,7 +337,7 @@ def save_layout(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     shapes: dict[str, dict[str, tuple[int, ...]]] = {
         "text_encoder_1": {"embed_tokens.weight": (text.vocab_size, text.width)},
         "denoiser": {"context_embedder.weight": (config.width, text.width), "context_embedder.bias": (config.width,)},
-        "codec": {"to_rgb.weight": (3, CodecConfig().channels), "to_rgb.bias": (3,)},
+        "codec": {"to_rgb.weight": (3, CodecConfig().latent_channels), "to_rgb.bias": (3,)},
     }
     for i in range(config.layers):
         for name, shape in (("fc1", (2 * config.width, config.width)), ("fc2", (config.width, 2 * config.width))):
@@ -344,7 +351,7 @@ def save_layout(folder: Path) -> dict[str, dict[str, np.ndarray]]:
             "hidden_size": text.width,
         },
         "denoiser/config.json": {"_class_name": "TinyTransformer3DModel"} | sizes,
-        "codec/config.json": {"_class_name": "AutoencoderTiny", "latent_channels": CodecConfig().channels},
+        "codec/config.json": {"_class_name": "AutoencoderTiny", "latent_channels": CodecConfig().latent_channels},
         "scheduler/scheduler_config.json": {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0},
         "tokenizer/tokenizer_config.json": {"model_max_length": 6},
     }

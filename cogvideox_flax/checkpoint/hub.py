@@ -25,7 +25,7 @@ from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.locks import file_lock
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.text import load_json
-from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import component_names
 from conversion.configs import find_family, read_configs
 from conversion.convert import LOCK_FILE, WORK_DIR, convert
@@ -148,7 +148,7 @@ def _not_a_model(where: object, hint: str = "") -> InputError:
     )
 
 
-def _cache_name(source: Download, family: ModelFamily) -> str:
+def _cache_name(source: Download, family: type[VideoModel]) -> str:
     """The cache name of a converted checkpoint: from the hub id's commit, or from the contents of the source files."""
     if source.origin:
         return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
@@ -183,7 +183,7 @@ def _is_intact(native_dir: Path) -> bool:
         if not is_as_written(load_json(native_dir / CONFIG_FILE)):
             raise CheckpointError(f"{native_dir / CONFIG_FILE} is not as it was written")
         manifest = read_manifest(native_dir)
-        for component in manifest.model_family.components:
+        for component in manifest.model.components:
             TensorFile(weights_file(native_dir, component)).close()
         check_contents(native_dir, manifest)
     except CheckpointError as e:
@@ -200,5 +200,5 @@ def _remove_damaged(target: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_tokenizer(folder: Path, family: ModelFamily) -> None:
-    family.make_tokenizer(folder, read_configs(folder, family, family.components).configs)
+def _check_tokenizer(folder: Path, family: type[VideoModel]) -> None:
+    read_configs(folder, family, family.components).model.make_tokenizer(folder)

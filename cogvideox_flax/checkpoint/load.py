@@ -75,7 +75,7 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         _check_shapes(file, module)
         check_contents(native_dir, manifest, name)
         manifest.configs[name].check_dtype(np.dtype(dtype or manifest.weights[name]["dtype"]).name)
-        rows = manifest.model_family.components[name].sharding
+        rows = manifest.model.components[name].sharding
         unchanged = keep_dtype(parameters(module))
         arrays = []
         for parameter, leaf in parameters(module).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
 from cogvideox_flax.io.text import load_json
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.models.family import ModelFamily, Release
+from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.version import RESULTS
@@ -34,6 +35,7 @@ class Manifest:
     Attributes:
         family: name of the model family.
         configs: of the checkpoint's components, of the "scheduler" and of the "tokenizer".
+        release_name: of the release that it came from; None: not recorded, so its configs tell.
         guidance_scale: recommended by the checkpoint's authors; None if config.json has none.
         weights: component -> dtype, sha256, source, quantized.
         tokenizer_sha256: tokenizer file -> SHA-256; empty in checkpoints of older versions.
@@ -41,30 +43,29 @@ class Manifest:
 
     family: str
     configs: dict[str, Any] = field(default_factory=dict)
+    release_name: str | None = None
     guidance_scale: float | None = None
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokenizer_sha256: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def model_family(self) -> ModelFamily:
-        return get_family(self.family)
+    @cached_property
+    def model(self) -> VideoModel:
+        """The model that these configs make."""
+        family = get_family(self.family)
+        return family(self.configs, family.releases.get(self.release_name or ""), self.guidance_scale)
 
     @property
     def release(self) -> Release | None:
-        """The release with this architecture, or None; among several, the one with this guidance scale."""
-        found = self.model_family.find_release(self.configs)
-        if found is None or found.guidance_scale == self.guidance_scale:
-            return found
-        others = [each for each in self.model_family.releases.values() if each.configs == found.configs]
-        return next((each for each in others if each.guidance_scale == self.guidance_scale), found)
+        """The release that the checkpoint says it came from; else the one with these configs, or None."""
+        return self.model.release
 
     @property
     def default_dtype(self) -> str:
         """The default compute dtype: bfloat16, or float32 for a small model (`FLOAT32_BELOW`)."""
-        family = self.model_family
-        if (config := self.configs.get(family.denoiser)) is None:
+        denoiser = self.model.denoiser
+        if (config := self.configs.get(denoiser)) is None:
             return "float32"
-        return "float32" if family.components[family.denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
+        return "float32" if self.model.components[denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
 
     def check_complete(self, where: object) -> None:
         """Refuse a checkpoint without the config of a component, the tokenizer or the scheduler.
@@ -72,7 +73,7 @@ class Manifest:
         Raises:
             InputError: with the names.
         """
-        if missing := [name for name in self.model_family.config_types if name not in self.configs]:
+        if missing := [name for name in self.model.config_types() if name not in self.configs]:
             raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
 
     def quantized(self, component: str) -> str | None:
@@ -84,19 +85,24 @@ class Manifest:
 
     def abstract(self, component: str) -> Any:
         """A component's module with shapes in place of arrays, quantized as in the checkpoint."""
-        return self.model_family.components[component].abstract(self.configs[component], self.quantized(component))
+        return self.model.components[component].abstract(self.configs[component], self.quantized(component))
 
     @classmethod
     def of_release(cls, release: Release) -> Manifest:
         """The manifest of a release, without a checkpoint."""
-        return cls(family=release.family, configs=dict(release.configs), guidance_scale=release.guidance_scale)
+        return cls(
+            family=release.family,
+            configs=dict(release.configs),
+            release_name=release.name,
+            guidance_scale=release.guidance_scale,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format_version": FORMAT_VERSION,
             "family": self.family,
             "release": self.release.name if self.release else None,
-            **{name: self.configs[name].to_dict() for name in self.model_family.config_types if name in self.configs},
+            **{name: self.configs[name].to_dict() for name in self.model.config_types() if name in self.configs},
             **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
             **({"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}),
             "weights": self.weights,
@@ -111,18 +117,21 @@ class Manifest:
             CheckpointError, KeyError, TypeError, AttributeError, ValueError: it is damaged.
         """
         family = get_family(_text(raw.get("family", FIRST_FAMILY)))
-        configs = {name: kind.from_dict(raw[name]) for name, kind in family.config_types.items() if name in raw}
+        configs = {name: kind.from_dict(raw[name]) for name, kind in family.config_types().items() if name in raw}
         if not isinstance(records := raw["weights"], dict):
             raise TypeError("weights is not an object")
         weights = {n: {**records[n], "sha256": _text(records[n]["sha256"])} for n in family.components if n in records}
         guidance, hashes = raw.get("guidance_scale"), raw.get("tokenizer_sha256", {})
         if "spiece_sha256" in raw:  # as older versions wrote it
             hashes = {family.tokenizer_files[0]: raw["spiece_sha256"]}
+        if (release := raw.get("release")) is not None:
+            release = _text(release)
         if guidance is not None and not is_finite_number(guidance):
             raise ValueError(f"guidance_scale is {shown(guidance)}; expected a finite number")
         return cls(
             family=family.name,
             configs=configs,
+            release_name=release,
             guidance_scale=None if guidance is None else float(guidance),
             weights=weights,
             tokenizer_sha256={name: _text(hashes[name]) for name in family.tokenizer_files if name in hashes},
@@ -172,11 +181,18 @@ def read_manifest(native_dir: str | Path, *, warn: bool = True) -> Manifest:
     if warn and not is_as_written(raw):
         log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
     try:
-        return Manifest.from_json(raw)
+        manifest = Manifest.from_json(raw)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
         if isinstance(e, InputError):
             raise CheckpointError(f"{path}: {e}") from e
         raise CheckpointError(f"{path} is damaged ({type(e).__name__}: {e}); convert the checkpoint again") from e
+    if warn and manifest.release_name not in (None, *manifest.model.releases):
+        log.warning(
+            "%s names the release %s, which this version does not know; the defaults of a run are those of its configs",
+            path,
+            shown(manifest.release_name),
+        )
+    return manifest
 
 
 def write_manifest(native_dir: Path, manifest: Manifest) -> None:
@@ -238,7 +254,7 @@ def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
         Component, "tokenizer" or "scheduler" -> fingerprint.
     """
     contents: dict[str, Any] = {name: [record["sha256"]] for name, record in manifest.weights.items()}
-    tokenizer = [Path(native_dir) / name for name in manifest.model_family.tokenizer_files]
+    tokenizer = [Path(native_dir) / name for name in manifest.model.tokenizer_files]
     if found := [file for file in tokenizer if file.exists()]:
         contents["tokenizer"] = content_hashes(found)
     contents["scheduler"] = []

@@ -38,7 +38,7 @@ def quantize_checkpoint(
         raise InputError(f"there is no kind {kind!r}; known are {', '.join(quantized.KINDS)}")
     if src.resolve() == dst.resolve():
         raise InputError(f"{dst} cannot be quantized into itself; name another directory")
-    quantizable = manifest.model_family.quantizable
+    quantizable = [name for name, component in manifest.model.components.items() if component.linear_maps]
     components = [name for name in manifest.weights if name in quantizable] if components is None else components
     if not components:
         raise InputError(f"{src} has no component that can be quantized; it holds {', '.join(manifest.weights)}")
@@ -53,7 +53,7 @@ def quantize_checkpoint(
     kinds = {name: kind if name in components else manifest.quantized(name) for name in manifest.weights}
     checkpoint.check_contents(src, manifest)
     check_free_space(dst, sum(_stored_bytes(manifest, name, kinds[name]) for name in kinds))
-    tokenizer = {name: src / name for name in manifest.model_family.tokenizer_files}
+    tokenizer = {name: src / name for name in manifest.model.tokenizer_files}
     checkpoint.save(
         dst,
         manifest,
@@ -65,7 +65,7 @@ def quantize_checkpoint(
 
 
 def _stored_bytes(manifest: checkpoint.Manifest, component: str, kind: str | None) -> int:
-    module = manifest.model_family.components[component].abstract(manifest.configs[component], kind)
+    module = manifest.model.components[component].abstract(manifest.configs[component], kind)
     stored = checkpoint.cast(module, manifest.weights[component]["dtype"])
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(stored))
 
@@ -80,7 +80,7 @@ class _Modules(Mapping[str, Any]):
         module = checkpoint.load_component(name, self._src)
         if name not in self._kinds:
             return module
-        maps = self._manifest.model_family.components[name].linear_maps
+        maps = self._manifest.model.components[name].linear_maps
         return jax.block_until_ready(quantized.quantize(module, maps, self._kinds[name]))
 
     def __iter__(self) -> Iterator[str]:

@@ -149,11 +149,11 @@ def decode(args: argparse.Namespace) -> None:
         check_model(manifest, named_model(args)["model_id"], dtype, explicit_mesh(mesh))
         pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
         if pieces:
-            check_pieces(manifest.model_family, bool(args.tiling))
+            check_pieces(manifest.model, bool(args.tiling))
         elif args.tiling:
-            manifest.model_family.check_tiling(manifest.configs)
-        latents = read_latents(args.dir, settings, manifest.model_family.latent_channels(manifest.configs))
-        fps = args.fps or settings.get("fps") or manifest.model_family.defaults(manifest.configs).fps
+            manifest.model.check_tiling(manifest.configs)
+        latents = read_latents(args.dir, settings, manifest.model.latent_channels(manifest.configs))
+        fps = args.fps or settings.get("fps") or manifest.model.defaults(manifest.configs).fps
         return shared(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
     decided = hosts.from_first(decide)
@@ -194,7 +194,7 @@ def upscale(args: argparse.Namespace) -> None:
     upscaling.check_memory(pipe, plan, **how)
     run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
     frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
-    fps = plan.clip.fps or manifest.model_family.defaults(manifest.configs).fps
+    fps = plan.clip.fps or manifest.model.defaults(manifest.configs).fps
     try:
         save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
     except KeyboardInterrupt:
@@ -246,7 +246,7 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    family = manifest.model_family
+    family = manifest.model
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in family.visual(manifest.configs) if s.required}
     if (sampler := family.samplers.get(args.scheduler)) is not None and sampler.needs_video:
         needed["video"] = [UNSEEN]
@@ -295,7 +295,7 @@ def info(args: argparse.Namespace) -> None:
     release = manifest.release
     rows = {
         name: {"parameters": component.num_parameters(config), **manifest.weights.get(name, {})}
-        for name, component in manifest.model_family.components.items()
+        for name, component in manifest.model.components.items()
         if (config := manifest.configs.get(name)) is not None
     }
     where = EMBEDDED if args.where is None else args.where

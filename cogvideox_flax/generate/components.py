@@ -60,7 +60,7 @@ class Components:
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
         self._check_model(self.manifest, native_dir, dtype, mesh)
-        family, configs = self.manifest.model_family, self.manifest.configs
+        family, configs = self.manifest.model, self.manifest.configs
         for component in family.components:
             checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
@@ -111,11 +111,11 @@ class Components:
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Any]:
         """Text encoder -> its tokens."""
-        stages = self.manifest.model_family.text
+        stages = self.manifest.model.text
         return {stage.component: stage.tokenize(self.tokenizer, list(texts)) for stage in stages}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model_family.components:
+        if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model.components:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.component(name)
 
@@ -126,7 +126,7 @@ class Components:
             if checkpoint.read_manifest(self.native_dir, warn=False) != self.manifest:
                 raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
             module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.adapters if name == self.manifest.model_family.lora.component else ():
+            for record in self.adapters if name == self.manifest.model.lora.component else ():
                 module = self._merge(record, module)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
@@ -163,7 +163,7 @@ class Components:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
                 not a finite number; or the weights are quantized.
         """
-        family = self.manifest.model_family
+        family = self.manifest.model
         name = family.lora.component
         if kind := self.manifest.quantized(name):
             raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
@@ -177,14 +177,14 @@ class Components:
         """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run."""
         if list(records) != self.adapters:
             self.adapters = list(records)
-            self.release(self.manifest.model_family.lora.component)
+            self.release(self.manifest.model.lora.component)
 
     def use_loras_of(self, request: ResolvedRequest) -> None:
         """Run with the adapters of a request; without any, with those that `load_lora` added."""
         self.use_loras(self.loras if request.lora is None else request.lora)
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
-        family = self.manifest.model_family
+        family = self.manifest.model
         adapted = load_lora(family, record["file"], denoiser, record["scale"], mesh=self.mesh)
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")

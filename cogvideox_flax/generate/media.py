@@ -26,7 +26,7 @@ from cogvideox_flax.io.pillow import decoding
 from cogvideox_flax.io.source import Frames
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.io.video import HashedVideo
-from cogvideox_flax.models.family import Configs, ModelFamily
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)

@@ -39,7 +39,8 @@ from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_norma
 from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.whole_run import WholeRun
-from cogvideox_flax.models.family import ModelFamily, Size, TextStage, VisualStage
+from cogvideox_flax.models.model import TextStage, VideoModel, VisualStage
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
@@ -64,7 +65,7 @@ class RunPrograms:
 
     @property
     def family(self) -> ModelFamily:
-        return self.manifest.model_family
+        return self.manifest.model
 
     @cached_property
     def size(self) -> Size:
@@ -354,7 +355,7 @@ def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh 
     module = checkpoint.cast(manifest.abstract(component), dtype)
     if mesh is None:
         return module
-    rows = manifest.model_family.components[component].sharding
+    rows = manifest.model.components[component].sharding
 
     def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
@@ -376,7 +377,7 @@ def decode_programs(
 
     how: `Decode.as_float` and `tiled`. pieces: clip by clip, piece by piece.
     """
-    family = manifest.model_family
+    family = manifest.model
     model = abstract_weights(manifest, family.decoder, dtype, mesh)
     if not pieces:
         return [(Decode(family.decode, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]

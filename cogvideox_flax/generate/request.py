@@ -322,7 +322,7 @@ class ResolvedRequest(GenerationRequest):
     @property
     def guided(self) -> bool:
         """Whether guidance is on, by the rule of the model's family."""
-        return self.manifest.model_family.is_guided(self.guidance_scale)
+        return self.manifest.model.is_guided(self.guidance_scale)
 
     @property
     def first_step(self) -> int:
@@ -344,7 +344,7 @@ class ResolvedRequest(GenerationRequest):
             InputError: the family has no such sampler.
         """
         if isinstance(self.scheduler, str):
-            return self.manifest.model_family.sampler(self.manifest.configs, self.scheduler)
+            return self.manifest.model.sampler(self.manifest.configs, self.scheduler)
         return self.scheduler
 
     def videos(self) -> list[ResolvedRequest]:

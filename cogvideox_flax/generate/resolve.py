@@ -31,7 +31,8 @@ from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.lora import describe_lora
-from cogvideox_flax.models.family import ModelFamily, Size
+from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler
 
@@ -53,7 +54,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     if isinstance(request, ResolvedRequest) and request.manifest and request.manifest.configs == manifest.configs:
         return request
     manifest.check_complete("the model")
-    family, configs, faults = manifest.model_family, manifest.configs, Faults()
+    family, configs, faults = manifest.model, manifest.configs, Faults()
     filled = _recommended(request, manifest)
     filled |= _fixed_settings(request, family, faults)
     with faults.caught():
@@ -105,7 +106,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
 
 def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, Any]:
     """What the release's authors, and the checkpoint, recommend for fields that are None."""
-    defaults = manifest.model_family.defaults(manifest.configs)
+    defaults = manifest.model.defaults(manifest.configs)
     filled: dict[str, Any] = {
         field.name: getattr(defaults, field.name)
         for field in dataclasses.fields(defaults)
@@ -218,7 +219,7 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     record = parse_lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
     if not isinstance(record, Mapping) or "file" not in record:
         raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
-    family = manifest.model_family
+    family = manifest.model
     if kind := manifest.quantized(family.lora.component):
         raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
     return dict(
@@ -298,7 +299,7 @@ def check_dtype(manifest: Manifest, dtype: str, platform: str | None) -> None:
     """
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    manifest.configs[manifest.model_family.denoiser].check_dtype(dtype)
+    manifest.configs[manifest.model.denoiser].check_dtype(dtype)
     if dtype == "float16" and (platform or jax.default_backend()) == "tpu":
         raise InputError(
             "float16 is not served on TPUs, whose kernels compute in bfloat16 or float32; use one of these"
@@ -312,7 +313,7 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
         InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
             mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
-    family, configs = manifest.model_family, manifest.configs
+    family, configs = manifest.model, manifest.configs
     manifest.check_complete(where)
     check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
     try:

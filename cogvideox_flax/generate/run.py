@@ -28,7 +28,7 @@ from cogvideox_flax.generate.request import STAGES, ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult, recipe
 from cogvideox_flax.generate.run_files import RunFiles, request_values
 from cogvideox_flax.io.source import FrameStream
-from cogvideox_flax.models.family import VisualStage
+from cogvideox_flax.models.model import VisualStage
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 
 
@@ -322,7 +322,7 @@ def decoding(
         in_pieces: of long clips, each is decoded while its frames are read, a few of them at a time: returns a
             `FrameStream` for each. On several hosts all of them read it to its end.
     """
-    family, as_float = pipe.manifest.model_family, output_type == "float"
+    family, as_float = pipe.manifest.model, output_type == "float"
     if in_pieces:
         how = (as_float, tiling), True
         for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, tuple(latents.shape), pipe.mesh, *how):
@@ -338,7 +338,7 @@ def decoding(
 
 
 def _frame_streams(pipe: Components, latents: Float[Any, "B T h w C"], as_float: bool) -> list[FrameStream]:
-    family, shape = pipe.manifest.model_family, tuple(latents.shape)
+    family, shape = pipe.manifest.model, tuple(latents.shape)
     model = pipe.component(family.decoder)
     assert family.decode_piece is not None
     program = pipe.program(DecodePiece(family.decode_piece, as_float))

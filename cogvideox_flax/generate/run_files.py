@@ -168,7 +168,7 @@ class RunFiles:
         return self._is_fresh(request, LATENTS_FILE, self._latents_key(request, conditioning))
 
     def _latents_key(self, request: ResolvedRequest, conditioning: Conditioning) -> str:
-        parts = request.manifest.model_family.denoiser, "scheduler"
+        parts = request.manifest.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
         return self._key(deciding(request_values(request), "encode", "denoise"), parts, embeddings=embeddings)
@@ -191,7 +191,7 @@ class RunFiles:
     def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
         """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
         values = request_values(request) | {"dtype": self.dtype, "fingerprints": self.fingerprints}
-        channels = request.manifest.model_family.latent_channels(request.manifest.configs)
+        channels = request.manifest.model.latent_channels(request.manifest.configs)
         return hosts.from_first(lambda: read_latents(self.folder, values, channels))
 
 
@@ -420,8 +420,8 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
 def space_needed(request: ResolvedRequest) -> int:
     """Bytes of the stage files and, generously, of the videos."""
     manifest = request.manifest
-    size = manifest.model_family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
-    shapes = manifest.model_family.feature_shapes(manifest.configs, request.batch).values()
+    size = manifest.model.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+    shapes = manifest.model.feature_shapes(manifest.configs, request.batch).values()
     pixels = size.num_frames * size.height * size.width * 3
     return 2 * 4 * sum(math.prod(shape) for shape in shapes) + request.batch * request.num_videos * pixels
 

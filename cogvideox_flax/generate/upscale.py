@@ -86,7 +86,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -
     Raises:
         InputError: not a text-to-video model, options out of range, or a result beyond `io.limits`.
     """
-    family, configs = manifest.model_family, manifest.configs
+    family, configs = manifest.model, manifest.configs
     if "video" not in [stage.input for stage in family.visual(configs)] or SAMPLER not in family.samplers:
         raise InputError(
             "upscaling starts from a clip's latents, which takes a text-to-video model fine-tuned for it, such as "
@@ -215,7 +215,7 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
         request = plan.request.varied(video=[Media("a tile", "", height, width, frames, tile)])
         if not text:
             text.append(result_of(encoding_text(pipe, request), progress))
-            pipe.release(*(stage.component for stage in pipe.manifest.model_family.text))
+            pipe.release(*(stage.component for stage in pipe.manifest.model.text))
         *_, last = show(make_videos(pipe, request, text=text[0]), progress, bar=False)
         assert isinstance(last, Finished)
         return last.result.frames[0]

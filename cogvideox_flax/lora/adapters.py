@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.family import ModelFamily
+from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.layers import Linear, Permutation, permuted, precision
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
@@ -66,7 +66,7 @@ class LoRALinear(nnx.Module):
 
 
 def add_lora(
-    family: ModelFamily,
+    family: Family,
     transformer: Any,
     rank: int,
     alpha: float | None = None,
@@ -161,7 +161,7 @@ def plain_linear(transformer: Any, path: str) -> Linear:
 
 
 def with_adapter(
-    family: ModelFamily,
+    family: Family,
     transformer: Any,
     path: str,
     a: Float[Any, "layers width rank"],

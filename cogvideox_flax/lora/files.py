@@ -26,7 +26,7 @@ from cogvideox_flax.io.home import expand_user
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora.adapters import adapters, plain_linear, with_adapter
-from cogvideox_flax.models.family import LoRALayout, ModelFamily
+from cogvideox_flax.models.model import Family, LoRALayout
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 METADATA_KEY = "lora_adapter_metadata"
@@ -45,7 +45,7 @@ class LoRARecord(TypedDict):
     sha256: str
 
 
-def save_lora(family: ModelFamily, path: str | Path, transformer: Any) -> Path:
+def save_lora(family: Family, path: str | Path, transformer: Any) -> Path:
     """Write the adapters as diffusers does, with their config in the metadata.
 
     Args:
@@ -84,7 +84,7 @@ def save_lora(family: ModelFamily, path: str | Path, transformer: Any) -> Path:
     return path
 
 
-def describe_lora(family: ModelFamily, path: str | Path, scale: float, config: Config) -> LoRARecord:
+def describe_lora(family: Family, path: str | Path, scale: float, config: Config) -> LoRARecord:
     """Check from its header that an adapter fits a transformer of this config; returns the adapter's record.
 
     Raises:
@@ -102,7 +102,7 @@ def describe_lora(family: ModelFamily, path: str | Path, scale: float, config: C
 
 
 def load_lora(
-    family: ModelFamily, path: str | Path, transformer: Any, scale: float = 1.0, *, mesh: Mesh | None = None
+    family: Family, path: str | Path, transformer: Any, scale: float = 1.0, *, mesh: Mesh | None = None
 ) -> Any:
     """The transformer with the adapters of a file, in float32.
 

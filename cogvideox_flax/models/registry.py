@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
-from cogvideox_flax.models.family import ModelFamily, Release
-from cogvideox_flax.models.hunyuan_video15 import family as hunyuan_video15
+from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15, HunyuanVideo15ImageToVideo
+from cogvideox_flax.models.model import Release, VideoModel
 
-FIRST_FAMILY = COGVIDEOX.name
+FIRST_FAMILY = CogVideoX.name
 """That of checkpoints which do not name theirs: older versions knew one family."""
 
-FAMILIES: dict[str, ModelFamily] = {}
+FAMILIES: dict[str, type[VideoModel]] = {}
 """Name -> family."""
 
 RELEASES: dict[str, Release] = {}
 """Name -> release, over all families."""
 
 
-def register(family: ModelFamily) -> None:
+def register(family: type[VideoModel]) -> None:
     """Add a family and its releases.
 
     Raises:
@@ -29,7 +29,7 @@ def register(family: ModelFamily) -> None:
     RELEASES.update(family.releases)
 
 
-def get_family(name: str) -> ModelFamily:
+def get_family(name: str) -> type[VideoModel]:
     """The family called `name`.
 
     Raises:
@@ -56,5 +56,5 @@ def get_release(name: str) -> Release:
     return RELEASES[name.lower()]
 
 
-for _family in (COGVIDEOX, hunyuan_video15.TEXT_TO_VIDEO, hunyuan_video15.IMAGE_TO_VIDEO):
+for _family in (CogVideoX, HunyuanVideo15, HunyuanVideo15ImageToVideo):
     register(_family)

@@ -1,4 +1,4 @@
-"""The size rule that the families share: frame counts in steps, sides that are multiples, and limits."""
+"""The size of a run, and the size rule that the families share: frame counts in steps, sides that are multiples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,33 @@ from cogvideox_flax.errors import InputError
 
 MAX_FRAMES, MAX_SIDE = 2**14, 2**14
 """The largest frame count and side in pixels, beyond any model and any machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of a run: of the video, and of the latents that are denoised.
+
+    extra_latents: latent frames that are denoised at the start and dropped before decoding, in models that patch time.
+    latent_frames: all denoised latent frames, extra ones included.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    latent_frames: int
+    extra_latents: int
+    latent_height: int
+    latent_width: int
+    latent_channels: int
+
+    def latent_shape(self, batch: int) -> tuple[int, int, int, int, int]:
+        """[B, T, h, w, C] of the latents that are denoised."""
+        return batch, self.latent_frames, self.latent_height, self.latent_width, self.latent_channels
+
+    @property
+    def video(self) -> dict[str, int]:
+        """`num_frames`, `height` and `width`."""
+        return {"num_frames": self.num_frames, "height": self.height, "width": self.width}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.programs import Compiled, RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import check_dtype, check_model
-from cogvideox_flax.models.family import Size
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops

@@ -46,9 +46,9 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
     fsdp: split weights over dp and sp too.
     """
     manifest, batch = run.manifest, run.denoiser_batch
-    work = manifest.model_family.workload(manifest.configs, run.size)
-    all_heads = manifest.model_family.heads(manifest.configs).values()
-    bytes_each = 1 if manifest.quantized(manifest.model_family.denoiser) else jnp.dtype(run.dtype).itemsize
+    work = manifest.model.workload(run.size)
+    all_heads = manifest.model.heads.values()
+    bytes_each = 1 if manifest.quantized(manifest.model.denoiser) else jnp.dtype(run.dtype).itemsize
     found = []
     for dp, sp, tp in meshes(devices):
         if batch % dp or any(heads % tp for heads in all_heads):

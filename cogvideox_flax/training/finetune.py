@@ -69,7 +69,7 @@ def finetune(
         InputError: the directory holds a run of something else, or something there cannot be read or written.
         DivergedError: the loss is NaN or infinite.
     """
-    config, out, name = job.config, job.config.out, job.family.denoiser
+    config, out, name = job.config, job.config.out, job.model.denoiser
     native = hosts.first_host_first(lambda: hub.resolve(config.model, config.revision, progress=progress))
     with run_dir_lock(out):
         pipe = Pipeline(native, config.loop.dtype, job.mesh)
@@ -78,9 +78,9 @@ def finetune(
         hosts.from_first(lambda: match_run(out / RECORD_FILE, made_of))
         captions = clip_features(job, pipe, progress)
         prompts = prompt_features(job, pipe, progress)
-        pipe.release(*(stage.component for stage in job.family.text))
+        pipe.release(*(stage.component for stage in job.model.text))
         latents = clip_latents(job, pipe)
-        pipe.release(job.family.decoder)
+        pipe.release(job.model.decoder)
         frozen: dict[str, Any] = {"empty": {key: value[0] for key, value in prompts.items()}}
         if config.method == "lora":
             frozen[name] = job.add_lora(pipe.component(name), job.mesh)
@@ -99,7 +99,7 @@ def finetune(
             folder=out / TRAINING_DIR,
             frozen=frozen,
             mesh=job.mesh,
-            rows={name: job.family.components[name].sharding},
+            rows={name: job.model.components[name].sharding},
         )
         state = trainer.train(_initial_params(job, native, frozen), on_step)
         if int(state.step) < config.loop.steps:
@@ -110,7 +110,7 @@ def finetune(
 
 def _initial_params(job: FinetuneJob, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
     """What is trained, before the first step: the adapters, or the denoiser's weights in their stored dtype."""
-    name = job.family.denoiser
+    name = job.model.denoiser
     if job.config.method == "lora":
         return {name: lora_parameters(frozen[name])}
     return {name: checkpoint.load_component(name, native, mesh=job.mesh)}
@@ -118,7 +118,7 @@ def _initial_params(job: FinetuneJob, native: Path, frozen: dict[str, Any]) -> d
 
 def _assemble(job: FinetuneJob, params: dict[str, Any], frozen: dict[str, Any]) -> Any:
     """The denoiser with the trained parameters."""
-    name = job.family.denoiser
+    name = job.model.denoiser
     return with_parameters(frozen[name], params[name]) if name in frozen else params[name]
 
 
@@ -133,17 +133,16 @@ def _loss(
     params: dict[str, Any], frozen: dict[str, Any], batch: dict[str, Any], key: Key[Array, ""], *, job: FinetuneJob
 ) -> tuple[Float32[Array, ""], Metrics]:
     """The velocity on samples of the clips' latents, with some captions dropped. A `Loss` of the training loop."""
-    family, configs = job.family, job.manifest.configs
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
-    scale = family.latent_scale(configs)
-    latents = sample_latents(batch["mean"], batch["std"], sample_key, scale, job.size.extra_latents)
+    statistics = job.model.codec.statistics
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, statistics, job.size.extra_latents)
     text = drop_captions(batch["text"], frozen["empty"], job.config.caption_dropout, drop_key)
     model = _assemble(job, params, frozen)
 
     def denoiser(x: Array, t: Array) -> Array:
-        return family.predict(model, x, text, t, remat=job.config.remat)
+        return job.model.predict(model, x, text, t, remat=job.config.remat)
 
-    return velocity_loss(denoiser, latents, noise_key, family.sampler(configs, configs["scheduler"].kind))
+    return velocity_loss(denoiser, latents, noise_key, job.model.sampler())
 
 
 def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
@@ -177,12 +176,12 @@ def _save_samples(
         features: of the empty prompt, then of the sample prompts.
         done: the number of steps done.
     """
-    sample, size, family = job.config.sample, job.size, job.family
+    sample, size, model = job.config.sample, job.size, job.model
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
-    pipe.use(family.denoiser, denoiser)
+    pipe.use(model.denoiser, denoiser)
     *_, last = make_videos(pipe, job.samples, text=Conditioning(prompts, empty if job.samples.guided else None))
-    pipe.release(family.denoiser, family.decoder)  # the weights may be buffers that the next step overwrites
+    pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
     video = last.result.frames
     if not hosts.is_first():
@@ -199,14 +198,14 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
     if job.config.method == "full":
         result = _save_checkpoint(job, checkpoint.read_manifest(native, warn=False), native, denoiser)
     else:
-        result = save_lora(job.family, job.config.out, denoiser)
+        result = save_lora(job.model, job.config.out, denoiser)
     plot_metrics([job.config.out / TRAINING_DIR / METRICS_FILE], ("loss", "gradient_norm"), job.config.out / "loss.png")
     return result
 
 
 def _save_checkpoint(job: FinetuneJob, manifest: Manifest, native: Path, denoiser: Any) -> Path:
     """A native checkpoint of the trained denoiser and the base model's other components."""
-    target, name = job.config.out / CHECKPOINT_DIR, job.family.denoiser
+    target, name = job.config.out / CHECKPOINT_DIR, job.model.denoiser
     base = manifest.weights[name]
     source = {
         "path": str(job.config.out.absolute()),

@@ -25,7 +25,8 @@ from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.home import cache_dir, expand_user
 from cogvideox_flax.io.paths import check_writable, existing_parent
 from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.models.family import ModelFamily, Size
+from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, require
@@ -50,19 +51,19 @@ class FinetuneJob:
         return self.samples.fps
 
     @property
-    def family(self) -> ModelFamily:
-        return self.manifest.model_family
+    def model(self) -> VideoModel:
+        return self.manifest.model
 
     @property
     def tokens(self) -> int:
         """Tokens of one clip, its text included."""
-        return self.family.workload(self.manifest.configs, self.size).tokens
+        return self.model.workload(self.size).tokens
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """The linear maps that get adapters."""
         targets = self.config.lora.targets
-        return self.family.lora.default_targets if targets is None else targets
+        return self.model.lora.default_targets if targets is None else targets
 
     @cached_property
     def parameters(self) -> int:
@@ -89,13 +90,13 @@ class FinetuneJob:
 
     @cached_property
     def _abstract_denoiser(self) -> Any:
-        return self.manifest.abstract(self.family.denoiser)
+        return self.manifest.abstract(self.model.denoiser)
 
     def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
         """The denoiser with new adapters, which change nothing yet."""
         config, rngs = self.config.lora, nnx.Rngs(self.config.loop.seed)
         targets = self.lora_targets
-        return lora.add_lora(self.family, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
+        return lora.add_lora(self.model, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 
     def memory(self) -> dict[str, int]:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
@@ -112,15 +113,14 @@ class FinetuneJob:
 
     def disk(self) -> int:
         """Bytes that the run writes, about: prepared clips, training states, and the result."""
-        loop, configs = self.config.loop, self.manifest.configs
-        features = self.family.feature_shapes(configs, 1).values()
+        loop, features = self.config.loop, self.model.feature_shapes(1).values()
         example = 2 * 2 * math.prod(self.size.latent_shape(1)) + 4 * sum(map(math.prod, features))
         state = (16 if loop.ema_decay else 12) * self.trainable
         result = 4 * self.trainable
         if self.config.method == "full":
-            kept = self.family.components.keys() - {self.family.denoiser}
+            kept = self.model.components.keys() - {self.model.denoiser}
             copied = [name for name in kept if not self._can_link(name)]
-            result = sum(map(self._stored_bytes, (self.family.denoiser, *copied)))
+            result = sum(map(self._stored_bytes, (self.model.denoiser, *copied)))
         return len(self.clips) * example + (loop.keep + 1) * state + result
 
     def _can_link(self, component: str) -> bool:
@@ -172,16 +172,16 @@ def check(config: TrainingConfig) -> FinetuneJob:
     hosts.check_mesh(mesh)
     manifest = hosts.first_host_first(lambda: hub.peek(config.model, config.revision))
     check_model(manifest, where, loop.dtype, mesh)
-    family = manifest.model_family
-    if manifest.quantized(family.denoiser):
+    model = manifest.model
+    if manifest.quantized(model.denoiser):
         raise InputError(
-            f"the {family.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
+            f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
         )
-    if any(stage.required or stage.mask_channels for stage in family.visual(manifest.configs)):
+    if any(stage.required or stage.mask_channels for stage in model.visual):
         raise InputError(
             f"{where} is an image-to-video, control or inpainting model; only text-to-video models can be fine-tuned"
         )
-    known = family.lora.targets
+    known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
     if mesh is not None:
@@ -189,7 +189,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     request = resolve(_sample_request(config, manifest), manifest)
     if sample.prompts:
         sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
-    size = family.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
+    size = model.resolve_size(request.num_frames, request.height, request.width)
 
     def find() -> list[list[str]]:
         found = find_clips(config.clips, size.num_frames, request.fps)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key, PyTree, Shaped
 
+from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.training.metrics import Mean
 
@@ -69,19 +70,19 @@ def sample_latents(
     mean: Float[Array, "B t h w C"],
     std: Float[Array, "B t h w C"],
     key: Key[Array, ""],
-    scaling_factor: float,
+    statistics: LatentStatistics,
     extra: int = 0,
 ) -> Float32[Array, "B T h w C"]:
-    """Latents as the transformer sees them: samples of the VAE's posterior times the scaling factor.
+    """Latents as the transformer sees them: samples of the VAE's posterior, normalized.
 
-    Every release multiplies here; `invert_scale_latents` is only about the image of image-to-video.
+    Every release multiplies by the scaling factor; `invert_scale_latents` is only about the image of image-to-video.
 
     Args:
         extra: how many copies of the first latent frame stand before it. Source: the released fine-tuning code, which
             makes the number of frames a multiple of `patch_size_t` this way.
     """
     mean, std = mean.astype(jnp.float32), std.astype(jnp.float32)
-    latents = scaling_factor * (mean + std * jax.random.normal(key, mean.shape))
+    latents = statistics.normalize(mean + std * jax.random.normal(key, mean.shape))
     return jnp.concatenate([*[latents[:, :1]] * extra, latents], 1)
 
 

@@ -43,7 +43,7 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
     """Text features of the empty prompt and of the sample prompts. A resumed run may have other sample prompts."""
     path = _folder(job) / "prompts.safetensors"
     prompts = ["", *job.config.sample.prompts]
-    names = tuple(job.family.feature_shapes(job.manifest.configs, 1))
+    names = tuple(job.model.feature_shapes(1))
     key = json.dumps([prompts, names, pipe.dtype, [pipe.fingerprints()[name] for name in _text_parts(job)]])
     if not hosts.from_first(lambda: stage_files.is_fresh(path, key)):
         features = _encode_texts(job, pipe, prompts, progress)
@@ -53,12 +53,12 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
 
 
 def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
-    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, without the scaling factor.
+    """`mean` and `std` [t, h, w, C] of the VAE's posterior of each clip, not normalized.
 
     In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
     """
-    size, part = job.size, job.family.decoder
-    encode = jax.jit(job.family.encode, compiler_options=compiler_options(pipe.dtype))
+    size, part = job.size, job.model.decoder
+    encode = jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype))
 
     def load(group: list[int]) -> np.ndarray:
         clips = []
@@ -86,7 +86,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
 
 def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
     """What decides the text features."""
-    return *(stage.component for stage in job.family.text), "tokenizer"
+    return *(stage.component for stage in job.model.text), "tokenizer"
 
 
 def _open_cache(
@@ -99,7 +99,7 @@ def _open_cache(
     size, fingerprints = job.size, pipe.fingerprints()
     meta = {
         "clips": job.clips_fingerprint,
-        "features": list(job.family.feature_shapes(job.manifest.configs, 1)),
+        "features": list(job.model.feature_shapes(1)),
         "size": [size.num_frames, size.height, size.width],
         "fps": job.fps,
         "model": [fingerprints[name] for name in parts],

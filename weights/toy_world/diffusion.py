@@ -42,6 +42,7 @@ from weights.toy_world.settings import (
     SEED,
     SHARD,
     SIZE,
+    STATISTICS,
     TEXT,
     TOKENIZER,
     TOKENIZER_FILE,
@@ -132,7 +133,7 @@ def diffusion_loss(
 ) -> tuple[Float32[Array, ""], Metrics]:
     """v-prediction; the text encoder is trained too. A `Loss` of the training loop."""
     sample_key, drop_key, noise_key = jax.random.split(key, 3)
-    latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, STATISTICS)
     ids = drop_captions(batch["ids"], empty, CAPTION_DROPOUT, drop_key)
     context = params["text_encoder"](ids)
 

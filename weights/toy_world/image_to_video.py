@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Key
 
 from cogvideox_flax.checkpoint import load_text_encoder, load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.training.config import LoopConfig
@@ -36,6 +36,7 @@ from weights.toy_world.settings import (
     ROWS,
     SCHEDULER,
     SEED,
+    STATISTICS,
     TRANSFORMER,
     VAE,
     Phase,
@@ -68,16 +69,16 @@ def image_to_video_loss(
 ) -> tuple[Float32[Array, ""], Metrics]:
     """v-prediction with prompt and first frame. A `Loss` of the training loop."""
     sample_key, drop_key, noise_key, image_key, level_key = jax.random.split(key, 5)
-    latents = sample_latents(batch["mean"], batch["std"], sample_key, VAE.scaling_factor)
+    latents = sample_latents(batch["mean"], batch["std"], sample_key, STATISTICS)
     spread = jnp.exp(NOISE_LOG_MEAN + NOISE_LOG_STD * jax.random.normal(level_key, (len(latents), 1, 1, 1, 1)))
     image = sample_latents(
-        batch["image_mean"], jnp.hypot(batch["image_std"].astype(jnp.float32), spread), image_key, VAE.scaling_factor
+        batch["image_mean"], jnp.hypot(batch["image_std"].astype(jnp.float32), spread), image_key, STATISTICS
     )
     ids = drop_captions(batch["ids"], frozen["empty"], CAPTION_DROPOUT, drop_key)
     features = {"prompt_embeds": frozen["text_encoder"](ids), "image_latents": image}
 
     def denoiser(x: Float[Array, "B T h w C"], t: Array) -> Float32[Array, "B T h w C"]:
-        return COGVIDEOX.predict(params["transformer"], x, features, t, remat=True)
+        return CogVideoX.predict(params["transformer"], x, features, t, remat=True)
 
     weights = 1 + PHASE.corners * batch["corners"].astype(jnp.float32)
     return velocity_loss(denoiser, latents, noise_key, DDIMScheduler(SCHEDULER), PHASE.density, weights)

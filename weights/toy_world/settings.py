@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import TokenizerConfig
@@ -29,6 +30,7 @@ VAE = VAEConfig(
     sample_width=SIZE,
     scaling_factor=1.0,
 )
+STATISTICS = LatentStatistics(VAE.scaling_factor)
 
 VAE_OPTIMIZER = OptimizerConfig(
     learning_rate=2e-3, final_learning_rate=4e-4, warmup_steps=50, b2=0.98, weight_decay=1e-4
@@ -81,7 +83,7 @@ GUIDANCE = 2.0
 """The checkpoint's default. With the releases' 6, early weights drew triangles with three prongs."""
 TOKENIZER_FILE = "spiece.model"
 DTYPES = {"text_encoder": "float16", "transformer": "bfloat16", "vae": "float16"}
-ROWS = {name: component.sharding for name, component in COGVIDEOX.components.items()}
+ROWS = {name: component.sharding for name, component in CogVideoX.components.items()}
 """Component -> the sharding of its parameters."""
 
 SCHEDULER = SchedulerConfig(snr_shift_scale=3.0)

@@ -20,7 +20,8 @@ from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.models.denoiser import Denoiser, Features
-from cogvideox_flax.models.family import Configs, ModelFamily, Size
+from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.sizes import Size
 
 
 @dataclass(frozen=True)

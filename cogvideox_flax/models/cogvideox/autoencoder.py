@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
 from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
+from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from cogvideox_flax.models.posterior import mean_and_logvar
 from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear

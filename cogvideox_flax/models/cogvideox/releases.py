@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.family import Release
+from cogvideox_flax.models.model import Release
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import TokenizerConfig
@@ -22,81 +21,46 @@ _VAE_1_5 = VAEConfig(scaling_factor=0.7, invert_scale_latents=True)
 _UNSHIFTED = SchedulerConfig(snr_shift_scale=1.0)
 
 
-def _configs(transformer: TransformerConfig, vae: VAEConfig, scheduler: SchedulerConfig) -> dict[str, Config]:
-    return {
+_SIZE_1_0: dict[str, Any] = {"height": 480, "width": 720, "num_frames": 49, "max_frames": 49, "fps": 8}
+_SIZE_1_5: dict[str, Any] = {"height": 768, "width": 1360, "num_frames": 81, "max_frames": 161, "fps": 16}
+_SIZE_1_5 |= {"frame_step": 16, "any_size": True}
+
+
+def _release(
+    hub_name: str, transformer: TransformerConfig, vae: VAEConfig, noise_schedule: SchedulerConfig, **settings: Any
+) -> Release:
+    configs: dict[str, Config] = {
         "tokenizer": TokenizerConfig(),
         "text_encoder": TextEncoderConfig(),
         "transformer": transformer,
         "vae": vae,
-        "scheduler": scheduler,
+        "scheduler": noise_schedule,
     }
+    usual: dict[str, Any] = {"scheduler": "dpm", "use_dynamic_cfg": True}
+    hub_id = f"zai-org/{hub_name}"
+    return Release(name=hub_name.lower(), hub_id=hub_id, family=FAMILY, configs=configs, **usual | settings)
 
+
+_IMAGE_5B = dataclasses.replace(_5B, in_channels=32, learned_positions=True)
+_IMAGE_1_5 = dataclasses.replace(_1_5, in_channels=32, ofs_width=512)
+_SETTINGS_2B: dict[str, Any] = {"dtype": "float16", "scheduler": "ddim", "use_dynamic_cfg": False}
 
 RELEASES: dict[str, Release] = {
     release.name: release
     for release in (
-        Release(
-            family=FAMILY,
-            name="cogvideox-2b",
-            hub_id="zai-org/CogVideoX-2b",
-            configs=_configs(TransformerConfig(), VAEConfig(), SchedulerConfig()),
-            dtype="float16",
-            sampler="ddim",
-            use_dynamic_cfg=False,
-        ),
-        Release(
-            family=FAMILY,
-            name="cogvideox-5b",
-            hub_id="zai-org/CogVideoX-5b",
-            configs=_configs(_5B, _VAE_5B, _UNSHIFTED),
-        ),
-        Release(
-            family=FAMILY,
-            name="cogvideox-5b-i2v",
-            hub_id="zai-org/CogVideoX-5b-I2V",
-            configs=_configs(dataclasses.replace(_5B, in_channels=32, learned_positions=True), _VAE_5B, _UNSHIFTED),
-        ),
-        Release(
-            family=FAMILY,
-            name="cogvideox1.5-5b",
-            hub_id="zai-org/CogVideoX1.5-5B",
-            configs=_configs(_1_5, _VAE_1_5, _UNSHIFTED),
-            height=768,
-            width=1360,
-            num_frames=81,
-            max_frames=161,
-            frame_step=16,
-            fps=16,
-            any_size=True,
-        ),
-        Release(
-            family=FAMILY,
-            name="cogvideox1.5-5b-i2v",
-            hub_id="zai-org/CogVideoX1.5-5B-I2V",
-            configs=_configs(dataclasses.replace(_1_5, in_channels=32, ofs_width=512), _VAE_1_5, _UNSHIFTED),
-            height=768,
-            width=1360,
-            num_frames=81,
-            max_frames=161,
-            frame_step=16,
-            fps=16,
-            any_size=True,
-        ),
+        _release("CogVideoX-2b", TransformerConfig(), VAEConfig(), SchedulerConfig(), **_SIZE_1_0, **_SETTINGS_2B),
+        _release("CogVideoX-5b", _5B, _VAE_5B, _UNSHIFTED, **_SIZE_1_0),
+        _release("CogVideoX-5b-I2V", _IMAGE_5B, _VAE_5B, _UNSHIFTED, **_SIZE_1_0),
+        _release("CogVideoX1.5-5B", _1_5, _VAE_1_5, _UNSHIFTED, **_SIZE_1_5),
+        _release("CogVideoX1.5-5B-I2V", _IMAGE_1_5, _VAE_1_5, _UNSHIFTED, **_SIZE_1_5),
     )
 }
 
 
-def find_release(configs: Mapping[str, Any]) -> Release | None:
-    """The release whose transformer has this architecture, or None.
+def architecture(config: TransformerConfig) -> TransformerConfig:
+    """A transformer's config without what does not tell releases apart.
 
     The `sample_*` fields do not count: the 1.5 configs were re-uploaded with another nominal size.
     """
-
-    def architecture(config: TransformerConfig) -> TransformerConfig:
-        unused = {"add_noise_in_inpaint_model": False}  # by all releases
-        return dataclasses.replace(config, sample_height=1, sample_width=1, sample_frames=1, **unused)
-
-    if (transformer := configs.get("transformer")) is None:
-        return None
-    releases = RELEASES.values()
-    return next((r for r in releases if architecture(r.configs["transformer"]) == architecture(transformer)), None)
+    unused = {"add_noise_in_inpaint_model": False}  # by all releases
+    return dataclasses.replace(config, sample_height=1, sample_width=1, sample_frames=1, **unused)

@@ -4,61 +4,18 @@ from __future__ import annotations
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.family import Release, Size
-from cogvideox_flax.models.sizes import SizeRule
+from cogvideox_flax.models.model import Release
+from cogvideox_flax.models.sizes import Size, SizeRule
 
 
-def resolve_size(
-    transformer: TransformerConfig,
-    vae: VAEConfig,
-    release: Release | None,
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-) -> Size:
-    """Fill in the defaults and check the rules; all faults in one message.
-
-    Args:
-        num_frames, height, width: None for the release's default (for an unreleased model: its sample size).
-
-    Raises:
-        InputError: a size that the model does not support, with the nearest that it does.
-    """
-    scale = vae.spatial_compression
-    if num_frames is None:
-        num_frames = release.num_frames if release else fit_frames(transformer, vae, transformer.sample_frames)
-    if height is None:
-        height = release.height if release else transformer.sample_height * scale
-    if width is None:
-        width = release.width if release else transformer.sample_width * scale
-
-    _rule(transformer, vae).check(num_frames, height, width)
-    latents = (num_frames - 1) // vae.temporal_compression + 1
-    extra = -latents % (transformer.patch_size_t or 1)
-    return Size(
-        num_frames=num_frames,
-        height=height,
-        width=width,
-        latent_frames=latents + extra,
-        extra_latents=extra,
-        latent_height=height // scale,
-        latent_width=width // scale,
-        latent_channels=vae.latent_channels,
-    )
-
-
-def _rule(transformer: TransformerConfig, vae: VAEConfig) -> SizeRule:
+def size_rule(transformer: TransformerConfig, vae: VAEConfig) -> SizeRule:
+    """What frames and sides must be multiples of."""
     c, patch = vae.temporal_compression, transformer.patch_size_t or 1
     step = vae.spatial_compression * transformer.patch_size
     if transformer.takes == "inpaint" and patch > 1:  # these have no extra latent frames
         return SizeRule(c * (patch - 1) + 1, c * patch, step)
     # diffusers' decoder turns an odd number n of latents into c (n - 1) + 1 frames, an even number into c n
     return SizeRule(1, 2 * c, step)
-
-
-def fit_frames(transformer: TransformerConfig, vae: VAEConfig, count: int) -> int:
-    """The largest supported frame count of at most `count`; at least the smallest."""
-    return _rule(transformer, vae).fit_frames(count)
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:

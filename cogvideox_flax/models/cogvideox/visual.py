@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.models.codec import LatentStatistics, encode, sample
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
-from cogvideox_flax.models.cogvideox.config import TransformerConfig
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.denoiser import Features
-from cogvideox_flax.models.family import Configs, VisualStage
-from cogvideox_flax.models.posterior import encode, sample
+from cogvideox_flax.models.model import VisualStage
 
 INPUTS = {
     "text": ("a text-to-video model", ("video",)),
@@ -44,9 +44,14 @@ def shrink_mask(mask: Float32[Array, "B F H W C"], latents: tuple[int, int, int]
 
 
 def masked_latents(
-    vae: Autoencoder, video: Float32[Array, "B F H W 4"], noise: Float32[Array, ...], *, tiled: bool
+    vae: Autoencoder,
+    video: Float32[Array, "B F H W 4"],
+    noise: Float32[Array, ...],
+    *,
+    tiled: bool,
+    statistics: LatentStatistics,
 ) -> Float32[Array, "B T h w C+1"]:
-    """What is kept of a video: 1 - mask in the size of the latents, then the mean of the latents, not scaled.
+    """What is kept of a video: 1 - mask in the size of the latents, then the mean of the latents; all of it normalized.
 
     Args:
         video: pixels in [-1, 1], then the mask: above 0 is made anew, which the VAE sees as black.
@@ -56,11 +61,16 @@ def masked_latents(
         Zeros for a video that is made anew all over.
     """
     pixels, mask = _masked(video)
-    return _encode_masked(vae, pixels, mask, tiled)
+    return _encode_masked(vae, pixels, mask, tiled, statistics)
 
 
 def noisy_masked_latents(
-    vae: Autoencoder, video: Float32[Array, "B F H W 4"], noise: Float32[Array, "B F H W 3"], *, tiled: bool
+    vae: Autoencoder,
+    video: Float32[Array, "B F H W 4"],
+    noise: Float32[Array, "B F H W 3"],
+    *,
+    tiled: bool,
+    statistics: LatentStatistics,
 ) -> Float32[Array, "B T h w C+1"]:
     """`masked_latents`, with some noise in all pixels that are not black.
 
@@ -68,7 +78,7 @@ def noisy_masked_latents(
     """
     pixels, mask = _masked(video)
     pixels = pixels + jnp.where(pixels == -1, 0, INPAINT_NOISE * noise)
-    return _encode_masked(vae, pixels, mask, tiled)
+    return _encode_masked(vae, pixels, mask, tiled, statistics)
 
 
 def _masked(video: Float32[Array, "B F H W 4"]) -> tuple[Float32[Array, "B F H W 3"], Float32[Array, "B F H W 1"]]:
@@ -77,20 +87,25 @@ def _masked(video: Float32[Array, "B F H W 4"]) -> tuple[Float32[Array, "B F H W
 
 
 def _encode_masked(
-    vae: Autoencoder, pixels: Float32[Array, "B F H W 3"], mask: Float32[Array, "B F H W 1"], tiled: bool
+    vae: Autoencoder,
+    pixels: Float32[Array, "B F H W 3"],
+    mask: Float32[Array, "B F H W 1"],
+    tiled: bool,
+    statistics: LatentStatistics,
 ) -> Float32[Array, "B T h w C+1"]:
     mean = encode(vae, pixels, tiled=tiled)[0].astype(jnp.float32)
     _, frames, height, width, _ = mean.shape
     kept = jnp.concatenate([shrink_mask(1 - mask, (frames, height, width)), mean], -1)
-    return jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept)
+    return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
 
 
-def stages(configs: Configs) -> tuple[VisualStage, ...]:
+def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentStatistics) -> tuple[VisualStage, ...]:
     """What a checkpoint takes beside prompts."""
-    vae, kind = configs["vae"], configs["transformer"].takes
-    of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "scale": vae.scaling_factor}
-    # the inverted scale is the picture's alone
-    of_picture = of_clip | {"scale": 1 / vae.scaling_factor if vae.invert_scale_latents else vae.scaling_factor}
+    kind = transformer.takes
+    of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "statistics": statistics}
+    of_picture = dict(of_clip)
+    if vae.invert_scale_latents:  # of the picture alone
+        of_picture["statistics"] = LatentStatistics(1 / vae.scaling_factor)
     if kind == "image":
         return (
             VisualStage(input="image", feature="image_latents", required=True, **of_picture),
@@ -99,7 +114,7 @@ def stages(configs: Configs) -> tuple[VisualStage, ...]:
     if kind == "control":
         return (VisualStage(input="control_video", feature="control_latents", required=True, noise=None, **of_clip),)
     if kind == "inpaint":
-        noisy = configs["transformer"].add_noise_in_inpaint_model
+        noisy = transformer.add_noise_in_inpaint_model
         encoder, noise = (noisy_masked_latents, "frames") if noisy else (masked_latents, None)
         masked = of_clip | {"feature": "inpaint_latents", "encode": encoder, "noise": noise, "mask_channels": 1}
         return (
@@ -110,21 +125,12 @@ def stages(configs: Configs) -> tuple[VisualStage, ...]:
     return (VisualStage(input="video", feature="video_latents", **of_clip),)
 
 
-def check_inputs(configs: Configs, given: Sequence[str]) -> None:
-    """Refuse inputs that a checkpoint does not take, or whose lack it does not survive.
+def check_masked(given: Sequence[str]) -> None:
+    """Refuse inputs of an inpainting model that do not go together.
 
     Raises:
-        InputError: with what it takes.
+        InputError: with what to give.
     """
-    takes = configs["transformer"].takes
-    kind, names = INPUTS[takes]
-    if missing := [stage.input for stage in stages(configs) if stage.required and stage.input not in given]:
-        options = " and ".join(f"--{name.replace('_', '-')} ({name}=)" for name in missing)
-        raise InputError(f"this is {kind}; give it {options}")
-    if unknown := [name for name in given if name not in names]:
-        raise InputError(f"this is {kind}, which takes no {' and no '.join(unknown)}; it takes {', '.join(names)}")
-    if takes != "inpaint":
-        return
     if "image" in given and "video" in given:
         raise InputError("image and video are both given; give --image to start from a picture, or --video for a clip")
     for name, needed in (("mask_video", "video"), ("last_image", "image")):

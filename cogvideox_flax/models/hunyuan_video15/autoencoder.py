@@ -20,9 +20,9 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.chunks import in_chunks, sizes_after_first
+from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.resample import Downsample, Upsample, mean_groups, repeat_channels
-from cogvideox_flax.models.posterior import mean_and_logvar
 from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d
 from cogvideox_flax.nn.layers import Linear

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from cogvideox_flax.models.family import Release
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenConfig
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
 from cogvideox_flax.models.hunyuan_video15.sizes import LANDSCAPE, NUM_FRAMES, bucket_of
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
+from cogvideox_flax.models.model import Release
 from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers import FlowMatchConfig
 
@@ -25,36 +24,45 @@ BYT5 = TextEncoderConfig(vocab_size=1510, width=1472, layers=12, heads=6, head_d
 """ByT5-small with the tokens of Glyph-SDXL-v2."""
 
 
+def recommended(transformer: TransformerConfig, vae: VAEConfig) -> dict[str, Any]:
+    """The defaults of a run with any checkpoint of this architecture, as fields of a `Release`."""
+    height, width = bucket_of(*LANDSCAPE, transformer.target_size, vae.spatial_compression)
+    return {
+        "height": height,
+        "width": width,
+        "num_frames": NUM_FRAMES,
+        "max_frames": NUM_FRAMES,
+        "frame_step": vae.temporal_compression,
+        "fps": FPS,
+        "num_inference_steps": DISTILLED_STEPS if transformer.use_meanflow else STEPS,
+        "guidance_scale": 1.0 if transformer.use_meanflow else GUIDANCE_SCALE,
+        "scheduler": "flow_match",
+    }
+
+
 def _release(name: str, shift: float) -> Release:
     """name: as in the hub id, such as "480p_i2v_step_distilled"."""
     is_image, is_distilled = "i2v" in name, name.endswith("distilled")
-    step_distilled = name.endswith("step_distilled")
-    transformer = TransformerConfig(target_size=960 if "720p" in name else 640, use_meanflow=step_distilled)
+    transformer = TransformerConfig(
+        target_size=960 if "720p" in name else 640, use_meanflow=name.endswith("step_distilled")
+    )
     vae = VAEConfig()
-    height, width = bucket_of(*LANDSCAPE, transformer.target_size, vae.spatial_compression)
+    configs = {
+        "tokenizer": TokenizersConfig(),
+        "text_encoder": QwenConfig(),
+        "text_encoder_2": BYT5,
+        **({"image_encoder": VisionConfig()} if is_image else {}),
+        "transformer": transformer,
+        "vae": vae,
+        "scheduler": FlowMatchConfig(shift=shift),
+    }
+    distilled = {"guidance_scale": 1.0} if is_distilled else {}
     return Release(
         name=f"hunyuanvideo1.5-{name.replace('_', '-')}",
         hub_id=f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{name}",
         family=IMAGE_FAMILY if is_image else FAMILY,
-        configs={
-            "tokenizer": TokenizersConfig(),
-            "text_encoder": QwenConfig(),
-            "text_encoder_2": BYT5,
-            **({"image_encoder": VisionConfig()} if is_image else {}),
-            "transformer": transformer,
-            "vae": vae,
-            "scheduler": FlowMatchConfig(shift=shift),
-        },
-        height=height,
-        width=width,
-        num_frames=NUM_FRAMES,
-        max_frames=NUM_FRAMES,
-        frame_step=4,
-        fps=FPS,
-        num_inference_steps=DISTILLED_STEPS if step_distilled else STEPS,
-        guidance_scale=1.0 if is_distilled else GUIDANCE_SCALE,
-        sampler="flow_match",
-        use_dynamic_cfg=False,
+        configs=configs,
+        **recommended(transformer, vae) | distilled,
     )
 
 
@@ -76,18 +84,3 @@ RELEASES: dict[str, Release] = {
 def releases_of(family: str) -> dict[str, Release]:
     """Name -> release, of one of the two families."""
     return {name: release for name, release in RELEASES.items() if release.family == family}
-
-
-def find_release(family: str, configs: Mapping[str, Any]) -> Release | None:
-    """The first release with this transformer and, where it is known, this shift; or None.
-
-    A CFG-distilled release has the configs of the one that it was made from; its guider's config tells them apart.
-    """
-    if "transformer" not in configs:
-        return None
-
-    def matches(release: Release) -> bool:
-        named = [name for name in ("transformer", "scheduler") if name in configs]
-        return all(configs[name] == release.configs[name] for name in named)
-
-    return next((release for release in releases_of(family).values() if matches(release)), None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cogvideox_flax.models.family import Size
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.sizes import SizeRule
+from cogvideox_flax.models.sizes import Size, SizeRule
 
 NUM_FRAMES = 121
 """Of the training's longest clips, and the default."""
@@ -51,38 +50,6 @@ def bucket_of(height: int, width: int, target: int, step: int) -> tuple[int, int
 def size_rule(vae: VAEConfig) -> SizeRule:
     """What frames and sides must be multiples of."""
     return SizeRule(1, vae.temporal_compression, vae.spatial_compression)
-
-
-def resolve_size(
-    transformer: TransformerConfig,
-    vae: VAEConfig,
-    num_frames: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-) -> Size:
-    """Fill in the defaults and check the rules.
-
-    Args:
-        num_frames, height, width: None for 121 frames, and for a side of the 16 : 9 bucket.
-
-    Raises:
-        InputError: a size that the model does not support, with the nearest that it does.
-    """
-    default = bucket_of(*LANDSCAPE, transformer.target_size, vae.spatial_compression)
-    num_frames = NUM_FRAMES if num_frames is None else num_frames
-    height = default[0] if height is None else height
-    width = default[1] if width is None else width
-    size_rule(vae).check(num_frames, height, width)
-    return Size(
-        num_frames=num_frames,
-        height=height,
-        width=width,
-        latent_frames=(num_frames - 1) // vae.temporal_compression + 1,
-        extra_latents=0,
-        latent_height=height // vae.spatial_compression,
-        latent_width=width // vae.spatial_compression,
-        latent_channels=vae.latent_channels,
-    )
 
 
 def size_warnings(transformer: TransformerConfig, vae: VAEConfig, size: Size) -> list[str]:

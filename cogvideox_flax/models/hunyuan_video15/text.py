@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from cogvideox_flax.models.denoiser import Features
-from cogvideox_flax.models.family import Configs, TextStage
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenEncoder
-from cogvideox_flax.models.hunyuan_video15.tokenizer import PREFIX_LENGTH, Tokenizers
+from cogvideox_flax.models.hunyuan_video15.tokenizer import PREFIX_LENGTH, Tokenizers, TokenizersConfig
+from cogvideox_flax.models.model import TextStage
 from cogvideox_flax.models.t5 import TextEncoder
 
 Tokens = dict[str, Int32[Array, "B L"]]
@@ -34,31 +30,20 @@ def encode_glyphs(encoder: TextEncoder, tokens: Tokens) -> Features:
     return {"prompt_embeds_2": kept, "prompt_embeds_mask_2": mask}
 
 
-def tokenize_prompt(tokenizers: Tokenizers, prompts: Sequence[str]) -> Any:
-    """What `encode_prompt` takes; errors as for `Tokenizers.prompts`."""
-    return tokenizers.prompts(prompts)
-
-
-def tokenize_glyphs(tokenizers: Tokenizers, prompts: Sequence[str]) -> Any:
-    """What `encode_glyphs` takes; errors as for `Tokenizers.glyphs`."""
-    return tokenizers.glyphs(prompts)
-
-
-def _shapes(batch: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    return dict.fromkeys(("ids", "mask"), jax.ShapeDtypeStruct((batch, length), "int32"))
-
-
-def prompt_shapes(configs: Configs, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of what `encode_prompt` takes."""
-    return _shapes(batch, PREFIX_LENGTH + configs["tokenizer"].max_length)
-
-
-def glyph_shapes(configs: Configs, batch: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of what `encode_glyphs` takes."""
-    return _shapes(batch, configs["tokenizer"].glyph_length)
-
-
-STAGES = (
-    TextStage(component="text_encoder", tokenize=tokenize_prompt, token_shapes=prompt_shapes, encode=encode_prompt),
-    TextStage(component="text_encoder_2", tokenize=tokenize_glyphs, token_shapes=glyph_shapes, encode=encode_glyphs),
-)
+def stages(lengths: TokenizersConfig) -> tuple[TextStage, ...]:
+    """Both text encoders."""
+    prompt, glyphs = PREFIX_LENGTH + lengths.max_length, lengths.glyph_length
+    return (
+        TextStage(
+            component="text_encoder",
+            tokenize=Tokenizers.prompts,
+            lengths=dict.fromkeys(("ids", "mask"), prompt),
+            encode=encode_prompt,
+        ),
+        TextStage(
+            component="text_encoder_2",
+            tokenize=Tokenizers.glyphs,
+            lengths=dict.fromkeys(("ids", "mask"), glyphs),
+            encode=encode_glyphs,
+        ),
+    )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from jaxtyping import Int32
@@ -65,6 +65,11 @@ class TokenizersConfig(Config):
 
     max_length: int = 1000
     glyph_length: int = 256
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """The lengths are the pipeline's, not the tokenizers' own limits."""
+        return cls()
 
 
 def chat(prompt: str) -> str:

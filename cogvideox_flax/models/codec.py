@@ -1,0 +1,147 @@
+"""`Codec`: an autoencoder bound to its config; clips to latents and back, and the latents that a denoiser sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+LOGVAR_RANGE = (-30.0, 20.0)
+
+
+def mean_and_logvar(
+    moments: Float[Array, "B T h w 2L"],
+) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
+    """The two halves of an encoder's channels, logvar clamped to `LOGVAR_RANGE`."""
+    mean, logvar = jnp.split(moments, 2, -1)
+    return mean, logvar.clip(*LOGVAR_RANGE)
+
+
+@dataclass(frozen=True)
+class LatentStatistics:
+    """How an autoencoder's latents are normalized for the denoiser: (z - mean) * scale, for all channels or for each.
+
+    scale: diffusers' `scaling_factor`, or 1 / `latents_std`. mean: diffusers' `latents_mean`; None: 0.
+    """
+
+    scale: float | tuple[float, ...] = 1.0
+    mean: tuple[float, ...] | None = None
+
+    def normalize(self, z: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        """An autoencoder's latents as the denoiser sees them."""
+        return (z if self.mean is None else z - np.asarray(self.mean, np.float32)) * self._factor
+
+    def denormalize(self, latents: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        """The inverse of `normalize`."""
+        z = latents / self._factor
+        return z if self.mean is None else z + np.asarray(self.mean, np.float32)
+
+    @property
+    def _factor(self) -> Any:
+        return np.asarray(self.scale, np.float32) if isinstance(self.scale, tuple) else self.scale
+
+
+def encode(
+    vae: Any, video: Float[Array, "B F H W 3"], *, tiled: bool = False
+) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
+    """Mean and logvar of a video's latents, not normalized; several videos one after the other.
+
+    Args:
+        vae: of any family.
+        video: in [-1, 1].
+        tiled: in the reference's overlapping tiles.
+    """
+    return vae.encode(video, tiling=vae.config.tiling if tiled else None, slicing=len(video) > 1)
+
+
+def sample(
+    vae: Any,
+    video: Float[Array, "B F H W 3"],
+    noise: Float32[Array, "B T h w L"],
+    *,
+    tiled: bool,
+    statistics: LatentStatistics,
+) -> Float32[Array, "B T h w L"]:
+    """Normalized latents drawn with standard normal noise. Other arguments as for `encode`."""
+    mean, logvar = (x.astype(jnp.float32) for x in encode(vae, video, tiled=tiled))
+    return statistics.normalize(mean + jnp.exp(0.5 * logvar) * noise)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """An autoencoder bound to its config. It is a field of the programs that decode: equal configs, equal programs.
+
+    config: with `latent_channels`, `spatial_compression`, `temporal_compression`, `scaling_factor` and, where there are
+        tiles, the reference's `tiling`.
+    decodes_pieces: whether there is `decode_piece`, which long clips need.
+    """
+
+    config: Any
+
+    decodes_pieces: ClassVar[bool] = False
+
+    @property
+    def latent_channels(self) -> int:
+        return self.config.latent_channels
+
+    @property
+    def spatial_compression(self) -> int:
+        """Pixels per latent pixel, along height and along width."""
+        return self.config.spatial_compression
+
+    @property
+    def temporal_compression(self) -> int:
+        """Frames per latent frame, but for the first, which is one frame."""
+        return self.config.temporal_compression
+
+    @property
+    def statistics(self) -> LatentStatistics:
+        """Of the latents that are denoised."""
+        return LatentStatistics(self.config.scaling_factor)
+
+    @property
+    def preview_matrix(self) -> Float32[np.ndarray, "C+1 3"] | None:
+        """Normalized latents to colours from 0 to 255: one row per channel, then the offset; None: not known."""
+        return None
+
+    def check_tiling(self) -> None:
+        """Refuse tiles that are not possible.
+
+        Raises:
+            InputError: with the reason.
+        """
+        self.config.tiling.check(self.spatial_compression)
+
+    def encode(
+        self, vae: Any, video: Float[Array, "B F H W 3"]
+    ) -> tuple[Float[Array, "B T h w C"], Float[Array, "B T h w C"]]:
+        """Mean and logvar of the latents of a video in [-1, 1], not normalized."""
+        return encode(vae, video)
+
+    def decode(self, vae: Any, latents: Float32[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
+        """Normalized latents to a video in about [-1, 1], one item at a time.
+
+        tiled: in the reference's overlapping tiles.
+        """
+        tiling = self.config.tiling if tiled else None
+        z = self.statistics.denormalize(latents)
+        return vae.decode(z, tiling=tiling, slicing=len(latents) > 1).astype(jnp.float32)
+
+    def pieces(self, frames: int) -> Sequence[int]:
+        """The latent frames of each piece of a clip of so many, of few different lengths."""
+        return [frames]
+
+    def decode_piece(
+        self, vae: Any, latents: Float32[Array, "B t h w C"], cache: Any
+    ) -> tuple[Float32[Array, "B F H W 3"], Any]:
+        """`decode` of one of `pieces`: its video, and the cache for the next piece; together exactly `decode`.
+
+        Args:
+            cache: of the piece before, None for the first; arrays [..., B, T, H, W, C], split as
+                `sharding.spatial_split` says.
+        """
+        raise NotImplementedError

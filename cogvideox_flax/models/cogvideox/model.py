@@ -1,0 +1,263 @@
+"""CogVideoX: a T5 text encoder, a transformer over text and video tokens, a causal video VAE.
+
+Source: arXiv 2408.06072.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.models import t5
+from cogvideox_flax.models.chunks import chunk_sizes, sizes_after_first
+from cogvideox_flax.models.codec import Codec
+from cogvideox_flax.models.cogvideox import releases, sharding, visual
+from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder
+from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.cogvideox.sizes import check_channels, size_rule, size_warnings
+from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.model import (
+    Component,
+    Configs,
+    LoRALayout,
+    Release,
+    TextStage,
+    VideoModel,
+    VisualStage,
+    Workload,
+)
+from cogvideox_flax.models.sizes import Size, SizeRule
+from cogvideox_flax.schedulers import SCHEDULERS
+from cogvideox_flax.schedulers.config import SchedulerConfig
+from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer, TokenizerConfig
+
+LORA = LoRALayout(
+    component="transformer",
+    targets={
+        "q": "blocks.attn.q",
+        "k": "blocks.attn.k",
+        "v": "blocks.attn.v",
+        "out": "blocks.attn.out",
+        "up": "blocks.mlp.up",
+        "down": "blocks.mlp.down",
+    },
+    default_targets=("q", "k", "v", "out"),
+    sources={
+        "q": "attn1.to_q",
+        "k": "attn1.to_k",
+        "v": "attn1.to_v",
+        "out": "attn1.to_out.0",
+        "up": "ff.net.0.proj",
+        "down": "ff.net.2",
+    },
+)
+
+
+COMPONENTS = {
+    "text_encoder": Component(
+        config=t5.TextEncoderConfig,
+        module=t5.TextEncoder,
+        stage="encode",
+        sharding=t5.SHARDING,
+        linear_maps=t5.LINEAR_MAPS,
+        heads="heads",
+        class_names=("T5EncoderModel",),
+    ),
+    "transformer": Component(
+        config=TransformerConfig,
+        module=Transformer,
+        stage="denoise",
+        sharding=sharding.TRANSFORMER,
+        linear_maps=tuple(LORA.targets.values()),
+        heads="heads",
+        class_names=("CogVideoXTransformer3DModel",),
+    ),
+    "vae": Component(
+        config=VAEConfig,
+        module=Autoencoder,
+        stage="decode",
+        sharding=sharding.VAE,
+        class_names=("AutoencoderKLCogVideoX",),
+    ),
+}
+
+OFS = 2.0
+"""The motion scalar (ofs) of the released pipeline, for releases that have this input."""
+
+
+def encode_text(encoder: t5.TextEncoder, ids: Int32[Array, "B L"]) -> Features:
+    """`prompt_embeds` [B, L, E]: every position, padding included, is attended."""
+    return {"prompt_embeds": encoder(ids)}
+
+
+def embed(
+    transformer: Transformer,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Int[Array, ""] | Int[Array, " B"],
+    *,
+    next_timestep: Int[Array, ""] | None = None,
+    riflex: bool = False,
+) -> Tokens:
+    """The tokens from which the transformer predicts v = sqrt(abar) noise - sqrt(1 - abar) x0.
+
+    Args:
+        next_timestep: ignored, since no release takes it.
+        riflex: as for `Transformer`.
+    """
+    ofs = None if transformer.config.ofs_width is None else OFS
+    beside = visual.with_visual(latents, features, transformer.config)
+    return transformer.embed(beside, features["prompt_embeds"], timestep, ofs, riflex=riflex)
+
+
+def embed_riflex(
+    transformer: Transformer,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Int[Array, ""] | Int[Array, " B"],
+    *,
+    next_timestep: Int[Array, ""] | None = None,
+) -> Tokens:
+    """`embed` with rotary positions extended by RIFLEx."""
+    return embed(transformer, latents, features, timestep, next_timestep=next_timestep, riflex=True)
+
+
+class CogVideoXCodec(Codec):
+    """The causal VAE, which decodes a clip in chunks of a few latent frames."""
+
+    decodes_pieces = True
+
+    def decode(self, vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
+        tiling = self.config.tiling if tiled else None
+        chunks = self.pieces(latents.shape[1])
+        z = self.statistics.denormalize(latents)
+        return vae.decode(z, tiling=tiling, slicing=len(latents) > 1, chunks=chunks).astype(jnp.float32)
+
+    def pieces(self, frames: int) -> list[int]:
+        """diffusers' chunks; for even T, of which these make 4 T frames, VideoX-Fun's, which make 4 (T - 1) + 1."""
+        return (chunk_sizes if frames % 2 else sizes_after_first)(frames, DECODE_CHUNK)
+
+    def decode_piece(
+        self, vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: Any
+    ) -> tuple[Float32[Array, "B F H W 3"], Any]:
+        video, cache = vae.decode_piece(self.statistics.denormalize(latents), cache)
+        return video.astype(jnp.float32), cache
+
+
+class CogVideoX(VideoModel):
+    """CogVideoX 1.0 and 1.5: a T5 encoder, joint attention over text and video, a causal VAE."""
+
+    name = releases.FAMILY
+    components = COMPONENTS
+    scheduler = SchedulerConfig
+    samplers = SCHEDULERS
+    tokenizer = TokenizerConfig
+    tokenizer_files = (SPIECE_FILE,)
+    releases = releases.RELEASES
+    lora = LORA
+    embed = staticmethod(embed)
+
+    @classmethod
+    def read_tokenizer(cls, raw: Mapping[str, Any], configs: Configs) -> TokenizerConfig:
+        """The transformer's text length wins over the tokenizer's own limit."""
+        transformer = configs.get("transformer")
+        return TokenizerConfig.from_hf(raw, transformer.text_length if transformer else None)
+
+    @classmethod
+    def is_release(cls, release: Release, configs: Configs) -> bool:
+        return releases.architecture(configs["transformer"]) == releases.architecture(release.configs["transformer"])
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        return self.configs["transformer"]
+
+    @property
+    def codec(self) -> Codec:
+        return CogVideoXCodec(self.configs["vae"])
+
+    def make_tokenizer(self, folder: Path) -> Tokenizer:
+        ids, words = self.configs["tokenizer"], self.configs["text_encoder"].vocab_size
+        return Tokenizer(folder / SPIECE_FILE, ids.max_length, vocab_size=words)
+
+    def check(self) -> None:
+        text = self.configs["text_encoder"].width
+        if text != self.transformer.text_width:
+            raise InputError(
+                f"the text encoder gives {text} channels, the transformer takes {self.transformer.text_width}"
+            )
+        check_channels(self.transformer, self.configs["vae"])
+
+    def workload(self, size: Size) -> Workload:
+        config = self.transformer
+        video = size.latent_frames // self.temporal_patch * size.latent_height * size.latent_width
+        return Workload(
+            layers=config.layers,
+            heads=config.heads,
+            head_dim=config.head_dim,
+            tokens=config.text_length + video // config.patch_size**2,
+            modulation=config.time_width,
+        )
+
+    def unreleased(self) -> Release:
+        """The size of the training, and what all releases share."""
+        config, pixels = self.transformer, self.codec.spatial_compression
+        return Release(
+            name="",
+            hub_id="",
+            family=self.name,
+            configs=self.configs,
+            height=config.sample_height * pixels,
+            width=config.sample_width * pixels,
+            num_frames=self.size_rule.fit_frames(config.sample_frames),
+            max_frames=config.sample_frames,
+            fps=16 if config.patch_size_t and config.takes != "inpaint" else 8,
+            scheduler=self.configs["scheduler"].kind,
+        )
+
+    @property
+    def size_rule(self) -> SizeRule:
+        return size_rule(self.transformer, self.configs["vae"])
+
+    @property
+    def temporal_patch(self) -> int:
+        return self.transformer.patch_size_t or 1
+
+    def size_warnings(self, size: Size) -> list[str]:
+        return size_warnings(self.transformer, self.configs["vae"], self.release, size)
+
+    @property
+    def text(self) -> tuple[TextStage, ...]:
+        lengths = self.configs["tokenizer"].max_length
+        return (TextStage(component="text_encoder", tokenize=_tokenize, lengths=lengths, encode=encode_text),)
+
+    def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (batch, self.transformer.text_length, self.transformer.text_width)}
+
+    @property
+    def visual(self) -> tuple[VisualStage, ...]:
+        return visual.stages(self.transformer, self.configs["vae"], self.codec.statistics)
+
+    @property
+    def inputs(self) -> tuple[str, tuple[str, ...]]:
+        assert self.transformer.takes is not None  # `check_channels`
+        return visual.INPUTS[self.transformer.takes]
+
+    def check_inputs(self, given: Sequence[str]) -> None:
+        super().check_inputs(given)
+        if self.transformer.takes == "inpaint":
+            visual.check_masked(given)
+
+    @property
+    def positions(self) -> dict[str, Callable[..., Tokens]]:
+        """RIFLEx is for models whose positions are rotary alone."""
+        return {"riflex": embed_riflex} if self.transformer.rotary and not self.transformer.learned_positions else {}
+
+
+def _tokenize(tokenizer: Tokenizer, prompts: Sequence[str]) -> Any:
+    return tokenizer(prompts)

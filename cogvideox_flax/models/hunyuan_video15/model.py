@@ -1,0 +1,269 @@
+"""HunyuanVideo-1.5: Qwen2.5-VL and ByT5 text encoders, a dual-stream transformer, a causal video VAE; image-to-video
+checkpoints also have a SigLIP image encoder.
+
+Source: arXiv 2511.18870; diffusers `HunyuanVideo15Pipeline`, `HunyuanVideo15ImageToVideoPipeline`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from jaxtyping import Array, Float, Float32
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.models import t5
+from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.models.hunyuan_video15 import qwen, releases, sharding, siglip, text, visual
+from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
+from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
+from cogvideox_flax.models.hunyuan_video15.sizes import bucket_of, size_rule, size_warnings
+from cogvideox_flax.models.hunyuan_video15.tokenizer import TOKENIZER_FILES, Tokenizers, TokenizersConfig
+from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transformer
+from cogvideox_flax.models.model import (
+    Component,
+    Configs,
+    LoRALayout,
+    Release,
+    TextStage,
+    VideoModel,
+    VisualStage,
+    Workload,
+)
+from cogvideox_flax.models.sizes import Size, SizeRule
+from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler, Scheduler
+from cogvideox_flax.sharding import REPLICATED
+
+LICENSE = (
+    "HunyuanVideo-1.5 is under the Tencent Hunyuan Community License, which excludes the EU, the UK and South Korea: "
+    "https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE"
+)
+"""One line, printed when weights are downloaded."""
+
+LORA = LoRALayout(
+    component="transformer",
+    targets={
+        "q": "blocks.video.attn.q",
+        "k": "blocks.video.attn.k",
+        "v": "blocks.video.attn.v",
+        "out": "blocks.video.attn.out",
+        "up": "blocks.video.mlp.up",
+        "down": "blocks.video.mlp.down",
+        "text_q": "blocks.text.attn.q",
+        "text_k": "blocks.text.attn.k",
+        "text_v": "blocks.text.attn.v",
+        "text_out": "blocks.text.attn.out",
+        "text_up": "blocks.text.mlp.up",
+        "text_down": "blocks.text.mlp.down",
+    },
+    default_targets=("q", "k", "v", "out"),
+    sources={
+        "q": "attn.to_q",
+        "k": "attn.to_k",
+        "v": "attn.to_v",
+        "out": "attn.to_out.0",
+        "up": "ff.net.0.proj",
+        "down": "ff.net.2",
+        "text_q": "attn.add_q_proj",
+        "text_k": "attn.add_k_proj",
+        "text_v": "attn.add_v_proj",
+        "text_out": "attn.to_add_out",
+        "text_up": "ff_context.net.0.proj",
+        "text_down": "ff_context.net.2",
+    },
+)
+
+
+def embed(
+    transformer: Transformer,
+    latents: Float32[Array, "B T h w C"],
+    features: Features,
+    timestep: Float[Array, "*B"],
+    *,
+    next_timestep: Float[Array, "*B"] | None = None,
+) -> Tokens:
+    """The transformer's tokens; as in the reference, text-to-video checkpoints take no second timestep."""
+    takes_next = transformer.config.use_meanflow and "image_embeds" in features
+    return transformer.embed(
+        visual.with_condition(latents, features),
+        timestep,
+        text=features["prompt_embeds"],
+        text_mask=features["prompt_embeds_mask"],
+        glyphs=features["prompt_embeds_2"],
+        glyph_mask=features["prompt_embeds_mask_2"],
+        image=features.get("image_embeds"),
+        next_timestep=next_timestep if takes_next else None,
+    )
+
+
+SAMPLERS: dict[str, type[Scheduler]] = {FlowMatchScheduler.kind: FlowMatchScheduler}
+
+_TEXT_ENCODERS = {
+    "text_encoder": Component(
+        config=qwen.QwenConfig,
+        module=qwen.QwenEncoder,
+        stage="encode",
+        sharding=qwen.SHARDING,
+        linear_maps=qwen.LINEAR_MAPS,
+        class_names=qwen.CLASS_NAMES,
+    ),
+    "text_encoder_2": Component(
+        config=t5.TextEncoderConfig,
+        module=t5.TextEncoder,
+        stage="encode",
+        sharding=((r".*", REPLICATED),),  # small, and six heads are rarely a multiple of tensor parallelism
+        linear_maps=t5.LINEAR_MAPS,
+        class_names=("T5EncoderModel",),
+    ),
+}
+_IMAGE_ENCODER = {
+    "image_encoder": Component(
+        config=siglip.VisionConfig,
+        module=siglip.VisionEncoder,
+        stage="encode",
+        sharding=siglip.SHARDING,
+        linear_maps=siglip.LINEAR_MAPS,
+        heads="heads",
+        class_names=("SiglipVisionModel",),
+    ),
+}
+_DIFFUSION = {
+    "transformer": Component(
+        config=TransformerConfig,
+        module=Transformer,
+        stage="denoise",
+        sharding=sharding.TRANSFORMER,
+        linear_maps=tuple(LORA.targets.values()),
+        heads="heads",
+        class_names=("HunyuanVideo15Transformer3DModel",),
+    ),
+    "vae": Component(
+        config=VAEConfig,
+        module=Autoencoder,
+        stage="decode",
+        sharding=sharding.VAE,
+        class_names=("AutoencoderKLHunyuanVideo15",),
+    ),
+}
+
+
+class HunyuanVideo15(VideoModel):
+    """Text-to-video checkpoints."""
+
+    name = releases.FAMILY
+    components = _TEXT_ENCODERS | _DIFFUSION
+    scheduler = FlowMatchConfig
+    samplers = SAMPLERS
+    tokenizer = TokenizersConfig
+    tokenizer_files = TOKENIZER_FILES
+    releases = releases.releases_of(releases.FAMILY)
+    lora = LORA
+    license = LICENSE
+    embed = staticmethod(embed)
+
+    @classmethod
+    def is_release(cls, release: Release, configs: Configs) -> bool:
+        """Also by the noise schedule's shift, where it is known.
+
+        A CFG-distilled release has the configs of the one that it was made from; its guider's config tells them apart.
+        """
+        named = [name for name in ("transformer", "scheduler") if name in configs]
+        return all(configs[name] == release.configs[name] for name in named)
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        return self.configs["transformer"]
+
+    @property
+    def lengths(self) -> TokenizersConfig:
+        return self.configs["tokenizer"]
+
+    @property
+    def vision(self) -> siglip.VisionConfig | None:
+        """The image encoder's config."""
+        return self.configs.get("image_encoder")
+
+    def make_tokenizer(self, folder: Path) -> Tokenizers:
+        rows, glyph_rows = (self.configs[name].vocab_size for name in ("text_encoder", "text_encoder_2"))
+        return Tokenizers(folder, self.lengths, vocab_size=rows, glyph_vocab_size=glyph_rows)
+
+    def check(self) -> None:
+        config, latent = self.transformer, self.codec.latent_channels
+        wanted = {"text_encoder": config.text_width, "text_encoder_2": config.glyph_width}
+        wanted |= {"image_encoder": config.image_width} if self.vision is not None else {}
+        faults = [
+            f"the {name.replace('_', ' ')} gives {self.configs[name].width} channels, the transformer takes {width}"
+            for name, width in wanted.items()
+            if self.configs[name].width != width
+        ]
+        if (config.in_channels, config.out_channels) != (2 * latent + 1, latent):
+            faults.append(
+                f"the transformer takes {config.in_channels} channels and gives {config.out_channels}; latents of "
+                f"{latent}, a condition and a mask are {2 * latent + 1}"
+            )
+        if faults:
+            raise InputError("\n".join(faults))
+
+    def workload(self, size: Size) -> Workload:
+        config, image = self.transformer, 0 if self.vision is None else self.vision.tokens
+        video = size.latent_frames * size.latent_height * size.latent_width
+        return Workload(
+            layers=config.layers,
+            heads=config.heads,
+            head_dim=config.head_dim,
+            tokens=video + self.lengths.max_length + self.lengths.glyph_length + image,
+            modulation=config.width,
+        )
+
+    def unreleased(self) -> Release:
+        return Release(
+            name="",
+            hub_id="",
+            family=self.name,
+            configs=self.configs,
+            **releases.recommended(self.transformer, self.configs["vae"]),
+        )
+
+    @property
+    def size_rule(self) -> SizeRule:
+        return size_rule(self.configs["vae"])
+
+    def size_warnings(self, size: Size) -> list[str]:
+        return size_warnings(self.transformer, self.configs["vae"], size)
+
+    def picture_size(self, height: int, width: int) -> tuple[int, int]:
+        return bucket_of(height, width, self.transformer.target_size, self.codec.spatial_compression)
+
+    @property
+    def text(self) -> tuple[TextStage, ...]:
+        return text.stages(self.lengths)
+
+    def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        config, lengths = self.transformer, self.lengths
+        return {
+            "prompt_embeds": (batch, lengths.max_length, config.text_width),
+            "prompt_embeds_mask": (batch, lengths.max_length),
+            "prompt_embeds_2": (batch, lengths.glyph_length, config.glyph_width),
+            "prompt_embeds_mask_2": (batch, lengths.glyph_length),
+        }
+
+    @property
+    def visual(self) -> tuple[VisualStage, ...]:
+        return visual.stages(self.vision, self.codec.statistics)
+
+    @property
+    def inputs(self) -> tuple[str, tuple[str, ...]]:
+        return ("a text-to-video model", ("video",)) if self.vision is None else ("an image-to-video model", ("image",))
+
+    @staticmethod
+    def is_guided(scale: float) -> bool:
+        """As diffusers' guider."""
+        return not math.isclose(scale, 1)
+
+
+class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+    """Image-to-video checkpoints, which have an image encoder."""
+
+    name = releases.IMAGE_FAMILY
+    components = _TEXT_ENCODERS | _IMAGE_ENCODER | _DIFFUSION
+    releases = releases.releases_of(releases.IMAGE_FAMILY)

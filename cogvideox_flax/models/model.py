@@ -1,0 +1,445 @@
+"""`VideoModel`: a model family bound to the configs of a checkpoint.
+
+A family is a folder under models/ with a subclass of `VideoModel`, mapping tables under conversion/, and a row in
+models/registry.py. All other code reads the properties of a model from here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float32, Num
+
+from cogvideox_flax.config import Config
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.values import shown
+from cogvideox_flax.models.codec import Codec, LatentStatistics
+from cogvideox_flax.models.denoiser import Features, Tokens, predict
+from cogvideox_flax.models.sizes import Size, SizeRule
+from cogvideox_flax.nn import quantized
+from cogvideox_flax.schedulers import Scheduler
+from cogvideox_flax.sharding import ParameterRows
+
+Configs = Mapping[str, Any]
+"""Component, "tokenizer" or "scheduler" -> its config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The size of the denoiser's computation, from which the planner chooses how to split it.
+
+    tokens: per sample, text included. modulation: input width of the per-layer modulation.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    modulation: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A part of a model that has weights.
+
+    Attributes:
+        config: the type of its config.
+        module: its NNX module, made by `module(config, rngs=...)`.
+        stage: the stage of a run that needs it.
+        sharding: the logical axes of its parameters.
+        linear_maps: paths of the stacked linear maps that can be quantized, such as "blocks.attn.q".
+        heads: the field of its config with the number of attention heads; None: it has none.
+        class_names: its names in config.json (`_class_name` or `architectures`), by which the family of a directory is
+            detected.
+    """
+
+    config: type[Config]
+    module: Callable[..., nnx.Module]
+    stage: Literal["encode", "denoise", "decode"]
+    sharding: ParameterRows
+    linear_maps: tuple[str, ...] = ()
+    heads: str | None = None
+    class_names: tuple[str, ...] = ()
+
+    def abstract(self, config: Config, kind: str | None = None) -> Any:
+        """The module with shapes in place of arrays, which needs no memory. kind: of quantized weights."""
+
+        def make() -> nnx.Module:
+            module = self.module(config, rngs=nnx.Rngs(0))
+            return quantized.quantize(module, self.linear_maps, kind) if kind else module
+
+        return jax.eval_shape(make)
+
+    @lru_cache(maxsize=64)  # noqa: B019  (components live as long as the process)
+    def num_parameters(self, config: Config) -> int:
+        """The number of its parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract(config)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRALayout:
+    """The linear maps that can have adapters, and their names in files.
+
+    Attributes:
+        component: the component that is adapted.
+        targets: name of a target -> path of its stacked linear map, such as "blocks.attn.q".
+        default_targets: the targets that are trained by default.
+        sources: name of a target -> its name in a block of diffusers' model.
+        blocks: diffusers' name of the list of blocks.
+    """
+
+    component: str
+    targets: Mapping[str, str]
+    default_targets: tuple[str, ...]
+    sources: Mapping[str, str]
+    blocks: str = "transformer_blocks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One released model: its configs and the settings its authors recommend, which are the defaults of a run.
+
+    `configs` are of the components, of the "scheduler" and the "tokenizer".
+    `dtype` is the dtype it was trained in; a bfloat16 release overflows in float16.
+    Sizes are (height, width) in pixels; trained frame counts are n * frame_step + 1.
+    `scheduler` is the name of a sampler.
+    """
+
+    name: str
+    hub_id: str
+    family: str
+    configs: Configs
+    height: int
+    width: int
+    num_frames: int
+    max_frames: int
+    fps: int
+    scheduler: str
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    use_dynamic_cfg: bool = False
+    dtype: str = "bfloat16"
+    frame_step: int = 8
+    any_size: bool = False  # trained on many sizes: shorter side `height`, longer side up to `width`
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextStage:
+    """One text encoder of a model: prompts to tokens, tokens to features.
+
+    Attributes:
+        component: its name.
+        tokenize: (tokenizer, prompts) -> a pytree of token arrays, int32 [B, L].
+        lengths: L of each of these arrays, in the same pytree.
+        encode: (module, tokens) -> features; a function at module level, by whose name programs are cached.
+    """
+
+    component: str
+    tokenize: Callable[[Any, Sequence[str]], Any]
+    lengths: Any
+    encode: Callable[[Any, Any], Features]
+
+    def token_shapes(self, batch: int) -> Any:
+        """The shapes of the token arrays of so many prompts."""
+        return jax.tree.map(lambda length: jax.ShapeDtypeStruct((batch, length), "int32"), self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisualStage:
+    """How one kind of picture or clip becomes latents.
+
+    Attributes:
+        input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
+            "control_video"; "mask_video". Without it there is no such stage.
+        feature: the name of the result, a feature of the denoiser, except for "video".
+        component: what encodes it.
+        encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=, statistics=) ->
+            normalized latents; or other features, of `shape`. A function at module level, as for `TextStage`.
+        statistics: by which `encode` normalizes latents; a request's `image_scale` replaces the scale of a picture.
+        required: whether the checkpoint needs it.
+        noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
+        mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
+            video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
+            that picture (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
+        frame_size: height and width that the frames, cropped to the video's aspect ratio, are resized to (bicubic);
+            None: the video's own.
+        shape: of one item's result, where that is not latents.
+    """
+
+    input: str
+    feature: str
+    component: str
+    encode: Callable[..., Float32[Array, "B T h w C"]]
+    statistics: LatentStatistics = field(default_factory=LatentStatistics)
+    required: bool = False
+    noise: Literal["latents", "frames"] | None = "latents"
+    mask_channels: int = 0
+    frame_size: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class VideoModel(ABC):
+    """One architecture with the configs of a checkpoint: its components, its rules, and what a run computes.
+
+    What a program holds is a plain function (`embed`, those of `text` and `visual`) or the `codec`: they have a stable
+    name or compare by their configs, and modules know their own config.
+
+    Class attributes:
+        name: of the family.
+        components: name, also of the directory -> component; in the order in which a run needs them.
+        denoiser, decoder: the names of the components that denoise, and decode latents to frames.
+        scheduler: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own sampler.
+        samplers: name -> class.
+        tokenizer: the type of the tokenizer's config.
+        tokenizer_files: the files that the tokenizer reads where they are there, relative to the checkpoint.
+        releases: name -> release.
+        lora: targets and file names of adapters.
+        license: one line about the weights' license, printed when they are downloaded; None: there is nothing to say.
+
+    Attributes:
+        configs: of the checkpoint's components, of the "scheduler" and the "tokenizer".
+        release: the released model that it is, or None.
+    """
+
+    name: ClassVar[str]
+    components: ClassVar[Mapping[str, Component]]
+    denoiser: ClassVar[str]
+    decoder: ClassVar[str]
+    scheduler: ClassVar[type[Config]]
+    samplers: ClassVar[Mapping[str, type[Scheduler]]]
+    tokenizer: ClassVar[type[Config]]
+    tokenizer_files: ClassVar[tuple[str, ...]]
+    releases: ClassVar[Mapping[str, Release]]
+    lora: ClassVar[LoRALayout]
+    license: ClassVar[str | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Name the denoiser and the decoder: the first component of each stage."""
+        names = {component.stage: name for name, component in reversed([*cls.components.items()])}
+        cls.denoiser, cls.decoder = names["denoise"], names["decode"]
+
+    def __init__(self, configs: Configs, release: Release | None = None, guidance_scale: float | None = None):
+        """Bind the family to a checkpoint.
+
+        Args:
+            release: as the checkpoint names it; None: the one that has these configs.
+            guidance_scale: that the checkpoint recommends, before its release.
+        """
+        self.configs, self.guidance_scale = configs, guidance_scale
+        self.release = self.find_release(configs, guidance_scale) if release is None else release
+
+    # --- what it is made of
+
+    @classmethod
+    def config_types(cls) -> dict[str, type[Config]]:
+        """The types of all configs of a checkpoint: tokenizer, components, scheduler."""
+        components = {name: component.config for name, component in cls.components.items()}
+        return {"tokenizer": cls.tokenizer, **components, "scheduler": cls.scheduler}
+
+    @classmethod
+    def read_tokenizer(cls, raw: Mapping[str, Any], configs: Configs) -> Config:
+        """The tokenizer's config, from tokenizer/tokenizer_config.json and the components' configs."""
+        return cls.tokenizer.from_hf(raw)
+
+    @classmethod
+    def find_release(cls, configs: Configs, guidance_scale: float | None = None) -> Release | None:
+        """The release with these configs, or None; among several, the one with this guidance scale."""
+        found = [each for each in cls.releases.values() if cls.denoiser in configs and cls.is_release(each, configs)]
+        return next((each for each in found if each.guidance_scale == guidance_scale), found[0] if found else None)
+
+    @classmethod
+    def is_release(cls, release: Release, configs: Configs) -> bool:
+        """Whether these configs, of the denoiser at least, are those of a release."""
+        return configs[cls.denoiser] == release.configs[cls.denoiser]
+
+    @abstractmethod
+    def make_tokenizer(self, folder: Path) -> Any:
+        """The tokenizer of a checkpoint.
+
+        Raises:
+            InputError: a file is missing or damaged.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse configs of components that do not fit together, or that no run can use.
+
+        Raises:
+            InputError: with all faults.
+        """
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Component -> its number of attention heads, each of which stays on one device."""
+        fields = {name: component.heads for name, component in self.components.items()}
+        return {name: getattr(self.configs[name], field) for name, field in fields.items() if field is not None}
+
+    @abstractmethod
+    def workload(self, size: Size) -> Workload:
+        """The size of the denoiser's computation."""
+
+    # --- defaults and sizes
+
+    @abstractmethod
+    def unreleased(self) -> Release:
+        """What takes the place of a release for another checkpoint of this architecture."""
+
+    @cached_property
+    def defaults(self) -> Release:
+        """The defaults of a run: the release's, with the guidance scale that the checkpoint recommends."""
+        found = self.unreleased() if self.release is None else self.release
+        return found if self.guidance_scale is None else replace(found, guidance_scale=self.guidance_scale)
+
+    @property
+    @abstractmethod
+    def size_rule(self) -> SizeRule:
+        """Which frame counts, heights and widths it can take."""
+
+    def resolve_size(self, num_frames: int | None = None, height: int | None = None, width: int | None = None) -> Size:
+        """Fill in the defaults and check the rules.
+
+        Raises:
+            InputError: all that the model does not support, with the nearest that it does.
+        """
+        num_frames = self.defaults.num_frames if num_frames is None else num_frames
+        height = self.defaults.height if height is None else height
+        width = self.defaults.width if width is None else width
+        self.size_rule.check(num_frames, height, width)
+        latents = (num_frames - 1) // self.codec.temporal_compression + 1
+        extra = -latents % self.temporal_patch
+        return Size(
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            latent_frames=latents + extra,
+            extra_latents=extra,
+            latent_height=height // self.codec.spatial_compression,
+            latent_width=width // self.codec.spatial_compression,
+            latent_channels=self.codec.latent_channels,
+        )
+
+    @property
+    def temporal_patch(self) -> int:
+        """Latent frames in one token."""
+        return 1
+
+    def size_warnings(self, size: Size) -> list[str]:
+        """Sentences about a size outside of those trained."""
+        return []
+
+    def picture_size(self, height: int, width: int) -> tuple[int, int] | None:
+        """Height and width of a video that continues a picture of this size; None: those of `resolve_size`."""
+        return None
+
+    # --- inputs
+
+    @property
+    @abstractmethod
+    def text(self) -> tuple[TextStage, ...]:
+        """The text encoders."""
+
+    @abstractmethod
+    def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the text features."""
+
+    @property
+    @abstractmethod
+    def visual(self) -> tuple[VisualStage, ...]:
+        """The pictures and clips that the checkpoint takes."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[str, tuple[str, ...]]:
+        """What the checkpoint is called by these inputs, such as "a text-to-video model", and their names."""
+
+    def check_inputs(self, given: Sequence[str]) -> None:
+        """Refuse inputs that the checkpoint does not take, or whose lack it does not survive.
+
+        Args:
+            given: the names of those there are.
+
+        Raises:
+            InputError: with what it takes.
+        """
+        kind, names = self.inputs
+        needed = dict.fromkeys(stage.input for stage in self.visual if stage.required)
+        if missing := [name for name in needed if name not in given]:
+            options = " and ".join(f"--{name.replace('_', '-')} ({name}=)" for name in missing)
+            raise InputError(f"this is {kind}; give it {options}")
+        if unknown := [name for name in given if name not in names]:
+            raise InputError(f"this is {kind}, which takes no {' and no '.join(unknown)}; it takes {', '.join(names)}")
+
+    # --- what a run computes
+
+    @staticmethod
+    @abstractmethod
+    def embed(
+        denoiser: Any,
+        latents: Float32[Array, "B T h w C"],
+        features: Features,
+        timestep: Num[Array, "*B"],
+        /,
+        *,
+        next_timestep: Num[Array, "*B"] | None = None,
+    ) -> Tokens:
+        """The tokens of a prediction; `denoiser.run_blocks` and `denoiser.head` do the rest.
+
+        Args:
+            features: of the text, and of the pictures.
+            timestep: one, or one per item.
+            next_timestep: to which the step leads, 0 after the last; for step-distilled checkpoints that take it.
+        """
+
+    @property
+    def positions(self) -> Mapping[str, Callable[..., Tokens]]:
+        """Name of a way to extend positions to longer clips -> what takes the place of `embed`."""
+        return {}
+
+    @classmethod
+    def predict(cls, denoiser: Any, *args: Any, remat: bool = False) -> Float32[Array, "B T h w C"]:
+        """The denoiser's prediction; arguments as for `denoiser.predict`, without `embed`."""
+        return predict(cls.embed, denoiser, *args, remat=remat)
+
+    @staticmethod
+    def is_guided(scale: float) -> bool:
+        """Whether guidance is on at this scale; else the prediction is that of the prompt alone."""
+        return scale > 1
+
+    def sampler(self, name: str | None = None) -> Scheduler:
+        """A sampler by its name, on the checkpoint's noise schedule. name: None for the checkpoint's own.
+
+        Raises:
+            InputError: the family has no such sampler.
+        """
+        config: Any = self.configs["scheduler"]
+        name = config.kind if name is None else name
+        if name not in self.samplers:
+            raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.samplers)}")
+        kind: Any = self.samplers[name]
+        return _make_sampler(kind, config)
+
+    @property
+    def codec(self) -> Codec:
+        """The autoencoder."""
+        return Codec(self.configs[self.decoder])
+
+
+Family = type[VideoModel] | VideoModel
+"""A family, or a model of it: what code takes that needs the class attributes alone."""
+
+
+@lru_cache(maxsize=64)
+def _make_sampler(kind: Any, config: Any) -> Scheduler:
+    """Cached, so that equal configs give the same object, by which compiled programs are identified."""
+    return kind(config)
