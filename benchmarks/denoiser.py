@@ -30,7 +30,7 @@ class Denoiser:
         self._vae, self._encoder, self._transformer = (
             load(model, dtype="float32") for load in (load_vae, load_text_encoder, load_transformer)
         )
-        self._tokenizer = manifest.model.make_tokenizer(model, manifest.configs)
+        self._tokenizer = manifest.model.make_tokenizer(model)
         self.scheduler = DDIMScheduler(manifest.configs["scheduler"])
         scale = manifest.configs["vae"].scaling_factor
         self._encode = jax.jit(lambda vae, video: scale * vae.encode(video)[0])

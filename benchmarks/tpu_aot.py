@@ -93,7 +93,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
         row["seconds"] = row.pop("estimated_s") / stage.runs
         if stage.name == "denoise":
             config = release.configs["transformer"]
-            tokens = manifest.model.workload(manifest.configs, run.size).tokens
+            tokens = manifest.model.workload(run.size).tokens
             dp, sp, tp, *_ = case.mesh
             heads = -(-(config.heads // tp) // sp)
             shape = attention.Shape(tokens, heads * run.denoiser_batch // dp, config.head_dim)

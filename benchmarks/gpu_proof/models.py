@@ -19,7 +19,7 @@ from benchmarks.gpu_proof.weights import config_of, random_module, reference_ten
 from benchmarks.vs_diffusers import ours
 from benchmarks.vs_diffusers.cases import COMPONENT, Case
 from cogvideox_flax import checkpoint
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 from cogvideox_flax.runtime.global_arrays import fetch
@@ -42,7 +42,7 @@ def abstract_of(case: Case, small: bool) -> Any:
     """The part's module in shapes."""
     component = COMPONENT.get(case.part, case.part)
     config = config_of(component, case.release, case.layers, small)
-    return checkpoint.cast(COGVIDEOX.components[component].abstract(config), case.dtype)
+    return checkpoint.cast(CogVideoX.components[component].abstract(config), case.dtype)
 
 
 def run(

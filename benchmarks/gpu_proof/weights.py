@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.gpu_proof.values import Values, in_jax, in_numpy, of_weight, traced
 from cogvideox_flax import checkpoint
-from cogvideox_flax.models.cogvideox.family import COGVIDEOX
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from conversion.mapping import Move, plan
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ def config_of(component: str, release: str, layers: int | None = None, small: bo
     changes = SMALL[component] if small else {}
     if layers is not None and component != "vae":
         changes = changes | {"layers": layers}
-    return dataclasses.replace(COGVIDEOX.releases[release].configs[component], **changes)
+    return dataclasses.replace(CogVideoX.releases[release].configs[component], **changes)
 
 
 def tensors_file(folder: str, component: str, release: str) -> Path:
@@ -90,7 +90,7 @@ def random_module(component: str, config: Any, dtype: str, shapes: Shapes | None
 
 def _on_host(component: str, config: Any, dtype: str, shapes: Shapes | None) -> Any:
     """`random_module` on the CPU, for many small arrays of many shapes: compiling a program for them takes longer."""
-    abstract = checkpoint.cast(COGVIDEOX.components[component].abstract(config), dtype)
+    abstract = checkpoint.cast(CogVideoX.components[component].abstract(config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:
         makers = {name: partial(in_numpy, _own(name, x), x.shape, x.dtype) for name, x in leaves.items()}
@@ -110,7 +110,7 @@ def _on_host(component: str, config: Any, dtype: str, shapes: Shapes | None) -> 
 
 def _sources(component: str, config: Any, shapes: Shapes) -> tuple[dict[str, list[str]], dict[str, Move]]:
     """Parameter -> the tensors that fill it, in order; and tensor -> how."""
-    moves = plan(COGVIDEOX, component, config, shapes).moves
+    moves = plan(CogVideoX, component, config, shapes).moves
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for name, move in moves.items():
         found[move.target].append((move.slot or 0, name))
@@ -121,7 +121,7 @@ def random_weights_program(
     component: str, config: Any, dtype: str, shapes: Shapes | None
 ) -> tuple[Any, Callable[[list[np.ndarray]], list[jax.Array]], list[np.ndarray]]:
     """The abstract module, f(seeds) that makes its arrays in one program, and the seeds of each array's tensors."""
-    abstract = checkpoint.cast(COGVIDEOX.components[component].abstract(config), dtype)
+    abstract = checkpoint.cast(CogVideoX.components[component].abstract(config), dtype)
     leaves = checkpoint.parameters(abstract)
     if shapes is None:
         own = [_own(name, leaf) for name, leaf in leaves.items()]

@@ -151,9 +151,9 @@ def decode(args: argparse.Namespace) -> None:
         if pieces:
             check_pieces(manifest.model, bool(args.tiling))
         elif args.tiling:
-            manifest.model.check_tiling(manifest.configs)
-        latents = read_latents(args.dir, settings, manifest.model.latent_channels(manifest.configs))
-        fps = args.fps or settings.get("fps") or manifest.model.defaults(manifest.configs).fps
+            manifest.model.codec.check_tiling()
+        latents = read_latents(args.dir, settings, manifest.model.codec.latent_channels)
+        fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
         return shared(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
     decided = hosts.from_first(decide)
@@ -194,7 +194,7 @@ def upscale(args: argparse.Namespace) -> None:
     upscaling.check_memory(pipe, plan, **how)
     run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
     frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
-    fps = plan.clip.fps or manifest.model.defaults(manifest.configs).fps
+    fps = plan.clip.fps or manifest.model.defaults.fps
     try:
         save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
     except KeyboardInterrupt:
@@ -246,9 +246,8 @@ def plan(args: argparse.Namespace) -> None:
             print(message, file=sys.stderr, flush=True)
 
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
-    family = manifest.model
-    needed: dict[str, Any] = {s.input: [UNSEEN] for s in family.visual(manifest.configs) if s.required}
-    if (sampler := family.samplers.get(args.scheduler)) is not None and sampler.needs_video:
+    needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
+    if (sampler := manifest.model.samplers.get(args.scheduler)) is not None and sampler.needs_video:
         needed["video"] = [UNSEEN]
     request = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest)
     run = RunPrograms(request, args.dtype or manifest.default_dtype)
@@ -309,7 +308,7 @@ def info(args: argparse.Namespace) -> None:
     if release is not None:
         print(
             f"  default       {release.num_frames} frames of {release.height}x{release.width} at {release.fps} fps, "
-            f"{release.num_inference_steps} {release.sampler} steps, guidance {release.guidance_scale:g}"
+            f"{release.num_inference_steps} {release.scheduler} steps, guidance {release.guidance_scale:g}"
             + (" (dynamic)" if release.use_dynamic_cfg else "")
         )
 

@@ -195,7 +195,7 @@ def automatic_mesh(
     if args.command == "decode":  # pictures go over all axes, and most easily over two of them
         return f"2,{n // 2},1" if n % 2 == 0 else f"1,{n},1"
     if args.command == "encode":
-        parts = math.gcd(n, *manifest.model.heads(manifest.configs).values())
+        parts = math.gcd(n, *manifest.model.heads.values())
         return f"1,{n // parts},{parts}"
     from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.plan import chip_of_device, choose_mesh

@@ -60,17 +60,17 @@ class Components:
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
         self._check_model(self.manifest, native_dir, dtype, mesh)
-        family, configs = self.manifest.model, self.manifest.configs
-        for component in family.components:
+        model, configs = self.manifest.model, self.manifest.configs
+        for component in model.components:
             checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
-        self.tokenizer: Any = family.make_tokenizer(native_dir, configs)
-        self.scheduler: Scheduler = family.sampler(configs, configs["scheduler"].kind)
+        self.tokenizer: Any = model.make_tokenizer(native_dir)
+        self.scheduler: Scheduler = model.sampler(configs["scheduler"].kind)
         self.loras: list[Mapping[str, Any]] = []
         self.adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
         self.profiling = ProfilingOptions()
-        model = fingerprint({name: part.to_dict() for name, part in configs.items()})
-        self._compiled = Programs(dtype, mesh, model)
+        programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
+        self._compiled = Programs(dtype, mesh, programs)
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
@@ -163,11 +163,10 @@ class Components:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
                 not a finite number; or the weights are quantized.
         """
-        family = self.manifest.model
-        name = family.lora.component
+        name = self.manifest.model.lora.component
         if kind := self.manifest.quantized(name):
             raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
-        record = describe_lora(family, path, scale, self.manifest.configs[name])
+        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[name])
         self.use_loras(self.loras)
         if name in self._loaded:
             self._loaded[name] = self._merge(record, self._loaded[name])
@@ -184,8 +183,8 @@ class Components:
         self.use_loras(self.loras if request.lora is None else request.lora)
 
     def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
-        family = self.manifest.model
-        adapted = load_lora(family, record["file"], denoiser, record["scale"], mesh=self.mesh)
+        scale = record["scale"]
+        adapted = load_lora(self.manifest.model, record["file"], denoiser, scale, mesh=self.mesh)
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
         return merge_lora(adapted)

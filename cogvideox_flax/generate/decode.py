@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, UInt8
 
 from cogvideox_flax.io.video import to_uint8
+from cogvideox_flax.models.codec import Codec
 from cogvideox_flax.runtime.compile import Program
 
 Frames = UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]
@@ -17,13 +17,12 @@ Frames = UInt8[Array, "B F H W 3"] | Float32[Array, "B F H W 3"]
 
 @dataclass(frozen=True)
 class Decode(Program):
-    """Scaled latents to frames, and whether all of it is finite.
+    """Normalized latents to frames, and whether all of it is finite.
 
-    decode: of the family.
     as_float: give float32 in [0, 1], not uint8.
     """
 
-    decode: Callable[..., Any]
+    codec: Codec
     as_float: bool
     tiled: bool
 
@@ -31,17 +30,14 @@ class Decode(Program):
     fast_compile = True
 
     def __call__(self, model: Any, latents: Float32[Array, "B T h w C"]) -> tuple[Frames, Bool[Array, ""]]:
-        return _to_frames(self.decode(model, latents, self.tiled), self.as_float)
+        return _to_frames(self.codec.decode(model, latents, self.tiled), self.as_float)
 
 
 @dataclass(frozen=True)
 class DecodePiece(Program):
-    """A piece of a clip, and the cache of the piece before (None for the first), to frames, finite, and the cache.
+    """A piece of a clip, and the cache of the piece before (None for the first), to frames, finite, and the cache."""
 
-    decode: the family's `decode_piece`.
-    """
-
-    decode: Callable[..., Any]
+    codec: Codec
     as_float: bool
 
     name = "VAE decoder"
@@ -51,7 +47,7 @@ class DecodePiece(Program):
     def __call__(
         self, model: Any, latents: Float32[Array, "B t h w C"], cache: Any
     ) -> tuple[Frames, Bool[Array, ""], Any]:
-        video, cache = self.decode(model, latents, cache)
+        video, cache = self.codec.decode_piece(model, latents, cache)
         return *_to_frames(video, self.as_float), cache
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, UInt8
 
+from cogvideox_flax.models.codec import LatentStatistics
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.runtime.global_arrays import fetch
@@ -55,7 +56,7 @@ class EncodeText(Program):
     """Tokens to features.
 
     component: its name in the checkpoint.
-    encode: of the family's `TextStage`.
+    encode: of the model's `TextStage`.
     """
 
     component: str
@@ -71,16 +72,16 @@ class EncodeText(Program):
 
 @dataclass(frozen=True)
 class EncodeVisual(Program):
-    """Frames of pictures or clips to scaled latents, and whether all of it is finite.
+    """Frames of pictures or clips to normalized latents, and whether all of it is finite.
 
     input: the field of the request.
-    encode: of the family's `VisualStage`.
+    encode, statistics: of the model's `VisualStage`.
     extra_latents: copies of the first latent frame that are put before it.
     """
 
     input: str
     encode: Callable[..., Any]
-    scale: float
+    statistics: LatentStatistics
     extra_latents: int
     tiled: bool
 
@@ -94,7 +95,8 @@ class EncodeVisual(Program):
         self, model: Any, frames: UInt8[Array, "B F H W C"], noise: Float32[Array, "B T h w C"]
     ) -> tuple[Float32[Array, "B T h w C"], Bool[Array, ""]]:
         """frames, noise: as the stage's `encode` takes them, but for the range."""
-        latents = self.scale * self.encode(model, frames.astype(jnp.float32) / 127.5 - 1, noise, tiled=self.tiled)
+        video = frames.astype(jnp.float32) / 127.5 - 1
+        latents = self.encode(model, video, noise, tiled=self.tiled, statistics=self.statistics)
         # the extra frames are copies of the first, as in fine-tuning
         latents = jnp.concatenate([*[latents[:, :1]] * self.extra_latents, latents], 1)
         return latents, jnp.isfinite(latents).all()

@@ -95,7 +95,7 @@ def describe_media(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [{"file": each.file, "sha256": each.sha256} for each in media] for name, media in given.items()}
 
 
-def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
+def resolve_media(model: VideoModel, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
     """Check the pictures and clips of a request.
 
     Args:
@@ -110,8 +110,8 @@ def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any
             message.
     """
     names = [name for name in MEDIA if given.get(name) is not None]
-    family.check_inputs(configs, names)
-    fps = family.defaults(configs).fps
+    model.check_inputs(names)
+    fps = model.defaults.fps
     found: dict[str, Any] = {}
     for name in names:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
@@ -123,7 +123,7 @@ def resolve_media(family: ModelFamily, configs: Configs, given: Mapping[str, Any
     return found
 
 
-def frames_of_clips(family: ModelFamily, configs: Configs, found: Mapping[str, Any], any_length: bool) -> int | None:
+def frames_of_clips(model: VideoModel, found: Mapping[str, Any], any_length: bool) -> int | None:
     """The frame count that goes with the clips of `resolve_media`; None if there are none.
 
     any_length: also beyond what the model was trained on.
@@ -131,17 +131,17 @@ def frames_of_clips(family: ModelFamily, configs: Configs, found: Mapping[str, A
     lengths = [clip.num_frames for name in CLIPS for clip in found.get(name, ()) if clip is not UNSEEN]
     if not lengths:
         return None
-    return family.fit_frames(configs, min(lengths) if any_length else min(*lengths, family.longest(configs)))
+    return model.size_rule.fit_frames(min(lengths) if any_length else min(*lengths, model.defaults.max_frames))
 
 
 def picture_size(
-    family: ModelFamily, configs: Configs, found: Mapping[str, Any], asked: tuple[int | None, int | None]
+    model: VideoModel, found: Mapping[str, Any], asked: tuple[int | None, int | None]
 ) -> tuple[int | None, int | None]:
     """The height and width to ask `resolve_size` for: those asked for, or what goes with the first picture given."""
     pictures = [picture for name in PICTURES for picture in found.get(name, ()) if picture is not UNSEEN]
-    if family.picture_size is None or asked != (None, None) or not pictures:
+    if asked != (None, None) or not pictures:
         return asked
-    return family.picture_size(configs, pictures[0].height, pictures[0].width)
+    return model.picture_size(pictures[0].height, pictures[0].width) or asked
 
 
 def _check(name: str, value: Any, fps: float) -> Media:
@@ -263,13 +263,13 @@ def resolve_strength(strength: Any, has_video: bool, has_mask: bool, num_inferen
     return float(value)
 
 
-def check_image_scale(family: ModelFamily, configs: Configs, image_scale: Any) -> None:
+def check_image_scale(model: VideoModel, image_scale: Any) -> None:
     """Refuse a factor of the picture's latents for a model that sees the picture in a masked video.
 
     Raises:
         InputError: that is the case.
     """
-    masked = any(stage.input == "image" and stage.mask_channels for stage in family.visual(configs))
+    masked = any(stage.input == "image" and stage.mask_channels for stage in model.visual)
     if masked and image_scale is not None:
         raise InputError("image_scale is for image-to-video models; leave it out")
 

@@ -64,13 +64,13 @@ class RunPrograms:
         return self.request.manifest
 
     @property
-    def family(self) -> ModelFamily:
+    def model(self) -> VideoModel:
         return self.manifest.model
 
     @cached_property
     def size(self) -> Size:
         request = self.request
-        return self.family.resolve_size(self.manifest.configs, request.num_frames, request.height, request.width)
+        return self.model.resolve_size(request.num_frames, request.height, request.width)
 
     @cached_property
     def sampler(self) -> Scheduler:
@@ -84,7 +84,7 @@ class RunPrograms:
     @cached_property
     def windows(self) -> Windows | None:
         """The windows of a long clip; None: it is denoised whole."""
-        return resolve_windows(self.family, self.manifest.configs, self.request, self.size)
+        return resolve_windows(self.model, self.request, self.size)
 
     @cached_property
     def full_steps(self) -> Bool[np.ndarray, " N"] | None:
@@ -97,9 +97,8 @@ class RunPrograms:
     @property
     def predict(self) -> Predict:
         """How a prediction is made."""
-        family, request = self.family, self.request
-        positions = request.positions
-        plain = Plain(family.embed if positions is None else family.positions(self.manifest.configs)[positions])
+        model, request = self.model, self.request
+        plain = Plain(model.embed if request.positions is None else model.positions[request.positions])
         if self.windows is not None:
             return Windowed(plain, self.windows)
         return plain if request.step_cache is None else step_cache.FORMS[request.step_cache](plain)
@@ -111,8 +110,7 @@ class RunPrograms:
     @property
     def visual(self) -> list[VisualStage]:
         """The encodings of the given pictures and clips."""
-        stages = self.family.visual(self.manifest.configs)
-        return [stage for stage in stages if getattr(self.request, stage.input) is not None]
+        return [stage for stage in self.model.visual if getattr(self.request, stage.input) is not None]
 
     @property
     def encodes_by_seed(self) -> bool:
@@ -128,15 +126,16 @@ class RunPrograms:
     # --- programs
 
     def encode(self, stage: TextStage) -> EncodeText:
-        shapes = stage.token_shapes(self.manifest.configs, self.request.batch)
+        shapes = stage.token_shapes(self.request.batch)
         return EncodeText(stage.component, stage.encode, tokens=max(x.size for x in jax.tree.leaves(shapes)))
 
     def encode_visual(self, stage: VisualStage) -> EncodeVisual:
         """Its frames are uint8 [B, F, H, W, 3 or 4]."""
-        is_clip, given = _is_clip(stage), self.request.image_scale
-        scale = stage.scale if is_clip or stage.shape is not None or given is None else given
+        is_clip, statistics = _is_clip(stage), stage.statistics
+        if self.request.image_scale is not None and not is_clip and stage.shape is None:
+            statistics = dataclasses.replace(statistics, scale=self.request.image_scale)
         extra_latents = self.size.extra_latents if is_clip else 0
-        return EncodeVisual(stage.input, stage.encode, scale, extra_latents, self.request.tiling)
+        return EncodeVisual(stage.input, stage.encode, statistics, extra_latents, self.request.tiling)
 
     def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """[B, F, H, W, 3] of its frames (4 with a mask), and the shape of its noise: that of the frames, or of their
@@ -162,21 +161,21 @@ class RunPrograms:
     @property
     def denoise(self) -> DenoiseStep | DenoiseLoop:
         """A step, or all of them with `compiled_loop`."""
-        seen = window_size(self.family, self.manifest.configs, self.request, self.size)
-        tokens = self.denoiser_batch * self.family.workload(self.manifest.configs, seen).tokens
+        seen = window_size(self.model, self.request, self.size)
+        tokens = self.denoiser_batch * self.model.workload(seen).tokens
         step = DenoiseStep(self.predict, self.guidance, self.sampler, tokens=tokens)
         return DenoiseLoop(step, tokens=tokens) if self.request.compiled_loop else step
 
     @property
     def whole_run(self) -> WholeRun:
-        family, request = self.family, self.request
+        model, request = self.model, self.request
         return WholeRun(
-            text=tuple(EncodeText(stage.component, stage.encode) for stage in family.text),
+            text=tuple(EncodeText(stage.component, stage.encode) for stage in model.text),
             visual=tuple((stage.feature, stage.component, self.encode_visual(stage)) for stage in self.visual),
             loop=DenoiseLoop(DenoiseStep(self.predict, self.guidance, self.sampler)),
-            decode=Decode(family.decode, request.output_type == "float", request.tiling),
-            denoiser=family.denoiser,
-            decoder=family.decoder,
+            decode=Decode(model.codec, request.output_type == "float", request.tiling),
+            denoiser=model.denoiser,
+            decoder=model.decoder,
             extra_latents=self.size.extra_latents,
         )
 
@@ -185,7 +184,7 @@ class RunPrograms:
     def media(self, stage: VisualStage) -> tuple[Any, Any]:
         """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
         request, (frames, noise) = self.request, self.media_shapes(stage)
-        index = [known.input for known in self.family.visual(self.manifest.configs)].index(stage.input)
+        index = [known.input for known in self.model.visual].index(stage.input)
         given = (request.encoder_noise or {}).get(stage.input)
         if stage.noise is None:
             given = np.zeros(noise, np.float32)
@@ -249,7 +248,7 @@ class RunPrograms:
         """The step cache in `DenoiseState` as shapes with their shardings; None without one."""
         if self.request.step_cache is None:
             return None
-        denoiser = abstract_weights(self.manifest, self.family.denoiser, self.dtype, None)
+        denoiser = abstract_weights(self.manifest, self.model.denoiser, self.dtype, None)
         latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.denoiser_batch), jnp.float32)
 
         predict = self.predict
@@ -289,7 +288,7 @@ class RunPrograms:
             For each: the program; its arguments as shapes with the dtypes and the shardings that they will have,
             weights by the table and the rest whole on every device; how often it runs.
         """
-        request, configs = self.request, self.manifest.configs
+        request = self.request
 
         def whole(tree: Any) -> Any:
             return jax.tree.map(lambda x: shape_on(x, mesh), tree)
@@ -299,10 +298,10 @@ class RunPrograms:
 
         if stage == "encode":
             texts = 2 if request.guided else 1
-            tokens = {part.component: part.token_shapes(configs, request.batch) for part in self.family.text}
+            tokens = {part.component: part.token_shapes(request.batch) for part in self.model.text}
             text = [
                 (self.encode(part), (weights(part.component), whole(tokens[part.component])), texts)
-                for part in self.family.text
+                for part in self.model.text
             ]
             pictures = [
                 (self.encode_visual(stage), (weights(stage.component), *whole(self._media(stage))), 1)
@@ -320,18 +319,18 @@ class RunPrograms:
         inputs, state = whole(jax.eval_shape(self.start, conditioning, latents, noise))
         state = dataclasses.replace(state, cache=self.cache_shapes(mesh))
         if stage == "run":
-            models = {name: weights(name) for name in self.family.components}
-            tokens = {part.component: part.token_shapes(configs, self.denoiser_batch) for part in self.family.text}
+            models = {name: weights(name) for name in self.model.components}
+            tokens = {part.component: part.token_shapes(self.denoiser_batch) for part in self.model.text}
             media = {each.feature: self._media(each) for each in self.visual}
             return [(self.whole_run, (models, whole(tokens), whole(media), inputs, state), 1)]
         runs = 1 if request.compiled_loop else len(self.steps)
-        return [(self.denoise, (weights(self.family.denoiser), inputs, state), runs)]
+        return [(self.denoise, (weights(self.model.denoiser), inputs, state), runs)]
 
     def _conditioning(self) -> Conditioning:
         """The conditioning as shapes."""
         features: Any = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in self.family.feature_shapes(self.manifest.configs, self.request.batch).items()
+            for name, shape in self.model.feature_shapes(self.request.batch).items()
         }
         shapes = {stage.feature: self.feature_shape(stage) for stage in self.visual}
         latents: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -373,18 +372,15 @@ def shape_on(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
 def decode_programs(
     manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None, how: tuple[bool, bool], pieces: bool
 ) -> list[Compiled]:
-    """The programs that decode scaled latents of a shape [B, T, h, w, C].
+    """The programs that decode normalized latents of a shape [B, T, h, w, C].
 
     how: `Decode.as_float` and `tiled`. pieces: clip by clip, piece by piece.
     """
-    family = manifest.model
-    model = abstract_weights(manifest, family.decoder, dtype, mesh)
+    codec, model = manifest.model.codec, abstract_weights(manifest, manifest.model.decoder, dtype, mesh)
     if not pieces:
-        return [(Decode(family.decode, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
-    assert family.decode_piece is not None
-    program = DecodePiece(family.decode_piece, how[0])
-    sizes = family.decoder_pieces(shape[1])
-    runs = Counter((size, i > 0) for i, size in enumerate(sizes))
+        return [(Decode(codec, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
+    program = DecodePiece(codec, how[0])
+    runs = Counter((size, i > 0) for i, size in enumerate(codec.pieces(shape[1])))
     found: list[Compiled] = []
     cache = None
     for (size, _), count in runs.items():

@@ -344,7 +344,7 @@ class ResolvedRequest(GenerationRequest):
             InputError: the family has no such sampler.
         """
         if isinstance(self.scheduler, str):
-            return self.manifest.model.sampler(self.manifest.configs, self.scheduler)
+            return self.manifest.model.sampler(self.scheduler)
         return self.scheduler
 
     def videos(self) -> list[ResolvedRequest]:

@@ -54,18 +54,18 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     if isinstance(request, ResolvedRequest) and request.manifest and request.manifest.configs == manifest.configs:
         return request
     manifest.check_complete("the model")
-    family, configs, faults = manifest.model, manifest.configs, Faults()
+    model, faults = manifest.model, Faults()
     filled = _recommended(request, manifest)
-    filled |= _fixed_settings(request, family, faults)
+    filled |= _fixed_settings(request, model, faults)
     with faults.caught():
         filled["prompt"], filled["negative_prompt"] = check_prompts(request.prompt, request.negative_prompt)
     size, num_frames = None, request.num_frames
     with faults.caught():
         given = {name: getattr(request, name) for name in media.MEDIA}
-        filled |= media.resolve_media(family, configs, given, len(filled.get("prompt", [""])))
+        filled |= media.resolve_media(model, given, len(filled.get("prompt", [""])))
         if num_frames is None:
-            num_frames = media.frames_of_clips(family, configs, filled, any_length=request.window is not None)
-        media.check_image_scale(family, configs, request.image_scale)
+            num_frames = media.frames_of_clips(model, filled, any_length=request.window is not None)
+        media.check_image_scale(model, request.image_scale)
     with faults.caught():
         steps = filled.get("num_inference_steps", request.num_inference_steps)
         strength, has = (
@@ -74,10 +74,10 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         )
         filled["strength"] = media.resolve_strength(strength, *has, steps)
     with faults.caught():
-        asked = media.picture_size(family, configs, filled, (request.height, request.width))
-        size = family.resolve_size(configs, num_frames, *asked)
+        asked = media.picture_size(model, filled, (request.height, request.width))
+        size = model.resolve_size(num_frames, *asked)
         filled |= size.video
-        shown_size = _check_long(family, configs, request, size)
+        shown_size = _check_long(model, request, size)
     if request.lora is not None:
         adapters = [request.lora] if isinstance(request.lora, str | os.PathLike) else request.lora
         with faults.caught():
@@ -94,11 +94,11 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
             _check_arrays(result, size, sampler)
     if request.tiling:
         with faults.caught():
-            family.check_tiling(configs)
+            model.codec.check_tiling()
     faults.raise_all()
     assert size is not None
     # a model that restores clips was trained at sizes of its own, which its release does not tell
-    untrained = [] if sampler.needs_video else family.size_warnings(configs, shown_size)
+    untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
     for warning in (*untrained, *_unused_media(result, size)):
         log.warning(warning)
     return result
@@ -106,14 +106,10 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
 
 def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, Any]:
     """What the release's authors, and the checkpoint, recommend for fields that are None."""
-    defaults = manifest.model.defaults(manifest.configs)
+    names = ("fps", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
     filled: dict[str, Any] = {
-        field.name: getattr(defaults, field.name)
-        for field in dataclasses.fields(defaults)
-        if getattr(request, field.name) is None
+        name: getattr(manifest.model.defaults, name) for name in names if getattr(request, name) is None
     }
-    if request.guidance_scale is None and manifest.guidance_scale is not None:
-        filled["guidance_scale"] = manifest.guidance_scale
     if is_finite_number(request.guidance_scale):
         filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
     return filled
@@ -193,13 +189,13 @@ def check_fps(fps: int | None) -> None:
         raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_WRITTEN_FPS} frames per second")
 
 
-def _fixed_settings(request: GenerationRequest, family: ModelFamily, faults: Faults) -> dict[str, Any]:
+def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Faults) -> dict[str, Any]:
     """The fields that the request's sampler fixes, with their values.
 
     Args:
         faults: where other values of the request go, and the lack of a clip that the sampler starts from.
     """
-    named = family.samplers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
+    named = model.samplers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
     if named is None or not named.fixed:  # an unknown name is refused where the sampler is made
         return {}
     given = {name: getattr(request, name) for name in named.fixed}
@@ -219,12 +215,10 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     record = parse_lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
     if not isinstance(record, Mapping) or "file" not in record:
         raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
-    family = manifest.model
-    if kind := manifest.quantized(family.lora.component):
+    name = manifest.model.lora.component
+    if kind := manifest.quantized(name):
         raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
-    return dict(
-        describe_lora(family, record["file"], record.get("scale", 1.0), manifest.configs[family.lora.component])
-    )
+    return dict(describe_lora(manifest.model, record["file"], record.get("scale", 1.0), manifest.configs[name]))
 
 
 def _is_whole(value: Any) -> bool:
@@ -313,18 +307,17 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
         InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
             mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
     """
-    family, configs = manifest.model, manifest.configs
     manifest.check_complete(where)
     check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
     try:
-        family.check(configs)
+        manifest.model.check()
     except InputError as e:
         raise InputError(f"{where} cannot be run: {e}") from e
     if mesh is None:
         return
-    for name, heads in family.heads(configs).items():
+    for name, heads in manifest.model.heads.items():
         sharding.check_heads(mesh, heads, name.replace("_", " "))
-    for name, component in family.components.items():
+    for name, component in manifest.model.components.items():
         for parameter, leaf in checkpoint.parameters(manifest.abstract(name)).items():
             sharding.parameter_sharding(mesh, component.sharding, parameter, leaf.shape)
 
@@ -367,7 +360,7 @@ def _check_step_cache(request: ResolvedRequest) -> None:
         )
 
 
-def _check_long(family: ModelFamily, configs: Any, request: GenerationRequest, size: Size) -> Size:
+def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Size:
     """Check the options of long clips.
 
     Returns:
@@ -376,24 +369,24 @@ def _check_long(family: ModelFamily, configs: Any, request: GenerationRequest, s
     Raises:
         InputError: as for `resolve_windows`; positions that this model does not have; windows and a step cache.
     """
-    known = family.positions(configs)
+    known = model.positions
     if request.positions is not None and request.positions not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
         raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
-    if resolve_windows(family, configs, request, size) is not None:
-        check_pieces(family, request.tiling)
+    if resolve_windows(model, request, size) is not None:
+        check_pieces(model, request.tiling)
         if request.step_cache is not None:
             raise InputError("a step cache is of one clip that is denoised whole; leave step_cache or the window out")
-    return window_size(family, configs, request, size)
+    return window_size(model, request, size)
 
 
-def check_pieces(family: ModelFamily, tiled: bool) -> None:
+def check_pieces(model: VideoModel, tiled: bool) -> None:
     """Refuse to decode in pieces where that is not possible.
 
     Raises:
         InputError: the family cannot, or tiles are asked for too.
     """
-    if family.decode_piece is None:
-        raise InputError(f"{family.name} cannot decode a clip in pieces; leave the window out")
+    if not model.codec.decodes_pieces:
+        raise InputError(f"{model.name} cannot decode a clip in pieces; leave the window out")
     if tiled:
         raise InputError("a long clip is decoded in pieces of time, without tiles; leave tiling or the window out")

@@ -255,7 +255,7 @@ def encoding_text(pipe: Components, request: ResolvedRequest, *, negative: bool 
         texts["negative_text"] = request.negative_prompt
     tokens = {name: pipe.tokenize(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
     found: dict[str, Any] = {name: {} for name in texts}
-    for stage in run.family.text:
+    for stage in run.model.text:
         program = run.encode(stage)
         for name in texts:
             module = pipe.component(stage.component)
@@ -291,7 +291,7 @@ def denoising(
     inputs, first = run.start(conditioning.on_host(), latents, noise_source)
     first = run.with_cache(state or first, pipe.mesh)
     inputs, first = replicate(inputs, pipe.mesh), place_state(first, pipe.mesh)
-    program, model = pipe.program(run.denoise), pipe.component(run.family.denoiser)
+    program, model = pipe.program(run.denoise), pipe.component(run.model.denoiser)
     if pipe.profiling.jit:
         model = program.model_argument(model)  # once, and not in each step
         yield from pipe.preparing(run.denoise, model, inputs, first)
@@ -322,15 +322,15 @@ def decoding(
         in_pieces: of long clips, each is decoded while its frames are read, a few of them at a time: returns a
             `FrameStream` for each. On several hosts all of them read it to its end.
     """
-    family, as_float = pipe.manifest.model, output_type == "float"
+    model, as_float = pipe.manifest.model, output_type == "float"
     if in_pieces:
         how = (as_float, tiling), True
         for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, tuple(latents.shape), pipe.mesh, *how):
             yield from pipe.preparing(program, *args)
         return _frame_streams(pipe, latents, as_float)
-    program = Decode(family.decode, as_float, tiling)
+    program = Decode(model.codec, as_float, tiling)
     z = replicate(jnp.asarray(latents, jnp.float32), pipe.mesh)
-    frames, finite = yield from pipe.running(program, pipe.component(family.decoder), z)
+    frames, finite = yield from pipe.running(program, pipe.component(model.decoder), z)
     pipe.profiling.after_stage(program.name)
     if not finite:
         raise pipe.not_finite("VAE")
@@ -338,16 +338,14 @@ def decoding(
 
 
 def _frame_streams(pipe: Components, latents: Float[Any, "B T h w C"], as_float: bool) -> list[FrameStream]:
-    family, shape = pipe.manifest.model, tuple(latents.shape)
-    model = pipe.component(family.decoder)
-    assert family.decode_piece is not None
-    program = pipe.program(DecodePiece(family.decode_piece, as_float))
+    codec, shape = pipe.manifest.model.codec, tuple(latents.shape)
+    model, program = pipe.component(pipe.manifest.model.decoder), pipe.program(DecodePiece(codec, as_float))
     one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
-    frames, _ = jax.eval_shape(Decode(family.decode, as_float, False), model, one)
+    frames, _ = jax.eval_shape(Decode(codec, as_float, False), model, one)
 
     def decode(i: int) -> Iterator[np.ndarray]:
         cache, start = None, 0
-        for size in family.decoder_pieces(shape[1]):
+        for size in codec.pieces(shape[1]):
             z = jnp.asarray(latents[i : i + 1, start : start + size], jnp.float32)
             frames, finite, cache = program(model, replicate(z, pipe.mesh), cache, jit=pipe.profiling.jit)
             if not finite:
@@ -362,7 +360,7 @@ def _run_as_one_program(pipe: Components, request: ResolvedRequest) -> Events[No
     """Tokens to frames as one program."""
     run = RunPrograms(request, pipe.dtype)
     pipe.use_loras_of(request)
-    models = {name: pipe.component(name) for name in run.family.components}
+    models = {name: pipe.component(name) for name in run.model.components}
     tokens = pipe.tokenize([*(request.negative_prompt if request.guided else ()), *request.prompt])
     noise = yield from _start_noise(pipe, run)
     inputs, state = run.start(None, *noise)

@@ -110,7 +110,7 @@ class RunFiles:
 
     def _conditioning_key(self, request: ResolvedRequest) -> str:
         run, made_of = RunPrograms(request, self.dtype), _prompts(request)
-        components = [stage.component for stage in run.family.text] + [stage.component for stage in run.visual]
+        components = [stage.component for stage in run.model.text] + [stage.component for stage in run.visual]
         if run.visual:  # a run of text alone does not depend on these
             size = {name: getattr(request, name) for name in ("num_frames", "height", "width", "tiling")}
             made_of = _deciding_visual_latents(run) | size
@@ -144,7 +144,7 @@ class RunFiles:
         """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; on process 0."""
         path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
         again = "run `cogvideox encode` again"
-        shapes = run.family.feature_shapes(request.manifest.configs, request.batch)
+        shapes = run.model.feature_shapes(request.batch)
         shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
         visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
         shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
@@ -191,7 +191,7 @@ class RunFiles:
     def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
         """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
         values = request_values(request) | {"dtype": self.dtype, "fingerprints": self.fingerprints}
-        channels = request.manifest.model.latent_channels(request.manifest.configs)
+        channels = request.manifest.model.codec.latent_channels
         return hosts.from_first(lambda: read_latents(self.folder, values, channels))
 
 
@@ -420,8 +420,8 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
 def space_needed(request: ResolvedRequest) -> int:
     """Bytes of the stage files and, generously, of the videos."""
     manifest = request.manifest
-    size = manifest.model.resolve_size(manifest.configs, request.num_frames, request.height, request.width)
-    shapes = manifest.model.feature_shapes(manifest.configs, request.batch).values()
+    size = manifest.model.resolve_size(request.num_frames, request.height, request.width)
+    shapes = manifest.model.feature_shapes(request.batch).values()
     pixels = size.num_frames * size.height * size.width * 3
     return 2 * 4 * sum(math.prod(shape) for shape in shapes) + request.batch * request.num_videos * pixels
 

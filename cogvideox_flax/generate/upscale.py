@@ -86,8 +86,8 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -
     Raises:
         InputError: not a text-to-video model, options out of range, or a result beyond `io.limits`.
     """
-    family, configs = manifest.model, manifest.configs
-    if "video" not in [stage.input for stage in family.visual(configs)] or SAMPLER not in family.samplers:
+    model = manifest.model
+    if "video" not in [stage.input for stage in model.visual] or SAMPLER not in model.samplers:
         raise InputError(
             "upscaling starts from a clip's latents, which takes a text-to-video model fine-tuned for it, such as "
             "DOVE; this model takes other inputs"
@@ -98,7 +98,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -
     limits.check_size(Path("the upscaled clip"), height, width)
     frames = -(-(clip.num_frames - 1) // FRAME_STEP) * FRAME_STEP + 1
     tile_height, tile_width = options.tile or (height, width)
-    chunk = options.chunk or family.fit_frames(configs, min(frames, family.longest(configs)))
+    chunk = options.chunk or model.size_rule.fit_frames(min(frames, model.defaults.max_frames))
     window = min(chunk, frames), min(tile_height, height), min(tile_width, width)
     padded = clip.num_frames if window[0] < clip.num_frames else frames, height, width
     overlaps = tuple(

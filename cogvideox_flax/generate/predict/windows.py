@@ -102,7 +102,7 @@ def in_pieces(num_frames: int | None, window: int | None) -> bool:
     return window is not None and num_frames is not None and window < num_frames
 
 
-def window_size(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Size:
+def window_size(model: VideoModel, request: GenerationRequest, size: Size) -> Size:
     """The size that the denoiser sees at once: of a window, or of a clip that is not longer.
 
     Raises:
@@ -111,13 +111,13 @@ def window_size(family: ModelFamily, configs: Configs, request: GenerationReques
     if request.window is None:
         return size
     try:
-        window = family.resolve_size(configs, request.window, size.height, size.width)
+        window = model.resolve_size(request.window, size.height, size.width)
     except InputError as e:
         raise InputError(str(e).replace("num_frames", "window")) from e
     return window if in_pieces(size.num_frames, request.window) else size
 
 
-def resolve_windows(family: ModelFamily, configs: Configs, request: GenerationRequest, size: Size) -> Windows | None:
+def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -> Windows | None:
     """The windows of a request; None where its clip fits into one, or none are asked for.
 
     Raises:
@@ -129,7 +129,7 @@ def resolve_windows(family: ModelFamily, configs: Configs, request: GenerationRe
         if overlap is not None:
             raise InputError("window_overlap is of two windows; give --window too, or leave it out")
         return None
-    window = window_size(family, configs, request, size)
+    window = window_size(model, request, size)
     if window is size:
         return None
     per_latent = (window.num_frames - 1) // max(window.latent_frames - window.extra_latents - 1, 1)
