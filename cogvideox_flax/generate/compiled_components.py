@@ -18,7 +18,7 @@ from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.decoding import Decode, DecodePiece, Frames, decode_programs
 from cogvideox_flax.generate.memory import check_memory
 from cogvideox_flax.io.contents import fingerprint
-from cogvideox_flax.io.private import NotPrivateError
+from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.runtime.compile import Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache

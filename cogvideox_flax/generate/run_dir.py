@@ -26,13 +26,10 @@ from cogvideox_flax.generate.media import MEDIA, Media, is_facts
 from cogvideox_flax.generate.option import Stage
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, options
 from cogvideox_flax.generate.values import check_fps, check_prompts
-from cogvideox_flax.io.atomic import remove_orphans
+from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
-from cogvideox_flax.io.locks import file_lock
-from cogvideox_flax.io.paths import check_writable
-from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.io.text import load_json
-from cogvideox_flax.io.values import is_finite_number
+from cogvideox_flax.io.paths import check_free_space, check_writable
+from cogvideox_flax.io.values import is_finite_number, load_json
 from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
