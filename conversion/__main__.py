@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cogvideox_flax.io.interrupts import EXIT_CODE, loaded  # isort: skip  (before all other imports)
+from cogvideox_flax.io.interrupts import EXIT_CODE, loaded  # isort: skip  (before all other imports
 
 import argparse
 import logging
@@ -10,7 +10,7 @@ import os
 import sys
 
 from cogvideox_flax.errors import InputError, describe_file_error
-from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.models.registry import RELEASES, component_names
 from conversion.configs import find_family
 from conversion.convert import convert

@@ -9,7 +9,7 @@ from typing import Any
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import require
 from cogvideox_flax.errors import ConversionError, InputError
-from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FAMILIES
 from conversion.source import read_json

@@ -29,11 +29,10 @@ from cogvideox_flax.checkpoint import (
     write_manifest,
 )
 from cogvideox_flax.errors import ConversionError, InputError
-from cogvideox_flax.io.atomic import write_json
+from cogvideox_flax.io.atomic import file_lock, write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
-from cogvideox_flax.io.locks import file_lock
-from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.paths import check_free_space
+from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import component_names, get_family, get_release
 from conversion.configs import find_family, read_configs

@@ -13,7 +13,7 @@ import numpy as np
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile, TensorInfo
-from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.registry import component_names
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

@@ -21,8 +21,8 @@ import conversion.__main__
 from cogvideox_flax.cli.setup import read_prompts
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.io import tensor_file
-from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.atomic import file_lock
+from cogvideox_flax.io.paths import expand_user
 
 pytest_plugins = ["commands"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
-from cogvideox_flax.io.private import NotPrivateError
+from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.runtime import source_code
 from cogvideox_flax.runtime.compile_cache import SUFFIX, CompileCache, program_name
 

@@ -16,12 +16,9 @@ import pytest
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io import contents
-from cogvideox_flax.io.atomic import atomic_directory, atomic_write, remove_orphans, write_text
+from cogvideox_flax.io.atomic import atomic_directory, atomic_write, file_lock, remove_orphans, write_text
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, with_checksum
-from cogvideox_flax.io.home import expand_user, private_cache_dir
-from cogvideox_flax.io.locks import file_lock
-from cogvideox_flax.io.private import NotPrivateError
-from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.paths import NotPrivateError, check_free_space, expand_user, private_cache_dir
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -359,7 +356,7 @@ def test_space_is_looked_at_above_what_is_there(tmp_path, monkeypatch):
 
 def test_ctrl_c_while_waiting_for_a_lock(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from cogvideox_flax.io.locks import file_lock\n"
+        "import sys; from pathlib import Path; from cogvideox_flax.io.atomic import file_lock\n"
         "print('waiting', flush=True)\n"
         "with file_lock(Path(sys.argv[1]), busy=None): pass\n"
     )

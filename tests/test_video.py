@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io import limits, png
+from cogvideox_flax.io import limits, pictures
 from cogvideox_flax.io.video import (
     check_output_path,
     read_metadata,
@@ -162,7 +162,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     before = (tmp_path / "a.mp4").read_bytes()
     with pytest.raises(InputError, match=r"writing .*a\.mp4 failed: ffmpeg: "):
         save_video(tmp_path / "a.mp4", clip(), -1)
-    monkeypatch.setattr(png, "write_picture", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(pictures, "write_picture", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_video(tmp_path / "frames", clip(), 8)
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]

@@ -20,11 +20,11 @@ from cogvideox_flax.checkpoint import (
     weights_file,
 )
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
-from cogvideox_flax.io.home import cache_dir, expand_user
-from cogvideox_flax.io.locks import file_lock
+from cogvideox_flax.io.paths import cache_dir, expand_user
 from cogvideox_flax.io.tensor_file import TensorFile
-from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import component_names
 from conversion.configs import find_family, read_configs

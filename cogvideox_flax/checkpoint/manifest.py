@@ -10,8 +10,7 @@ from typing import Any
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
-from cogvideox_flax.io.text import load_json
-from cogvideox_flax.io.values import is_finite_number, shown
+from cogvideox_flax.io.values import is_finite_number, load_json, shown
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
 from cogvideox_flax.nn import quantized

@@ -11,7 +11,7 @@ import jax
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint.save import check_target
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.paths import check_free_space
 from cogvideox_flax.nn import quantized
 
 

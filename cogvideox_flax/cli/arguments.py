@@ -24,7 +24,7 @@ from cogvideox_flax.generate.request import (
     types_of,
 )
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
-from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.values import is_count, typed
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__

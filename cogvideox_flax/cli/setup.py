@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
@@ -210,8 +210,7 @@ def keep_programs(pipe: Pipeline) -> None:
     """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
     import jax
 
-    from cogvideox_flax.io.home import private_cache_dir
-    from cogvideox_flax.io.private import NotPrivateError
+    from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 
     config: Any = jax.config  # its attributes are made at run time
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or hosts.count() > 1:

@@ -19,7 +19,7 @@ from cogvideox_flax.generate.programs import Compiled
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.io.contents import content_hash, fingerprint
-from cogvideox_flax.io.private import NotPrivateError
+from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache

@@ -19,11 +19,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.contents import Contents
-from cogvideox_flax.io.formats import format_of
-from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.io.pictures import read_picture, to_rgb
-from cogvideox_flax.io.pillow import decoding
-from cogvideox_flax.io.source import Frames
+from cogvideox_flax.io.paths import expand_user
+from cogvideox_flax.io.pictures import decoding, read_picture, to_rgb
+from cogvideox_flax.io.source import Frames, format_of
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.models.model import VideoModel

@@ -35,13 +35,10 @@ from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
-from cogvideox_flax.io.atomic import remove_orphans
+from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
-from cogvideox_flax.io.locks import file_lock
-from cogvideox_flax.io.paths import check_writable
-from cogvideox_flax.io.space import check_free_space
-from cogvideox_flax.io.text import load_json
-from cogvideox_flax.io.values import typed
+from cogvideox_flax.io.paths import check_free_space, check_writable
+from cogvideox_flax.io.values import load_json, typed
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 

@@ -17,10 +17,8 @@ from typing import Any
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import write_json, write_text
-from cogvideox_flax.io.home import private_cache_dir
-from cogvideox_flax.io.paths import open_file
-from cogvideox_flax.io.private import NotPrivateError, read_private
-from cogvideox_flax.io.text import load_json
+from cogvideox_flax.io.paths import NotPrivateError, open_file, private_cache_dir, read_private
+from cogvideox_flax.io.values import load_json
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,7 @@ from PIL import Image
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.paths import open_file
-from cogvideox_flax.io.pictures import to_rgb
-from cogvideox_flax.io.pillow import open_picture
+from cogvideox_flax.io.pictures import open_picture, to_rgb
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 _MAX_SIDE = 2**16 - 1  # the format's own

@@ -1,9 +1,10 @@
-"""Checks of paths that a user gives, and the numbering of several outputs."""
+"""Paths: checks of those that a user gives, the cache directories, who may change a folder, free space."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 from contextlib import suppress
@@ -95,3 +96,176 @@ def item_paths(path: str | Path, count: int) -> list[Path]:
     path = Path(path)
     check_name(path)
     return [path] if count == 1 else [path.with_stem(f"{path.stem}-{i}") for i in range(count)]
+
+
+def expand_user(text: str | Path) -> Path:
+    """A path whose leading ~ or ~user stands for a home directory.
+
+    Raises:
+        InputError: there is no such user; or the path is empty, not UTF-8 text, or that of a pipe, a socket or a
+            device.
+    """
+    if not str(text):
+        raise InputError("a path is empty; give the name of a file or directory")
+    if "\0" in str(text) or not _is_utf8(str(text)):
+        raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as e:
+        raise InputError(f"{text}: there is no home directory of that user; write the path out") from e
+    check_kind(path)
+    return path
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a file name with surrogate escapes
+        return False
+    return True
+
+
+def cache_dir() -> Path:
+    """The directory of converted checkpoints: $COGVIDEOX_HOME, or cogvideox-flax in $XDG_CACHE_HOME or ~/.cache."""
+    home = os.environ.get("COGVIDEOX_HOME")
+    return expand_user(home) if home else _own_cache_dir()
+
+
+def private_cache_dir(name: str) -> Path:
+    """`name` in `cache_dir()` if only the user can write there, else in ~/.cache/cogvideox-flax. Created if missing.
+
+    Raises:
+        NotPrivateError: other users can change both directories.
+        OSError, InputError: neither can be created.
+    """
+    folder = cache_dir() / name
+    try:
+        make_private(folder)
+    except (NotPrivateError, OSError):
+        folder = _own_cache_dir() / name
+        make_private(folder)
+    return folder
+
+
+def _own_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or expand_user("~/.cache")) / "cogvideox-flax"
+
+
+class NotPrivateError(Exception):
+    """Another user could have written this; the message says who and how."""
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only the user can change, or check an existing one, and all folders above it.
+
+    Raises:
+        NotPrivateError: another user owns it, or could change or replace it.
+        OSError: it cannot be created.
+    """
+    folder = folder.absolute()
+    _check_parents(folder)  # before anything is created in another user's home
+    if not os.path.lexists(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_parents(folder)
+    facts = os.lstat(folder)
+    if not stat.S_ISDIR(facts.st_mode):
+        raise NotPrivateError(f"{folder} is a symbolic link or a file")
+    _check_own(facts, folder)
+
+
+def _check_parents(folder: Path) -> None:
+    """Check all existing folders above: those of the given path, and those of the path with symbolic links resolved."""
+    for above in dict.fromkeys((*folder.parents, *folder.resolve().parents)):
+        try:
+            facts = os.stat(above)
+        except FileNotFoundError:
+            continue
+        if facts.st_uid not in (0, os.geteuid()):
+            raise NotPrivateError(f"{above} belongs to user {facts.st_uid}, who could replace {folder.name}")
+        if _others_write(facts) and not facts.st_mode & stat.S_ISVTX:
+            raise NotPrivateError(f"other users can write to {above} and could replace {folder.name}")
+
+
+def read_private(path: Path) -> bytes:
+    """The contents of a file that only the user can change.
+
+    Raises:
+        NotPrivateError: it is a symbolic link, another user's, or writable by others.
+        FileNotFoundError: it does not exist.
+        OSError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as e:
+        if path.is_symlink():
+            raise NotPrivateError(f"{path} is a symbolic link") from e
+        raise
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise NotPrivateError(f"{path} is not a file")
+        _check_own(facts, path)
+        return file.read()
+
+
+def _check_own(facts: os.stat_result, path: Path) -> None:
+    if facts.st_uid != os.geteuid():
+        raise NotPrivateError(f"{path} belongs to user {facts.st_uid}, not to user {os.geteuid()}")
+    if _others_write(facts):
+        raise NotPrivateError(f"other users can write to {path} (mode {stat.S_IMODE(facts.st_mode):o})")
+
+
+def _others_write(facts: os.stat_result) -> bool:
+    """Whether other users may write. A group whose only member is the user counts as the user."""
+    if facts.st_mode & stat.S_IWOTH:
+        return True
+    return bool(facts.st_mode & stat.S_IWGRP) and not _is_private_group(facts.st_gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is the user's private group, as in Debian and Fedora: the user's name, no other members."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+MARGIN = 64 * 2**20
+"""Bytes to leave free."""
+
+
+def check_free_space(path: Path, nbytes: int) -> None:
+    """Refuse work for which the disk has too little space.
+
+    Args:
+        path: a file or directory to be written; it need not exist.
+        nbytes: how many bytes will be written there.
+
+    Raises:
+        InputError: fewer bytes plus a margin are free.
+    """
+    free = free_bytes(path)
+    if free < nbytes + MARGIN:
+        raise InputError(
+            f"{path} needs about {size_text(nbytes + MARGIN)}, and its disk has {size_text(free)} free; free some "
+            "space or choose another place"
+        )
+
+
+def free_bytes(path: Path) -> int:
+    """What is free on the disk of a file or directory, which need not exist."""
+    folder = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
+    return shutil.disk_usage(folder).free
+
+
+def size_text(nbytes: int) -> str:
+    """For people."""
+    mib = nbytes / 2**20
+    return f"{round(mib, 1 if mib < 10 else None):g} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"

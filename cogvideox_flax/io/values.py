@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
+
+from cogvideox_flax.io.paths import open_file
 
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Larger numbers are infinite where they are computed with."""
@@ -96,3 +99,23 @@ def expected_of(kind: Any) -> str:
     if origin is not None:
         return f"a list of {expected_of(parts[0]).removeprefix('a ').replace(' in quotes', '')}s"
     return "a table" if typing.is_typeddict(kind) else _SIMPLE[kind][1]
+
+
+MAX_BYTES = 64 * 2**20
+
+
+def load_json(path: Path) -> Any:
+    """The value of a JSON file in UTF-8.
+
+    Raises:
+        ValueError: it is not JSON, nested too deeply, or larger than `MAX_BYTES`.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    try:
+        return json.loads(data.decode("utf-8"))
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e

@@ -21,14 +21,12 @@ from jaxtyping import Array, Float, Float32, UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.containers import Container, write_mp4
+from cogvideox_flax.io.containers import Container, find_ffmpeg, write_mp4
 from cogvideox_flax.io.contents import Contents
-from cogvideox_flax.io.ffmpeg import find_ffmpeg
-from cogvideox_flax.io.formats import EXPECTED, format_of
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_name, check_writable
-from cogvideox_flax.io.png import NUMBER, PngSequence, write_directory, write_picture, write_sequence
-from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, VideoSource
+from cogvideox_flax.io.pictures import NUMBER, PngSequence, write_directory, write_picture, write_sequence
+from cogvideox_flax.io.source import EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
 
 log = logging.getLogger(__name__)
 

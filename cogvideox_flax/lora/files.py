@@ -22,7 +22,7 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
-from cogvideox_flax.io.home import expand_user
+from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora.adapters import adapters, plain_linear, with_adapter

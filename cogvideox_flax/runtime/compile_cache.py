@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.private import NotPrivateError, make_private, read_private
+from cogvideox_flax.io.paths import NotPrivateError, make_private, read_private
 from cogvideox_flax.runtime.source_code import code_fingerprint
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.home import expand_user
-from cogvideox_flax.io.paths import check_kind
+from cogvideox_flax.io.paths import check_kind, expand_user
 from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown, typed
 from cogvideox_flax.runtime import hosts
 

@@ -22,9 +22,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model, resolve
 from cogvideox_flax.io.contents import Contents
-from cogvideox_flax.io.home import cache_dir, expand_user
-from cogvideox_flax.io.paths import check_writable, existing_parent
-from cogvideox_flax.io.space import check_free_space
+from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent, expand_user
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime import hosts

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
-from cogvideox_flax.io.space import free_bytes, size_text
+from cogvideox_flax.io.paths import free_bytes, size_text
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first, put
 

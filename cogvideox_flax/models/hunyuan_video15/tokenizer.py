@@ -17,8 +17,7 @@ from jaxtyping import Int32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.text import load_json
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import load_json, shown
 from cogvideox_flax.tokenizer import check_ids, check_prompts
 
 log = logging.getLogger(__name__)
