@@ -98,9 +98,9 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
 
 def write(component: str, release: str, layers: int, folder: Path) -> dict[str, Path]:
     """The same random weights in each form: name -> native checkpoint."""
-    from benchmarks.released_layout import build, randomise
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
     from conversion.convert import convert
+    from tests.released_layout import build, randomise
 
     module = randomise(build(component, release, small=False, num_layers=layers))
     module.save_pretrained(folder / "hf" / component)

@@ -22,11 +22,11 @@ from jaxtyping import UInt8
 
 from benchmarks.fidelity import psnr, ssim
 from benchmarks.machine import machine
-from benchmarks.prompt_following import make_items
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.step_schedule import FORMS, default_schedule, full_steps
 from cogvideox_flax.runtime.global_arrays import fetch
+from weights.toy_world.prompt_following import make_items
 
 
 def schedules(steps: int) -> list[list[int]]:

@@ -16,9 +16,9 @@ from benchmarks.gpu_proof.cases import ENOUGH_S
 from benchmarks.gpu_proof.errors import NotTried
 from benchmarks.gpu_proof.peers import device, fresh, peak_gib, reset_peak, wait
 from benchmarks.gpu_proof.values import in_torch, of_weight
-from benchmarks.released_layout import build
 from benchmarks.vs_diffusers import theirs
 from benchmarks.vs_diffusers.cases import COMPONENT, Case
+from tests.released_layout import build
 
 TIED = "encoder.embed_tokens.weight"
 """A second name of `shared.weight`, which a file does not hold."""
@@ -135,7 +135,7 @@ def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def text_of(case: Case, small: bool) -> dict[str, int]:
     """As `models.text_of`."""
-    from benchmarks.released_layout import SMALL_T5, SMALL_TRANSFORMER
+    from tests.released_layout import SMALL_T5, SMALL_TRANSFORMER
 
     if not small:
         return {}

@@ -31,12 +31,12 @@ import jax
 import numpy as np
 
 from benchmarks.machine import machine
-from benchmarks.released_layout import save_rest, write_component
 from benchmarks.vs_diffusers.cases import COMPONENT, PARTS, RELEASED, SIDES, Case
 from benchmarks.vs_diffusers.ours import flops_of
 from benchmarks.vs_diffusers.report import HEAD, line, plot, slopes_of_parts
 from benchmarks.vs_diffusers.worker import Stopped, Worker
 from conversion.convert import convert
+from tests.released_layout import save_rest, write_component
 
 PACKAGES = ("jax", "flax", "torch", "diffusers", "transformers")
 

@@ -12,8 +12,8 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from transformers import T5EncoderModel
 
-from benchmarks.released_layout import make_scheduler
 from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
+from tests.released_layout import make_scheduler
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:

@@ -1,6 +1,6 @@
 """Image to video on the procedural world: is the object kept, and does it move as the prompt says?
 
-    python -m benchmarks.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
+    python -m weights.toy_world.judge_image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
         [--json FILE] [--sheet FILE.png]
 
 The pictures are first frames of clips, half of them of combinations that training never shows. Modes:
@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from benchmarks.claims import Claims, ThingClaims
 from benchmarks.fidelity import psnr
-from benchmarks.judge import Rate, compare, wilson
 from benchmarks.machine import machine
-from benchmarks.prompt_following import FIRST_SEED, SHOWN
-from benchmarks.seeing import see
-from benchmarks.video_to_video import generate
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world
+from weights.toy_world.claims import Claims, ThingClaims
+from weights.toy_world.judge import Rate, compare, wilson
+from weights.toy_world.judge_video_to_video import generate
+from weights.toy_world.prompt_following import FIRST_SEED, SHOWN
+from weights.toy_world.seeing import see
 
 KEPT, MOVES = ("colour", "shape", "size", "count", "background"), ("direction", "speed")
 ON_SHEET = 12

@@ -1,6 +1,6 @@
 """How much a word changes the prediction of the embedded model's transformer, relative to the true difference.
 
-    python -m benchmarks.word_shift [--model weights/embedded] [--clips 96]
+    python -m weights.toy_world.word_shift [--model weights/embedded] [--clips 96]
 
 Clips of one thing are noised to a timestep. The transformer predicts v with the shape's own name and with another name.
 The difference of the two predictions is compared with the true difference: between the clip and its twin, which has the
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.denoiser import Denoiser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
+from weights.toy_world.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700)
 SEED = 123_456_789
@@ -30,7 +30,7 @@ SEED = 123_456_789
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.word_shift",
+        prog="python -m weights.toy_world.word_shift",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """How much a false word in the prompt increases the loss of the embedded model's transformer.
 
-    python -m benchmarks.caption_cost [--model weights/embedded] [--clips 192]
+    python -m weights.toy_world.caption_cost [--model weights/embedded] [--clips 192]
 
 Clips of one thing are noised to a timestep, and the loss of v is computed with the true prompt and with a prompt that
 states another shape or direction. The difference is 0 if the word adds no information, or if the model does not know
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.denoiser import Denoiser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
+from weights.toy_world.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700, 800)
 SEED = 123_456_789
@@ -57,7 +57,7 @@ FALSE_CLAIMS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.caption_cost",
+        prog="python -m weights.toy_world.caption_cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """How far video to video follows its prompt, and how near it stays to its input, at several strengths.
 
-    python -m benchmarks.video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE] [--sheet FILE.png]
+    python -m weights.toy_world.judge_video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE]
 
 Each clip is generated from the true clip of another prompt of the procedural world, and judged by its own
 prompt. "text" is text to video with the same noise. PSNR is of the result against its input.
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from benchmarks.claims import read_prompt
 from benchmarks.fidelity import psnr
-from benchmarks.judge import compare, rates
 from benchmarks.machine import machine
-from benchmarks.prompt_following import SHOWN, Item, make_items
-from benchmarks.seeing import see
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
+from weights.toy_world.claims import read_prompt
+from weights.toy_world.judge import compare, rates
+from weights.toy_world.prompt_following import SHOWN, Item, make_items
+from weights.toy_world.seeing import see
 
 STRENGTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ON_SHEET = 6

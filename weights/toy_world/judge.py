@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import sqrt
 
-from benchmarks.claims import Claims, read_prompt
-from benchmarks.seeing import Frames, Seen, SeenThing, see
+from weights.toy_world.claims import Claims, read_prompt
+from weights.toy_world.seeing import Frames, Seen, SeenThing, see
 
 ATTRIBUTES = ("colour", "shape", "size", "direction", "speed", "background", "count", "all")
 """The attributes that `score` reports, in the order of a table."""
