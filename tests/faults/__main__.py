@@ -30,7 +30,7 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports JAX
 
-from benchmarks.machine import machine
+from benchmarks.runner import machine
 from cogvideox_flax.io.atomic import write_json
 from tests.faults.bench import STEPS, Bench
 from tests.faults.child import Runner, can_mount

@@ -10,7 +10,6 @@ name a combination that training never showed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
 from weights.toy_world.denoiser import Denoiser
@@ -56,25 +56,22 @@ FALSE_CLAIMS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m weights.toy_world.caption_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.caption_cost", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=192)
     args = parser.parse_args()
     clips = single_things(args.clips)
     loss = make_loss(args.model, clips)
-    print("| timestep | loss | " + " | ".join(claim.name for claim in FALSE_CLAIMS) + " |")
-    print("|---" * (len(FALSE_CLAIMS) + 2) + "|")
+    columns = ("timestep", "loss", *(claim.name for claim in FALSE_CLAIMS))
+    report = Report(args.json, columns, model=str(args.model), clips=args.clips)
     for t in TIMESTEPS:
         true = loss(lambda thing: thing, t)
         costs = [
             (loss(claim.tell, t) - true)[[claim.applies(clip.scene.things[0]) for clip in clips]]
             for claim in FALSE_CLAIMS
         ]
-        print(f"| {t} | {true.mean():.4f} | " + " | ".join(map(_mean, costs)) + " |", flush=True)
+        cells = (t, f"{true.mean():.4f}", *map(_mean, costs))
+        report.add(dict(zip(columns, cells, strict=True)), cells)
     return 0
 
 

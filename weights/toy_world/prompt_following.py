@@ -34,7 +34,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.machine import machine
+from benchmarks.runner import machine, make_parser
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
 from weights.toy_world.claims import read_prompt
@@ -290,11 +290,7 @@ def _count(text: str) -> int:
 
 def main() -> None:
     """Make, judge, print a table, write JSON and a contact sheet."""
-    parser = argparse.ArgumentParser(
-        prog="python -m weights.toy_world.prompt_following",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.prompt_following", __doc__)
     parser.add_argument(
         "--model", metavar="WHERE", help="as for `cogvideox generate`; default: the embedded checkpoint"
     )
@@ -305,7 +301,6 @@ def main() -> None:
     parser.add_argument("--batch", type=_count, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise, 0 to 9999")
     parser.add_argument("--modes", type=_modes, default=list(MODES), help=f"some of {','.join(MODES)}; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="contact sheet of the first mode")
     args = parser.parse_args()
     if not 0 <= args.seed < 10_000:

@@ -12,7 +12,6 @@ showed are included.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
 from weights.toy_world.denoiser import Denoiser
@@ -29,21 +29,18 @@ SEED = 123_456_789
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m weights.toy_world.word_shift",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.word_shift", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=96, help="of each pair of shapes")
     args = parser.parse_args()
     denoiser = Denoiser(args.model)
     pairs = list(combinations(world.SHAPES, 2))
     columns = [shifts(denoiser, *pair, args.clips) for pair in pairs]
-    print("| timestep | " + " | ".join(f"{a}, not {b}" for a, b in pairs) + " |")
-    print("|---" * (len(pairs) + 1) + "|")
+    names = ("timestep", *(f"{a}, not {b}" for a, b in pairs))
+    report = Report(args.json, names, model=str(args.model), clips=args.clips)
     for t, *found in zip(TIMESTEPS, *columns, strict=True):
-        print(f"| {t} | " + " | ".join(f"{along:.2f} ({length:.2f})" for along, length in found) + " |")
+        cells = (t, *(f"{along:.2f} ({length:.2f})" for along, length in found))
+        report.add(dict(zip(names, cells, strict=True)), cells)
     return 0
 
 
