@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.attention import BACKENDS_WITH_LSE, attend, cudnn, nvidia
-from tests.gpu_errors import EXACT_BAR, RMS_BAR, compiled, error, fault, sample_indices
+from tests.gpu_errors import EXACT_BAR, RMS_BAR, compiled, error, fault, sample_indices, why_no_memory
 
 HEAD_SCALES = (1.0, 2.0, 4.0)
 """Scales of the queries, head by head in turn: from attention that averages all keys to attention that takes a few."""
@@ -24,6 +24,9 @@ FLOAT64_SAMPLE = 8, 3
 
 ALL_HEADS_QUERIES = 16
 """Queries that are compared in every head."""
+
+NEEDED_GIB = 8.0
+"""At the released sizes, about."""
 
 GRADIENT_BAR = 0.02
 """Largest root mean square error of a 16-bit gradient."""
@@ -173,7 +176,7 @@ def in_float64(case: Attention, q: Any, k: Any, v: Any) -> np.ndarray:
 
 def check(case: Attention) -> dict[str, Any]:
     """Errors and seconds; "fault" says what is wrong, "skip" why it cannot be tried here."""
-    if why := case.why_not():
+    if why := case.why_not() or why_no_memory(NEEDED_GIB):
         return {"skip": why}
     q, k, v = jax.jit(partial(inputs, case))()
     lengths = jnp.asarray(case.lengths, jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax.nn.conv import xla
 from cogvideox_flax.nn.conv.causal_conv import conv3d
-from tests.gpu_errors import compiled, error, fault, sample_indices
+from tests.gpu_errors import compiled, error, fault, sample_indices, why_no_memory
 
 TAPS = 3
 """In time (but for spatial convolutions), height and width."""
@@ -54,6 +55,11 @@ class Convolution:
     @property
     def output_shape(self) -> tuple[int, ...]:
         return 1, self.frames, self.height, self.width, self.out_channels
+
+    @property
+    def needed_gib(self) -> float:
+        """About: the input, and the random numbers that it is made of."""
+        return 5 * math.prod(self.input_shape) * jnp.dtype(self.dtype).itemsize / 2**30
 
     def points(self) -> np.ndarray:
         """(frame, row, column) of the outputs that are compared: int [positions, 3], corners and edges among them."""
@@ -136,7 +142,9 @@ def _exact(x: Array, kernel: Array, points: np.ndarray) -> np.ndarray:
 
 
 def check(case: Convolution) -> dict[str, Any]:
-    """Errors and seconds; "fault" says what is wrong."""
+    """Errors and seconds; "fault" says what is wrong, "skip" why it cannot be tried here."""
+    if why := why_no_memory(case.needed_gib):
+        return {"skip": why}
     x, kernel, bias = jax.jit(partial(inputs, case))()
     y, text, times = compiled(program(case), x, kernel, bias)
     points = case.points()

@@ -43,6 +43,12 @@ def fault(found: dict[str, float], rounding: dict[str, float] | None) -> str | N
     return f"error {found['rms']:.1e} rms, {found['max']:.1e} at most; limits {rms:.1e} and {most:.1e}"
 
 
+def why_no_memory(gib: float) -> str | None:
+    """Why something of this size cannot be tried in the memory that JAX may take; None on a CPU, and if it fits."""
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf")) / 2**30
+    return f"it needs about {gib:.0f} GiB; JAX may take {limit:.0f}" if gib > limit else None
+
+
 def sample_indices(n: int, count: int, seed: int) -> np.ndarray:
     """At most `count` indices below n, sorted: the first, the middle, the last, and random others."""
     if count >= n:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import processes
 import pytest
@@ -57,9 +58,9 @@ def test_what_does_not_hold_is_a_fault(part, says, command):
     assert code == 1 and says in found["part"]["faults"][0]
 
 
-def test_a_part_that_ends_badly_costs_what_it_had_not_finished(command, monkeypatch):
-    monkeypatch.setattr(gpu, "LIMIT_S", 3.0)
+def test_a_part_that_ends_badly_costs_what_it_had_not_finished(command):
     crash, hang = writes(ROW, then="import os; os.abort()"), writes(ROW, then="import time; time.sleep(600)")
+    hang = replace(hang, limit_s=3)
     code, found = command(crash=crash, hang=hang, last=writes(ROW))
     assert code == 1 and [row["status"] for row in found.values()] == ["exit status -6", "timed out", "ok"]
     assert all(row["done"] == [ROW] for row in found.values())

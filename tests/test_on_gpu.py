@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests import gpu_attention, gpu_convolution, gpu_models
+from tests.gpu_errors import error
 from tests.gpu_process import Failed, Process
-from tests.reference import relative_error, rms_error
 
 pytestmark = pytest.mark.gpu
 
@@ -96,12 +96,12 @@ def test_models_are_the_reference(family, part, checkpoints, jax_on_gpu, torch_o
         return jax_on_gpu(gpu_models.ours, *given), torch_on_gpu(gpu_models.theirs, *given)
 
     ours, exact = both("float32")
-    record_property("error", relative_error(ours, exact))
-    assert relative_error(ours, exact) < BAR
-    ours, theirs = both("bfloat16")
-    errors = rms_error(ours, exact), rms_error(theirs, exact)
-    record_property("bfloat16 error, PyTorch's", errors)
-    assert errors[0] <= BF16_RATIO * errors[1]
+    found = error(ours, exact)
+    record_property("error", found)
+    assert found["max"] < BAR
+    ours, theirs = (error(out, exact)["rms"] for out in both("bfloat16"))
+    record_property("bfloat16 error, PyTorch's", (ours, theirs))
+    assert ours <= BF16_RATIO * theirs
 
 
 def test_the_embedded_model_makes_the_same_video_as_on_the_cpu(jax_on_gpu, record_property):

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the text encoder and the transformer; default: 2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--torch-compile", action="store_true", help="each block of the other side's transformer")
+    parser.add_argument("--torch-compile", action="store_true", help="the other side's blocks, one by one")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each side")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)

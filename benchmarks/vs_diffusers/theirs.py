@@ -29,14 +29,20 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     def load(component: str) -> Any:
         path, dtype = folder / "hf" / component, getattr(torch, case.dtype)
         module = classes[component].from_pretrained(path, torch_dtype=dtype).to(_device(case)).eval()
-        if case.torch_compile and component == "transformer":
-            module.compile_repeated_blocks()  # identical blocks compile once; 42 layers as one program take minutes
+        for block in _blocks(module) if case.torch_compile else ():
+            block.compile()  # identical blocks compile once; 42 layers as one program take minutes
         return module
 
     if case.part == "video":
         return _video(case, load)
     call = part(case, None if case.part in KERNELS else load(COMPONENT.get(case.part, case.part)))
     return lambda: fetch(call())
+
+
+def _blocks(module: Any) -> list[Any]:
+    """Those of a transformer or of an autoencoder's decoder, which `torch.compile` takes one by one."""
+    decoder = getattr(module, "decoder", None)
+    return [decoder.mid_block, *decoder.up_blocks] if decoder else list(getattr(module, "transformer_blocks", ()))
 
 
 def prepare() -> None:
