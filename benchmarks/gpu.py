@@ -158,8 +158,9 @@ def what_jax_sees() -> dict[str, Any]:
 
 
 def nvidia_smi() -> dict[str, str] | str:
-    """What `nvidia-smi` says of the first GPU, memory in MiB; or why it says nothing."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
+    """What `nvidia-smi` says of the GPU that is used, memory in MiB; or why it says nothing."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = ["nvidia-smi", "-i", first, f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as e:
@@ -171,6 +172,7 @@ def nvidia_smi() -> dict[str, str] | str:
 def environment(**more: str) -> dict[str, str]:
     """Of the parts."""
     env = dict(os.environ, JAX_PLATFORMS="cuda,cpu", XLA_PYTHON_CLIENT_PREALLOCATE="false", HF_HUB_OFFLINE="1", **more)
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
     path = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     return env | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "false"}  # seconds of compiling are of compiling
 

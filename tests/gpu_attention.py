@@ -181,7 +181,7 @@ def check(case: Attention) -> dict[str, Any]:
     q, k, v = jax.jit(partial(inputs, case))()
     lengths = jnp.asarray(case.lengths, jnp.int32)
     out, text, times = compiled(program(case), q, k, v, lengths)
-    found = {"backend": backend_of(text, case)} | times
+    found: dict[str, Any] = {"backend": backend_of(text, case)} | times
     faults = [] if bool(jnp.isfinite(out).all()) else ["not all outputs are finite"]
     samples = {
         "some heads": (case.sampled_heads, sample_indices(case.tokens, case.queries, 2)),
