@@ -11,7 +11,6 @@ JAX's own splash attention, masked by segment ids, is reported beside them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu
+from benchmarks.runner import Report, make_parser
 
 TOPOLOGY = "v6e:2x4"
 TOKENS = (17776, 39826, 45106)
@@ -44,37 +44,29 @@ class Forecast:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.attention", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--heads", type=int, default=12, help="of one chip")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--search", action="store_true", help="try tile sizes and write the winners to the table")
     parser.add_argument("--without-stock", action="store_true", help="leave JAX's own kernel out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     start = time.perf_counter()
     with tpu.dumped() as dump:
         shape = partial(Shape, heads=args.heads, dim=args.head_dim)
         if args.search:
             search(dump, [shape(n) for n in args.tokens])
-        rows = [forecast(dump, shape(n)) for n in args.tokens]
-        stock = [] if args.without_stock else [stock_ms(dump, shape(n)) for n in args.tokens]
-    print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
-    print("| tokens | q, chunk, slice | bounded ms | shifted ms | matrix unit's least ms | jax splash ms |")
-    print("|---|---|---|---|---|---|")
-    for i, row in enumerate(rows):
-        sizes = ", ".join(str(row.tile_sizes[k]) for k in ("q", "chunk", "slice"))
-        other = f"{stock[i]:.1f}" if stock else ""
-        print(
-            f"| {row.tokens} | {sizes} | {row.bounded_ms:.2f} | {row.shifted_ms:.2f} | {row.floor_ms:.2f} | {other} |"
-        )
+        print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
+        columns = ("tokens", "q, chunk, slice", "bounded ms", "shifted ms", "matrix unit's least ms", "jax splash ms")
+        about = {"topology": TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim}
+        report = Report(args.json, columns, tpu.PACKAGES, **about)
+        for tokens in args.tokens:
+            row = asdict(forecast(dump, shape(tokens)))
+            row["stock_ms"] = None if args.without_stock else stock_ms(dump, shape(tokens))
+            sizes = ", ".join(str(row["tile_sizes"][k]) for k in ("q", "chunk", "slice"))
+            times = [f"{row[name]:.2f}" for name in ("bounded_ms", "shifted_ms", "floor_ms")]
+            report.add(row, (tokens, sizes, *times, "" if args.without_stock else f"{row['stock_ms']:.1f}"))
     print(f"\n{time.perf_counter() - start:.0f} s in all")
-    if args.json:
-        record = {"topology": TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim, "versions": tpu.versions()}
-        record |= {"rows": [asdict(row) for row in rows], "stock_ms": stock}
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

@@ -9,8 +9,6 @@ own convolution is reported beside it, with the compiler's estimate of its cycle
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu
+from benchmarks.runner import Report, make_parser
 
 TOPOLOGY = "v6e:2x4"
 RATE = 918e12
@@ -56,32 +55,20 @@ CASES = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convolution",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.convolution", __doc__)
     parser.add_argument("--without-xla", action="store_true", help="leave XLA's own convolution out")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     start = time.perf_counter()
-    rows = []
-    print("| frames, rows, columns | channels | taps | ms | share of the matrix rate | compile s | XLA ms | its s |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("frames, rows, columns", "channels", "taps", "ms", "share of the matrix rate", "compile s")
     with tpu.dumped() as dump:
+        report = Report(args.json, (*columns, "XLA ms", "its s"), tpu.PACKAGES, topology=TOPOLOGY)
         for case in CASES:
             row = asdict(case) | kernel(dump, case) | ({} if args.without_xla else xla(case))
-            rows.append(row)
-            print(
-                f"| {case.frames}, {case.rows}, {case.columns} | {case.channels} to {case.out_channels} | {case.taps} "
-                f"| {row['kernel_ms']:.3f} | {row['share']:.2f} | {row['compile_s']:.1f} "
-                + (f"| {row['xla_ms']:.3f} | {row['xla_compile_s']:.1f} |" if "xla_ms" in row else "| | |"),
-                flush=True,
-            )
+            size = f"{case.frames}, {case.rows}, {case.columns}", f"{case.channels} to {case.out_channels}", case.taps
+            ours = f"{row['kernel_ms']:.3f}", f"{row['share']:.2f}", f"{row['compile_s']:.1f}"
+            other = (f"{row['xla_ms']:.3f}", f"{row['xla_compile_s']:.1f}") if "xla_ms" in row else ("", "")
+            report.add(row, (*size, *ours, *other))
     print(f"\n{time.perf_counter() - start:.0f} s in all")
-    if args.json:
-        record = {"topology": TOPOLOGY, "versions": tpu.versions(), "rows": rows}
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
     return 0
 
 

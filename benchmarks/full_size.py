@@ -9,7 +9,6 @@ do not depend on their values.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import machine
+from benchmarks.runner import Report, make_parser
 
 RESULTS = Path(__file__).parent / "results"
 STORED = {"text_encoder": "bfloat16", "transformer": "float16", "vae": "float32"}
@@ -56,8 +55,8 @@ def child(name: str, *args: str) -> dict[str, Any]:
 
 
 def run_write(folder: str, component: str, release: str, dtype: str) -> dict[str, Any]:
-    from benchmarks import hunyuan_layout
-    from benchmarks.released_layout import write_component
+    from tests import hunyuan_layout
+    from tests.released_layout import write_component
 
     if release in HUNYUAN:
         return {"bytes": hunyuan_layout.write_component(Path(folder), component, dtype)}
@@ -164,7 +163,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         print(json.dumps(CHILDREN[sys.argv[2]](*sys.argv[3:])))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.full_size", __doc__)
     parser.add_argument(
         "--release", choices=("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b", *HUNYUAN), default="cogvideox-2b"
     )
@@ -174,20 +173,18 @@ def main() -> None:
     parser.add_argument("--no-guidance", action="store_true", help="one sample instead of two")
     parser.add_argument("--work", type=Path, default=Path("full_size_work"), help="checkpoints go here; up to 60 GB")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
-    parser.add_argument("--out", type=Path, help="JSON file; default: benchmarks/results/full_size-RELEASE.json")
     args = parser.parse_args()
 
     src, dst = args.work / f"{args.release}-hf", args.work / f"{args.release}-native"
     rows: dict[str, dict[str, Any]] = {}
-    result = {"release": args.release, "machine": machine(), "command": " ".join(sys.argv[1:]), "components": rows}
-    out = args.out or RESULTS / f"full_size-{args.release}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = args.json or RESULTS / f"full_size-{args.release}.json"
+    report = Report(out, COLUMNS, release=args.release)
     for component in args.component:
         shutil.rmtree(src / component, ignore_errors=True)
         of_5b = component == "transformer" and args.release != "cogvideox-2b"
         stored = "bfloat16" if of_5b or args.release in HUNYUAN else STORED[component]
         guided = "0" if args.no_guidance else "1"
-        row = rows[component] = {"stored": stored, "computed": args.dtype}
+        row = rows[component] = {"component": component, "stored": stored, "computed": args.dtype}
         for name, arguments in (
             ("write", (str(src), component, args.release, stored)),
             ("convert", (str(src), str(dst), component)),
@@ -201,35 +198,39 @@ def main() -> None:
                 shutil.rmtree(src / component)
         limit = 2 + row["convert"]["largest_tensor_gib"]
         row["conversion_within_limit"] = row["convert"]["peak_host_gib"] <= limit
-        out.write_text(json.dumps(result, indent=2))
+        report.add(row, cells(row))
     if not args.keep:
         shutil.rmtree(src, ignore_errors=True)
         shutil.rmtree(dst)
         with contextlib.suppress(OSError):  # it has other files of the user
             args.work.rmdir()
-    print(table(rows))
     print(f"written to {out}", file=sys.stderr)
     if beyond := [name for name, row in rows.items() if not row["conversion_within_limit"]]:
         raise SystemExit(f"the conversion of {', '.join(beyond)} took more than 2 GiB plus the largest tensor")
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The result as a Markdown table."""
-    lines = [
-        "| component | stored | GiB on disk | convert s | convert peak GiB (limit) | load s | load peak GiB |"
-        " compile s | run s | run peak GiB | run |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+COLUMNS = (
+    *("component", "stored", "GiB on disk", "convert s", "convert peak GiB (limit)", "load s", "load peak GiB"),
+    *("compile s", "run s", "run peak GiB", "run"),
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Of one row of the table."""
+    convert, load, use = row["convert"], row["load"], row["use"]
+    return [
+        row["component"],
+        row["stored"],
+        f"{convert['bytes'] / 2**30:.2f}",
+        f"{convert['seconds']:.1f}",
+        f"{convert['peak_host_gib']:.2f} ({2 + convert['largest_tensor_gib']:.2f})",
+        f"{load['seconds']:.1f}",
+        f"{load['peak_host_gib']:.2f}",
+        f"{use['compile_s']:.1f}",
+        f"{use['seconds']:.1f}",
+        f"{use['peak_host_gib']:.2f}",
+        f"{row['computed']} {use['in'][0]} -> {use['out']}",
     ]
-    for name, row in rows.items():
-        convert, load, use = row["convert"], row["load"], row["use"]
-        lines.append(
-            f"| {name} | {row['stored']} | {convert['bytes'] / 2**30:.2f} | {convert['seconds']:.1f} |"
-            f" {convert['peak_host_gib']:.2f} ({2 + convert['largest_tensor_gib']:.2f}) | {load['seconds']:.1f} |"
-            f" {load['peak_host_gib']:.2f} | {use['compile_s']:.1f} | {use['seconds']:.1f} |"
-            f" {use['peak_host_gib']:.2f} |"
-            f" {row['computed']} {use['in'][0]} -> {use['out']} |"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

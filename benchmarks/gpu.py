@@ -1,118 +1,231 @@
-"""Programs for NVIDIA GPUs compiled on a machine without one.
+"""Correctness, speed and memory on an NVIDIA GPU, in one command of at most eight minutes. Nothing is downloaded.
 
-XLA's compiler for GPUs comes with `pip install ".[cuda]"` and needs no driver if it is given a GPU's properties. It
-then cannot autotune, as it does on a GPU, so it may choose other algorithms for matrix products.
+    python -m benchmarks.gpu [--json gpu.json] [--budget 450] [--parts tests kernels]
+
+`tests` is `pytest -m gpu`: kernels and convolutions at the released sizes against float32 and float64, small models of
+both families and the embedded model against PyTorch and the CPU. The other parts are `python -m benchmarks.vs_diffusers
+--device gpu` at the released sizes, beside PyTorch and diffusers in the same minute; their outputs must agree.
+
+Parts run in processes of their own, in this order; one that crashes or takes too long loses what it had not finished.
+The JSON file is rewritten after every part; a part's own file beside it (gpu-tests.json, ...) has what that part
+finished so far. docs/gpu.md explains both.
+
+Exit status: 0 all that was tried holds; 1 something does not; 2 nothing could be tried, as where there is no NVIDIA
+GPU, or options are wrong; 130 stopped.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import logging
-import pkgutil
-from collections.abc import Callable
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jax
+from benchmarks.runner import Report, make_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET_S = 450.0
+LIMIT_S = 150.0
+"""Of one part of measurements."""
+END_S = 15.0
+"""Seconds that a killed process may take to end."""
+LEAST_S = 20.0
+"""A part with less time left is not started."""
+
+EXACT_BAR, BF16_BAR = 1e-4, 0.1
+"""Largest difference in float32, and largest root mean square difference in bfloat16, of two sides' outputs, in
+standard deviations. The second finds gross faults: unrelated outputs differ by 1.4, rounding by a few hundredths."""
+
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    *("flax", "torch", "triton", "diffusers", "transformers"),
+)
+SMI = ("name", "driver_version", "compute_cap", "memory.total", "memory.used", "clocks.max.sm", "power.limit")
+RESULTS = "COGVIDEOX_GPU_RESULTS"
+"""Environment variable: the file to which `pytest -p benchmarks.gpu` appends a line of JSON for each test."""
+
+SEES = """
+import json
+from tests.gpu_models import seen_by_jax
+print(json.dumps(seen_by_jax()))
+"""
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """The published properties of a GPU that the compiler needs.
+class Part:
+    """needs: modules beside this library's own; command: the arguments of Python."""
 
-    cores: multiprocessors. lanes, threads: float32 units and resident threads per multiprocessor. shared, shared_most:
-    bytes of shared memory per multiprocessor and per block. l2, memory: bytes. bandwidth: bytes/s. clock: GHz.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    cores: int
-    lanes: int
-    threads: int
-    shared: int
-    shared_most: int
-    l2: int
-    memory: int
-    bandwidth: float
-    clock: float
-
-    def config(self) -> str:
-        """As text of XLA's protobuf message."""
-        major, minor = self.capability
-        return f"""
-            gpu_device_info {{
-                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {self.threads}
-                shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
-                shared_memory_per_block_optin: {self.shared_most}
-                core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock}
-                block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-                memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.l2} device_memory_size: {self.memory}
-                registers_per_core_limit: 65536 registers_per_block_limit: 65536
-                cuda_compute_capability {{ major: {major} minor: {minor} }}
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 patch: 1 }}
-            runtime_version {{ major: 12 minor: 9 patch: 0 }}
-            device_description_str: "{self.name}"
-        """
+    needs: tuple[str, ...]
+    command: tuple[str, ...]
+    limit_s: float = LIMIT_S
 
 
-GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB", (9, 0), 132, 128, 2048, 233472, 232448, 50 << 20, 80 << 30, 3.35e12, 1.98),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 2048, 233472, 232448, 50 << 20, 140 << 30, 4.8e12, 1.98),
-    "a100-40": Gpu("NVIDIA A100 40GB", (8, 0), 108, 64, 2048, 167936, 166912, 40 << 20, 40 << 30, 1.555e12, 1.41),
-    "rtx4090": Gpu("NVIDIA RTX 4090", (8, 9), 128, 128, 1536, 102400, 101376, 72 << 20, 24 << 30, 1.008e12, 2.52),
+def _speed(*options: str) -> Part:
+    command = ("-m", "benchmarks.vs_diffusers", "--device", "gpu", *options)
+    return Part(("torch", "diffusers", "transformers"), command)
+
+
+FIVE = ("--height", "480", "--width", "720")
+ONE_FIVE = ("--release", "cogvideox1.5-5b", "--height", "768", "--width", "1360", "--latent-frames", "21")
+BF16 = ("--dtype", "bfloat16")
+PARTS = {
+    "tests": Part(
+        ("pytest",),
+        ("-m", "pytest", "-o", "addopts=", "-m", "gpu", "-p", "benchmarks.gpu", "-q", "tests/test_on_gpu.py"),
+        limit_s=270,
+    ),
+    "kernels": _speed("--parts", "attention", "convolution", *FIVE, "--latent-frames", "13", *BF16, "--repeat", "5"),
+    "float32": _speed("--parts", "transformer", *FIVE, "--repeat", "1"),
+    "5b step": _speed(
+        "--parts", "transformer", *FIVE, "--latent-frames", "13", "--layers", "4", *BF16, "--torch-compile"
+    ),
+    "5b decode": _speed("--parts", "decode", *FIVE, *BF16),
+    "1.5-5b step": _speed("--parts", "transformer", *ONE_FIVE, "--layers", "4", *BF16, "--torch-compile"),
+    "float32 decode": _speed("--parts", "decode", "--repeat", "1"),
+    "encoders": _speed("--parts", "text_encoder", "encode", *FIVE, "--layers", "4", *BF16),
+    "1.5-5b kernels": _speed("--parts", "attention", *ONE_FIVE, *BF16, "--repeat", "5"),
+    "5b step, eager": _speed("--parts", "transformer", *FIVE, "--latent-frames", "13", "--layers", "4", *BF16),
+    "5b decode, compiled": _speed("--parts", "decode", *FIVE, *BF16, "--torch-compile"),
+    "5b decode, all frames": _speed("--parts", "decode", *FIVE, "--latent-frames", "13", *BF16, "--repeat", "1"),
 }
+"""What matters most first."""
 
 
-def installed() -> bool:
-    """Whether the compiler is installed."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    folders = list(plugins.submodule_search_locations or ()) if plugins else []
-    return any("cuda" in module.name for module in pkgutil.iter_modules(folders))
+def pytest_runtest_logreport(report: Any) -> None:
+    """Called by pytest for each phase of each test: keep the result of a test as soon as it is known."""
+    if report.when == "call" or report.outcome != "passed":
+        why = str(report.longrepr)[-2000:] if report.outcome != "passed" else ""
+        found = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2), "why": why}
+        if path := os.environ.get(RESULTS):
+            with Path(path).open("a") as file:
+                file.write(json.dumps(found | {"measured": dict(report.user_properties)}, default=str) + "\n")
 
 
-def prepare() -> None:
-    """From here on, compile this process' programs for GPUs. No GPU is used.
+def main(argv: list[str] | None = None) -> int:
+    started = time.monotonic()
+    parser = make_parser("benchmarks.gpu", __doc__)
+    parser.set_defaults(json=Path("gpu.json"))
+    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    args = parser.parse_args(argv)
+    if args.budget <= 0:
+        parser.error(f"--budget must be above 0; got {args.budget}")
+    seen = what_jax_sees()
+    if seen["fault"]:
+        print(f"no NVIDIA GPU that can be used here: {seen['fault']}", file=sys.stderr)
+        return 2
+    print(", ".join(f"{name} {value}" for name, value in seen.items() if value), flush=True)
+    columns = ("part", "result", "seconds", "tests or rows", "what does not hold, or why it was not tried")
+    report = Report(args.json, columns, PACKAGES, budget_s=args.budget, gpu=seen, nvidia_smi=nvidia_smi())
+    for name in args.parts:
+        results = args.json.with_name(f"{args.json.stem}-{name.replace(' ', '-').replace(',', '')}.json")
+        row = run(PARTS[name], results.absolute(), args.budget - (time.monotonic() - started))
+        says = "; ".join(row["faults"])[:600] or row.get("why", "")
+        report.add({"part": name} | row, (name, row["status"], row["seconds"], len(row.get("done", ())), says))
+        if row["status"] == "stopped":
+            print(f"stopped; what is known is in {args.json}", file=sys.stderr)
+            return 130
+    return exit_status(report.rows)
 
-    Raises:
-        SystemExit: the compiler is not installed.
-    """
-    if not installed():
-        raise SystemExit("no compiler for NVIDIA GPUs here: pip install '.[cuda]'")
-    jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # that no driver is there
 
-    from jax._src import xla_bridge
-
-    known = xla_bridge.canonicalize_platform
-    setattr(xla_bridge, "canonicalize_platform", lambda platform: "cuda" if platform == "gpu" else known(platform))  # noqa: B010
-    for module, name, answer in answers():
-        setattr(module, name, answer)
-    jax.devices()  # registers the plugins
+def exit_status(rows: list[dict[str, Any]]) -> int:
+    """2 if nothing was tried, 1 if something does not hold, else 0; the end of the budget is no fault."""
+    tried = {row["status"] for row in rows} - {"not tried"}
+    if not tried:
+        return 2
+    return 1 if tried - {"ok", "budget ended"} or any(row["faults"] for row in rows) else 0
 
 
-def answers() -> list[tuple[Any, str, Callable[[], Any]]]:
-    """(module, name of a function, its replacement): JAX's and this library's queries of the attached GPU's generation
-    and cuDNN, answered as on a Hopper GPU."""
-    from jax._src.cudnn import fused_attention_stablehlo
+def what_jax_sees() -> dict[str, Any]:
+    """The GPU as JAX sees it; "fault" says why it cannot be used."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", SEES], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+    except subprocess.TimeoutExpired:
+        return {"fault": "JAX did not find one within 120 s"}
+    if asked.returncode:
+        return {"fault": (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1][:600]}
+    return json.loads(asked.stdout.splitlines()[-1])
 
-    from cogvideox_flax.attention import nvidia
 
-    found: list[tuple[Any, str, Callable[[], Any]]] = [
-        (fused_attention_stablehlo, "check_cudnn_version", lambda: 91001),
-        (nvidia, "present", lambda: True),
+def nvidia_smi() -> dict[str, str] | str:
+    """What `nvidia-smi` says of the GPU that is used, memory in MiB; or why it says nothing."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = ["nvidia-smi", "-i", first, f"--query-gpu={','.join(SMI)}", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return f"nvidia-smi: {e}"
+    values = [value.strip() for value in asked.stdout.partition("\n")[0].split(",")]
+    return dict(zip(SMI, values, strict=True)) if len(values) == len(SMI) else (asked.stderr or asked.stdout)[:200]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of the parts."""
+    env = dict(os.environ, JAX_PLATFORMS="cuda,cpu", XLA_PYTHON_CLIENT_PREALLOCATE="false", HF_HUB_OFFLINE="1", **more)
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts
+    path = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    return env | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "false"}  # seconds of compiling are of compiling
+
+
+def run(part: Part, results: Path, left_s: float) -> dict[str, Any]:
+    """One part's row: status, seconds, faults, and the tests or rows that it finished, which it writes to `results`."""
+    lacking = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    if lacking or left_s < LEAST_S:
+        why = f"without {', '.join(lacking)}" if lacking else f"{max(left_s, 0):.0f} s of the budget are left"
+        return {"status": "not tried", "seconds": 0, "faults": [], "why": why}
+    results.unlink(missing_ok=True)
+    of_tests = "pytest" in part.needs
+    command = [sys.executable, *part.command, *([] if of_tests else ["--json", str(results)])]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        env = environment(TMPDIR=folder, **{RESULTS: str(results)})
+        process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
+        try:
+            code = process.wait(min(left_s, part.limit_s))
+            status = "ok" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            status = "timed out" if left_s > part.limit_s else "budget ended"
+        except KeyboardInterrupt:
+            status = "stopped"
+        with suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its workers
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver must not block this process
+            process.wait(END_S)
+    found = read_tests(results) if of_tests else read_rows(results)
+    if status == "ok" and not found["done"]:
+        found["faults"].append("it finished without a result")
+    return {"status": status, "seconds": round(time.monotonic() - start, 1)} | found
+
+
+def read_tests(path: Path) -> dict[str, Any]:
+    """The tests that finished, and which of them failed."""
+    tests = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {"done": tests, "faults": [t["test"].rpartition("::")[2] for t in tests if t["outcome"] == "failed"]}
+
+
+def read_rows(path: Path) -> dict[str, Any]:
+    """The rows that were measured, and faults: outputs that differ by more than rounding, our side stopped."""
+    found = json.loads(path.read_text()) if path.exists() else {"rows": [], "stopped": []}
+    faults = [
+        f"{row['part']}: {row['why']}" for row in found["stopped"] if not row["why"].startswith("diffusers stopped")
     ]
-    with suppress(ImportError):  # JAX from 0.11 on; before, Triton assumes a Hopper GPU without a GPU
-        gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")
-        hopper = gpu_info.GpuInfo(gpu_version=None, arch_name="9.0", compute_capability=90)
-        found.append((gpu_info, "get_gpu_info", lambda: hopper))
-    return found
+    for row in found["rows"]:
+        exact = row["dtype"] == "float32"
+        apart, bar = (row["difference"], EXACT_BAR) if exact else (row["rms_difference"], BF16_BAR)
+        faults += [] if apart <= bar else [f"{row['part']}: outputs differ by {apart:.1e}, beyond {bar:g}"]
+    return {"done": found["rows"], "stopped": found["stopped"], "faults": faults}
 
 
-def device(gpu: Gpu) -> jax.Device:
-    """A device of this kind, as a compile target."""
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc("one GPU", "cuda", target_config=gpu.config(), topology="1x1x1").devices[0]
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its parts end with it
+    sys.exit(main())

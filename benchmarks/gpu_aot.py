@@ -9,19 +9,16 @@ program's text, those in loops once, and their precision.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import sys
 import time
 from collections import Counter
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.gpu import GPUS, device, prepare
+from benchmarks.gpu_target import GPUS, device, prepare
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
@@ -39,26 +36,19 @@ CASES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.gpu_aot", __doc__)
     parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=None)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     prepare()
     where = jax.sharding.SingleDeviceSharding(device(GPUS[args.gpu]))
-    rows = []
-    print("| GPU | case | stage | GiB | weights and inputs | temporaries | compile s | cuDNN |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("GPU", "case", "stage", "GiB", "weights and inputs", "temporaries", "compile s", "cuDNN")
+    report = Report(args.json, columns, ("jax", "jaxlib"))
     for case in args.cases:
         for stage in args.stages or ("encode", "denoise", "decode"):
-            rows.append({"gpu": args.gpu, "case": case, "stage": stage} | compiled(case, stage, where))
-            print(_line(rows[-1]), flush=True)
-    if args.json:
-        versions = {name: version(name) for name in ("jax", "jaxlib")}
-        args.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")
+            row = {"gpu": args.gpu, "case": case, "stage": stage} | compiled(case, stage, where)
+            report.add(row, _cells(row))
     return 0
 
 
@@ -91,10 +81,10 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
     calls = ", ".join(f"{n} {kind}" for kind, n in row["cudnn"].items()) or "none"
-    sizes = " | ".join(f"{row[name]:.1f}" for name in ("gib", "argument_gib", "temp_gib"))
-    return f"| {row['gpu']} | {row['case']} | {row['stage']} | {sizes} | {row['compile_s']:.0f} | {calls} |"
+    sizes = [f"{row[name]:.1f}" for name in ("gib", "argument_gib", "temp_gib")]
+    return [row["gpu"], row["case"], row["stage"], *sizes, f"{row['compile_s']:.0f}", calls]
 
 
 if __name__ == "__main__":

@@ -11,15 +11,16 @@ second run, on the first device.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.runner import Report, make_parser, timed
 
 COMPONENTS = ("text_encoder", "transformer")
 
@@ -33,36 +34,24 @@ FORMS = (
 
 def main() -> int:
     """Write weights, quantize them, run each form, print a table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantization",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("benchmarks.quantization", __doc__)
     parser.add_argument("--components", nargs="+", choices=COMPONENTS, default=list(COMPONENTS))
     parser.add_argument("--release", choices=("cogvideox-2b", "cogvideox-5b"), default="cogvideox-5b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--height", type=int, default=240)
     parser.add_argument("--width", type=int, default=368)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    rows = []
-    print("| component | stored as | computed in | MiB on disk | RMS error | seconds |")
-    print("|---|---|---|---|---|---|")
+    columns = ("component", "stored as", "computed in", "MiB on disk", "RMS error", "seconds")
+    report = Report(args.json, columns, release=args.release, height=args.height, width=args.width)
     for component in args.components:
         with tempfile.TemporaryDirectory(prefix="quantization-") as folder:
             for row in measure(component, args, Path(folder)):
-                rows.append(row)
-                print(
-                    f"| {component} | {row['stored']} | {row['computed']} | {row['bytes'] / 2**20:.0f} "
-                    f"| {row['error']:.1e} | {row['seconds']:.2f} |",
-                    flush=True,
-                )
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+                numbers = f"{row['bytes'] / 2**20:.0f}", f"{row['error']:.1e}", f"{row['seconds']:.2f}"
+                report.add(row, (component, row["stored"], row["computed"], *numbers))
     return 0
 
 
-def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(component: str, args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """A row per form of one component."""
     import jax
 
@@ -71,36 +60,34 @@ def measure(component: str, args: argparse.Namespace, folder: Path) -> list[dict
 
     forms = write(component, args.release, args.layers, folder)
     call, given = inputs(component, args.height, args.width)
-    rows: list[dict[str, Any]] = []
     reference: Any = None
     for stored, computed in FORMS:
         module = load_component(component, forms[stored], dtype=computed)
         run = jax.jit(call, compiler_options=compiler_options(computed))
-        run(module, *given).block_until_ready()
-        start = time.perf_counter()
-        result = run(module, *given).block_until_ready()
-        seconds = time.perf_counter() - start
+        _evaluate(run, module, given)
+        result, seconds = timed(partial(_evaluate, run, module, given))
         result = np.asarray(result).astype(np.float64)
         reference = result if reference is None else reference
-        rows.append(
-            {
-                "component": component,
-                "stored": stored,
-                "computed": computed,
-                "layers": args.layers,
-                "bytes": (forms[stored] / component / WEIGHTS_FILE).stat().st_size,
-                "seconds": seconds,
-                "error": float(np.sqrt(np.square(result - reference).mean()) / reference.std()),
-            }
-        )
-    return rows
+        yield {
+            "component": component,
+            "stored": stored,
+            "computed": computed,
+            "layers": args.layers,
+            "bytes": (forms[stored] / component / WEIGHTS_FILE).stat().st_size,
+            "seconds": seconds,
+            "error": float(np.sqrt(np.square(result - reference).mean()) / reference.std()),
+        }
+
+
+def _evaluate(run: Any, module: Any, given: tuple[np.ndarray, ...]) -> Any:
+    return run(module, *given).block_until_ready()
 
 
 def write(component: str, release: str, layers: int, folder: Path) -> dict[str, Path]:
     """The same random weights in each form: name -> native checkpoint."""
-    from benchmarks.released_layout import build, randomise
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
     from conversion.convert import convert
+    from tests.released_layout import build, randomise
 
     module = randomise(build(component, release, small=False, num_layers=layers))
     module.save_pretrained(folder / "hf" / component)

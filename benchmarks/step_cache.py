@@ -9,11 +9,7 @@ process. PSNR and SSIM are of the frames against the exact run's, means over all
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -21,12 +17,12 @@ import jax
 from jaxtyping import UInt8
 
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.machine import machine
-from benchmarks.prompt_following import make_items
+from benchmarks.runner import Report, make_parser, timed
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.predict.step_cache import FORMS, default_schedule, full_steps
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.runtime.global_arrays import fetch
+from weights.toy_world.prompt_following import make_items
 
 
 def schedules(steps: int) -> list[list[int]]:
@@ -57,11 +53,8 @@ class Runner:
         asked = GenerationRequest(prompt, seed=seed, **how | options)
         conditioning = self.pipe.encode(asked, progress=False)
         states = self.pipe.denoise(conditioning, asked)  # compiled when this returns
-        start = time.perf_counter()
-        *_, state = states
-        jax.block_until_ready(state.latents)
-        seconds = time.perf_counter() - start
-        kept = state.latents[:, self.pipe.programs(asked).size.extra_latents :]
+        latents, seconds = timed(lambda: jax.block_until_ready(list(states)[-1].latents))
+        kept = latents[:, self.pipe.programs(asked).size.extra_latents :]
         return seconds, fetch(self.pipe.decode(kept, progress=False))[0]
 
 
@@ -96,37 +89,30 @@ def measure(runner: Runner, prompts: Sequence[str], seeds: int) -> list[dict[str
     return rows
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| form | schedule | full steps | time | PSNR, dB | SSIM |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        form, schedule = row.get("step_cache", "exact"), ",".join(map(str, row.get("step_cache_schedule", ())))
-        quality = f"{row['psnr']:.1f} | {row['ssim']:.3f}" if "psnr" in row else " | "
-        lines.append(
-            f"| {form} | {schedule} | {row['full_steps']} of {row['steps']} | {row['relative']:.2f} | {quality} |"
-        )
-    return "\n".join(lines)
+def cells(row: dict[str, Any]) -> list[str]:
+    """Of one row of the table."""
+    form, schedule = row.get("step_cache", "exact"), ",".join(map(str, row.get("step_cache_schedule", ())))
+    quality = (f"{row['psnr']:.1f}", f"{row['ssim']:.3f}") if "psnr" in row else ("", "")
+    return [form, schedule, f"{row['full_steps']} of {row['steps']}", f"{row['relative']:.2f}", *quality]
 
 
 def main() -> None:
     """Print a table; write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.step_cache", __doc__)
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--scheduler", help="default: the release's")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     prompts = [item.clip.prompt for item in make_items(args.prompts, seed=0)]
     runner = Runner(args.model, args.steps, args.scheduler)
-    rows = measure(runner, prompts, args.seeds)
-    print(table(rows))
     settings = {"prompts": prompts, "seeds": args.seeds, "steps": args.steps, "scheduler": args.scheduler}
-    settings |= {"model": args.model or "embedded", "machine": machine()}
-    print(f"exact: {rows[0]['seconds']:.2f} s of denoising; {json.dumps(settings)}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
+    columns = ("form", "schedule", "full steps", "time", "PSNR, dB", "SSIM")
+    report = Report(args.json, columns, model=args.model or "embedded", **settings)
+    for row in measure(runner, prompts, args.seeds):
+        report.add(row, cells(row))
+    print(f"exact: {report.rows[0]['seconds']:.2f} s of denoising; {report.record['machine']}")
 
 
 if __name__ == "__main__":

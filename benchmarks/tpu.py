@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ import jax
 from cogvideox_flax import sharding
 from cogvideox_flax.plan.chips import topology_devices
 from cogvideox_flax.runtime.libtpu import ENVIRONMENT
+
+PACKAGES = ("jax", "libtpu")
+"""Those whose versions determine a schedule."""
 
 CLOCK = 1.75e9
 """Cycles per second of a v6e core: 918 TFLOP/s at 2 x 256 x 256 multiply-adds x 2 a cycle."""
@@ -91,8 +93,3 @@ def empty(dump: Path) -> None:
     """Delete the schedules of earlier compilations."""
     for path in dump.iterdir():
         path.unlink()
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that determine a schedule."""
-    return {name: version(name) for name in ("jax", "libtpu")}

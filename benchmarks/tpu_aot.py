@@ -10,8 +10,6 @@ collectives by their bytes over the busiest link, without overlap and without st
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tpu
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.sharding import MeshShape, describe_mesh
 
 
@@ -51,25 +50,18 @@ CASES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tpu_aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("benchmarks.tpu_aot", __doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=" ".join(CASES))
     parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=["denoise"])
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     start = time.perf_counter()
-    rows = []
+    columns = ("case", "mesh", "stage", "HBM GiB", "args", "temp", "TFLOP", "collectives", "wire GB", "compile s")
     with tpu.dumped() as dump:
-        print("| case | mesh | stage | HBM GiB | args | temp | TFLOP | collectives | wire GB | compile s | seconds |")
-        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        report = Report(args.json, (*columns, "seconds"), tpu.PACKAGES)
         for name in args.cases:
             for row in forecast(dump, CASES[name], args.stages):
-                rows.append({"case": name} | row)
-                print(_line(name, row), flush=True)
+                report.add({"case": name} | row, _cells(name, row))
     print(f"\n{time.perf_counter() - start:.0f} s in all; seconds are modelled: kernels + other operations + wire")
-    if args.json:
-        args.json.write_text(json.dumps({"versions": tpu.versions(), "rows": rows}, indent=2) + "\n")
     return 0
 
 
@@ -103,10 +95,10 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _line(name: str, row: dict[str, Any]) -> str:
+def _cells(name: str, row: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{t['count']} {kind}" for kind, t in row["collectives"].items()) or "none"
     parts = f"{row['seconds']:.3f} = {row['kernels_s']:.3f} + {row['outside_s']:.3f} + {row['wire_s']:.3f}"
-    cells = [
+    return [
         name,
         describe_mesh(tuple(row["mesh"])),
         row["name"],
@@ -119,7 +111,6 @@ def _line(name: str, row: dict[str, Any]) -> str:
         f"{row['compile_s']:.0f}",
         parts,
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

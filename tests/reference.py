@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.released_layout import ARCHITECTURES, build, make_scheduler, randomise, save_layout
 from conversion.convert import convert
+from tests.released_layout import ARCHITECTURES, build, make_scheduler, randomise, save_layout
 
 __all__ = ["ARCHITECTURES", "make_scheduler", "save_layout"]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu_target
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
@@ -409,7 +409,7 @@ def test_a_last_narrow_block_of_queries():
 def with_cudnn(monkeypatch):
     """Lowers for an NVIDIA GPU that is not there."""
     pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    for module, name, answer in gpu.answers():
+    for module, name, answer in gpu_target.answers():
         monkeypatch.setattr(module, name, answer)
 
     def lowered(*args, **options):

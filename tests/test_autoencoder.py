@@ -13,7 +13,6 @@ import torch
 from flax import nnx
 from reference import ROUNDING_BAR, SHARED, convert_component, make_vae, relative_error, rms_error
 
-from benchmarks.released_layout import build
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.errors import InputError
@@ -22,6 +21,7 @@ from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.tiling import Tiling
 from conversion.mapping import plan
+from tests.released_layout import build
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
 

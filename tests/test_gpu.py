@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu_target
 
 COMPILE = """
 import jax, jax.numpy as jnp
 from functools import partial
-from benchmarks.gpu import GPUS, device, prepare
+from benchmarks.gpu_target import GPUS, device, prepare
 prepare()
 from cogvideox_flax.attention import attend
 from cogvideox_flax.nn.conv.causal_conv import conv3d
@@ -38,15 +38,15 @@ for name, one in GPUS.items():
 """
 
 
-@pytest.mark.skipif(gpu.installed(), reason="the compiler for NVIDIA GPUs is installed")
+@pytest.mark.skipif(gpu_target.installed(), reason="the compiler for NVIDIA GPUs is installed")
 def test_without_the_compiler_it_says_what_to_install():
     with pytest.raises(SystemExit, match=r"pip install '\.\[cuda\]'"):
-        gpu.prepare()
+        gpu_target.prepare()
 
 
-@pytest.mark.skipif(not gpu.installed(), reason="needs the compiler for NVIDIA GPUs: pip install -e '.[cuda]'")
+@pytest.mark.skipif(not gpu_target.installed(), reason="needs the compiler for NVIDIA GPUs: pip install -e '.[cuda]'")
 def test_kernels_and_convolutions_compile_for_gpus_that_are_not_here():
     """In a process of its own, which is told that there is a GPU."""
     run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [f"{name} compiles" for name in gpu.GPUS]
+    assert run.stdout.splitlines() == [f"{name} compiles" for name in gpu_target.GPUS]

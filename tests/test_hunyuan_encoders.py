@@ -17,9 +17,6 @@ from PIL import Image
 from reference import random, relative_error, rms_error
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.hunyuan_layout import FULL_BYT5, FULL_QWEN, build
-from benchmarks.hunyuan_tokenizers import save_byt5_tokenizer, save_qwen_tokenizer
-from benchmarks.released_layout import randomise
 from cogvideox_flax.checkpoint import Manifest, load_component
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.media import UNSEEN
@@ -33,6 +30,9 @@ from cogvideox_flax.models.hunyuan_video15.tokenizer import Tokenizers, Tokenize
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from conversion.convert import convert
+from tests.hunyuan_layout import FULL_BYT5, FULL_QWEN, build
+from tests.hunyuan_tokenizers import save_byt5_tokenizer, save_qwen_tokenizer
+from tests.released_layout import randomise
 
 BAR = 1e-4
 LENGTH = 13

@@ -9,13 +9,13 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import cogvideox_flax
-from benchmarks.hunyuan_layout import run_reference, save_layout
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from conversion.configs import read_configs
+from tests.hunyuan_layout import run_reference, save_layout
 
 pytest_plugins = ["commands"]
 

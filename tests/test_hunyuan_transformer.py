@@ -13,8 +13,6 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from flax import nnx
 from reference import random, relative_error, rms_error
 
-from benchmarks.hunyuan_layout import build
-from benchmarks.released_layout import randomise
 from cogvideox_flax.checkpoint import load_component, parameters
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.lora.adapters import add_lora
@@ -26,6 +24,8 @@ from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.nn.quantized import quantize
 from cogvideox_flax.sharding import make_mesh, parameter_axes
 from conversion.convert import convert
+from tests.hunyuan_layout import build
+from tests.released_layout import randomise
 
 BAR = 1e-4
 GRID = 3, 4, 6

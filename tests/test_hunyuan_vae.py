@@ -10,8 +10,6 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15
 from reference import random, relative_error, rms_error
 
-from benchmarks.hunyuan_layout import build
-from benchmarks.released_layout import randomise
 from cogvideox_flax.checkpoint import load_component
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
@@ -20,6 +18,8 @@ from cogvideox_flax.models.tiling import Tiling
 from cogvideox_flax.sharding import make_mesh
 from conversion import mapping
 from conversion.convert import convert
+from tests.hunyuan_layout import build
+from tests.released_layout import randomise
 
 BAR = 1e-4
 

@@ -8,11 +8,11 @@ from math import inf
 import numpy as np
 import pytest
 
-from benchmarks.claims import Claims, ThingClaims, read_prompt
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.judge import ATTRIBUTES, compare, rates, score, wilson
-from benchmarks.seeing import SeenThing, see
 from cogvideox_flax.errors import InputError
+from weights.toy_world.claims import Claims, ThingClaims, read_prompt
+from weights.toy_world.judge import ATTRIBUTES, compare, rates, score, wilson
+from weights.toy_world.seeing import SeenThing, see
 from weights.toy_world.world import (
     BACKGROUNDS,
     COLOURS,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import prompt_following
-from benchmarks.prompt_following import Records, main, make_items, run, shuffled, summary, table
 from cogvideox_flax.errors import InputError
+from weights.toy_world import prompt_following
+from weights.toy_world.prompt_following import Records, main, make_items, run, shuffled, summary, table
 from weights.toy_world.world import held_out
 
 SETTINGS = {"steps": 2}

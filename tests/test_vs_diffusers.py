@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.machine import cpu, machine
+from benchmarks.runner import cpu, machine
 from benchmarks.vs_diffusers import __main__ as vs
 from benchmarks.vs_diffusers.cases import RELEASED, Case, inputs
 from benchmarks.vs_diffusers.report import slopes_of

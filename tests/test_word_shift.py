@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import caption_cost
-from benchmarks.word_shift import TIMESTEPS, shifts
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
+from weights.toy_world import caption_cost
+from weights.toy_world.word_shift import TIMESTEPS, shifts
 
 
 class Believer:

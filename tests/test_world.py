@@ -8,8 +8,8 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.claims import read_prompt
 from weights.toy_world import world
+from weights.toy_world.claims import read_prompt
 from weights.toy_world.world import Scene, Thing
 
 

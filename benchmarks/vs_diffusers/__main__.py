@@ -18,7 +18,6 @@ A side that stops, out of memory say, ends its row only; one run of the other si
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -30,24 +29,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.machine import machine
-from benchmarks.released_layout import save_rest, write_component
-from benchmarks.vs_diffusers.cases import COMPONENT, PARTS, RELEASED, SIDES, Case
+from benchmarks.runner import Report, make_parser
+from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, MODELS, PARTS, RELEASED, SIDES, Case
 from benchmarks.vs_diffusers.ours import flops_of
-from benchmarks.vs_diffusers.report import HEAD, line, plot, slopes_of_parts
+from benchmarks.vs_diffusers.report import COLUMNS, cells, plot, slopes_of_parts
 from benchmarks.vs_diffusers.worker import Stopped, Worker
 from conversion.convert import convert
+from tests.released_layout import save_rest, write_component
 
 PACKAGES = ("jax", "flax", "torch", "diffusers", "transformers")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_diffusers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser("benchmarks.vs_diffusers", __doc__)
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, help="default: the models; with --released all of them but the video"
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; with --released all but the video")
     parser.add_argument(
         "--released", action="store_true", help="all layers, at the size it was made for: for GPUs of 80 GB"
     )
@@ -59,9 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the text encoder and the transformer; default: 2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--torch-compile", action="store_true", help="the other side's transformer")
+    parser.add_argument("--torch-compile", action="store_true", help="the other side's blocks, one by one")
     parser.add_argument("--repeat", type=int, default=3, help="timed runs of each side")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
 
@@ -75,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes = [(release, args.height or 240, args.width or 368, n) for n in frames]
     if args.released:
         sizes = [size for size in RELEASED if args.release in (None, size[0])]
-    parts = args.parts or [part for part in PARTS if not (args.released and part == "video")]
+    parts = args.parts or [part for part in MODELS if not (args.released and part == "video")]
     how = None if args.released else args.layers or 2, args.dtype, args.device, args.torch_compile
     cases = [Case(part, *size, *how) for size in sizes for part in parts if part != "text_encoder" or size == sizes[0]]
     return measure(sorted(cases, key=lambda case: (names.index(case.release), parts.index(case.part))), args)
@@ -84,42 +80,32 @@ def main(argv: list[str] | None = None) -> int:
 def measure(cases: list[Case], args: argparse.Namespace) -> int:
     """All cases, each release with its own weights; the JSON file is rewritten after each."""
     jax.config.update("jax_platforms", "cpu")  # here we only count; the device is the workers'
-    rows: list[dict[str, Any]] = []
-    record: dict[str, Any] = {
-        "machine": machine(PACKAGES),
-        "repeat": args.repeat,
-        "rows": rows,
-        "stopped": [],
-    }
-
-    def keep() -> None:
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=2) + "\n")
-
-    print(HEAD + "\n" + "|---" * (HEAD.count("|") - 1) + "|", flush=True)
+    stopped: list[dict[str, Any]] = []
+    report = Report(args.json, COLUMNS, PACKAGES, repeat=args.repeat, stopped=stopped)
+    rows = report.rows
     for release, found in groupby(cases, key=lambda case: case.release):
         group = list(found)
         with tempfile.TemporaryDirectory(prefix="vs-diffusers-") as folder:
             write_weights(Path(folder), release, [case.part for case in group], group[0].layers, group[0].dtype)
             for case in group:
                 try:
-                    rows.append(compare(case, Path(folder), args.repeat))
-                    print(line(rows[-1]), flush=True)
+                    row = compare(case, Path(folder), args.repeat)
+                    report.add(row, cells(row))
                 except (Stopped, Differ) as e:
                     left = e.alone if isinstance(e, Stopped) else {}
-                    record["stopped"].append(asdict(case) | {"why": str(e), "alone": left})
+                    stopped.append(asdict(case) | {"why": str(e), "alone": left})
                     numbers = ", ".join(f"{name} {value:.2f}" for name, value in left.items())
                     print(f"| {release} | {case.part} | {case.frames} | {e} | {numbers} |", flush=True)
-                keep()
-    slopes = record["slopes"] = {} if args.released else slopes_of_parts(rows)
+                    report.write()
+    slopes = {} if args.released else slopes_of_parts(rows)
     for part, slope in slopes.items():
         print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in slope.items()))
     for side in SIDES if rows else ():
         rate = statistics.median(row[f"{side}_matmul_flops_per_s"] for row in rows)
         print(f"large matrix products of {side}: {rate / 1e9:.0f} GFLOP/s")
-    record["machine"]["device"] = rows[-1]["device_name"] if rows else None
-    print("\n" + ", ".join(f"{name} {value}" for name, value in record["machine"].items()))
-    keep()
+    about = report.record["machine"] | {"device": rows[-1]["device_name"] if rows else None}
+    print("\n" + ", ".join(f"{name} {value}" for name, value in about.items()))
+    report.write(machine=about, slopes=slopes)
     if args.plot:
         plot(rows, args.plot)
     return 0
@@ -127,14 +113,18 @@ def measure(cases: list[Case], args: argparse.Namespace) -> int:
 
 def write_weights(folder: Path, release: str, parts: list[str], layers: int | None, dtype: str) -> None:
     """The components that the parts need, in the released layout and converted."""
-    wanted = {"text_encoder", "transformer", "vae"} if "video" in parts else {COMPONENT.get(p, p) for p in parts}
+    wanted = (
+        {"text_encoder", "transformer", "vae"}
+        if "video" in parts
+        else {COMPONENT.get(p, p) for p in parts if p not in KERNELS}
+    )
     changes = {} if layers is None else {"num_layers": layers}
     for component in sorted(wanted):
         write_component(folder / "hf", component, release, dtype, **({} if component == "vae" else changes))
     if "video" in parts:
         save_rest(folder / "hf", release)
         convert(folder / "hf", folder / "native")
-    else:
+    elif wanted:
         convert(folder / "hf", folder / "native", components=sorted(wanted))
 
 

@@ -8,7 +8,10 @@ import numpy as np
 
 from cogvideox_flax.models.registry import RELEASES
 
-PARTS = ("text_encoder", "transformer", "encode", "decode", "video")
+MODELS = ("text_encoder", "transformer", "encode", "decode", "video")
+KERNELS = ("attention", "convolution")
+"""Of one layer of the transformer, and of the decoder's last block for two frames; beside PyTorch's own."""
+PARTS = (*MODELS, *KERNELS)
 SIDES = ("ours", "diffusers")
 STEPS = 4
 """Of the whole video."""
@@ -57,25 +60,32 @@ INPUTS = {
     "encode": ("video",),
     "decode": ("latents",),
     "video": ("ids", "latents"),
+    "attention": ("q", "k", "v"),
+    "convolution": ("x", "kernel", "bias"),
 }
 
 
-def inputs(case: Case, text_length: int = 226, text_width: int = 4096) -> dict[str, np.ndarray]:
-    """The part's inputs, the same for both sides, channels last; the transformer gets both halves of guidance.
-
-    text_length, text_width: tokens and channels of the text, where a model of another size takes others.
-    """
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    """The part's inputs, the same for both sides, channels last; the transformer gets both halves of guidance."""
     h, w = case.height // 8, case.width // 8
     t = case.latent_frames if case.part == "decode" else case.denoised_frames
 
     def make(name: str) -> np.ndarray:
-        random = np.random.default_rng(0)
+        random = np.random.default_rng("qkv".index(name) if case.part == "attention" else 0)
+        if case.part == "attention":
+            config = RELEASES[case.release].configs["transformer"]
+            return random.standard_normal((1, case.tokens, config.heads, config.head_dim), np.float32)
+        if case.part == "convolution":
+            width = RELEASES[case.release].configs["vae"].block_channels[0]
+            sizes = {"x": (1, 4, case.height, case.width, width), "kernel": (3, 3, 3, width, width), "bias": (width,)}
+            scale = np.float32((27 * width) ** -0.5 if name == "kernel" else 1)
+            return scale * random.standard_normal(sizes[name], np.float32)
         if name == "ids":
-            return random.integers(2, 60, (1, text_length)).astype(np.int32)
+            return random.integers(2, 60, (1, 226)).astype(np.int32)
         if name == "latents":
             return random.normal(size=(1, t, h, w, 16)).astype(np.float32)
         if name == "context":
-            return random.normal(size=(2, text_length, text_width)).astype(np.float32)
+            return random.normal(size=(2, 226, 4096)).astype(np.float32)
         return random.uniform(-1, 1, (1, case.frames, case.height, case.width, 3)).astype(np.float32)
 
     return {name: make(name) for name in INPUTS[case.part]}

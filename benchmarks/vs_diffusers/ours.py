@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
+from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
+from cogvideox_flax.attention import attend
 from cogvideox_flax.checkpoint import load_component, read_manifest
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.nn.conv.causal_conv import conv3d
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, compiler_options
@@ -44,15 +46,17 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
             return fetch(pipe.decode(last.latents[:, extra:], output_type="float", progress=False))
 
         return video
-    component = COMPONENT.get(case.part, case.part)
-    module = jax.block_until_ready(load_component(component, native, dtype=case.dtype))
+    module = None
+    if case.part not in KERNELS:
+        component = COMPONENT.get(case.part, case.part)
+        module = jax.block_until_ready(load_component(component, native, dtype=case.dtype))
     program = program_of(case)
     return lambda: fetch(program(module, *given.values()))
 
 
-def arguments(case: Case, **text: int) -> dict[str, jax.Array]:
-    """The inputs as the part takes them. text: as for `inputs`."""
-    given = inputs(case, **text).items()
+def arguments(case: Case) -> dict[str, jax.Array]:
+    """The inputs as the part takes them."""
+    given = inputs(case).items()
     return {name: jnp.asarray(x, case.dtype if x.dtype == np.float32 else x.dtype) for name, x in given}
 
 
@@ -95,14 +99,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "transformer": _both_halves,
     "encode": lambda module, video: module.encode(video)[0],
     "decode": lambda module, z: module.decode(z),
+    "attention": lambda module, q, k, v: attend(q, k, v),
+    "convolution": lambda module, x, kernel, bias: conv3d(x, kernel, bias),
 }
 """Part -> what our side computes."""
 
 
 def flops_of(case: Case, folder: Path) -> int:
     """FLOPs of the part's products, counted without running it."""
-    manifest = read_manifest(folder / "native")
     given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs(case).items()}
+    if case.part in KERNELS:
+        return count_flops(FUNCTIONS[case.part], None, *given.values()).total
+    manifest = read_manifest(folder / "native")
     if case.part != "video":
         module = manifest.abstract(COMPONENT.get(case.part, case.part))
         return count_flops(FUNCTIONS[case.part], module, *given.values()).total

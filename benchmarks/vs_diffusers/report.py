@@ -9,23 +9,25 @@ import numpy as np
 
 from benchmarks.vs_diffusers.cases import PARTS, SIDES
 
-HEAD = (
-    "| release | part | frames | tokens | ours s | diffusers s | ratio | first s | GiB | ratio | difference "
-    "| matmul share |"
+COLUMNS = (
+    *("release", "part", "frames", "tokens", "ours s", "diffusers s", "ratio", "first s", "GiB", "ratio", "difference"),
+    "matmul share",
 )
 
 
-def line(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[object]:
     """A row of the table."""
-    tokens = row["tokens"] if row["part"] in ("transformer", "video") else 226 if row["part"] == "text_encoder" else ""
-    frames = "" if row["part"] == "text_encoder" else row["frames"]
-    cells = [
+    of_tokens = row["part"] in ("transformer", "video", "attention")
+    tokens = row["tokens"] if of_tokens else 226 if row["part"] == "text_encoder" else ""
+    frames = "" if row["part"] == "text_encoder" else 2 if row["part"] == "convolution" else row["frames"]
+    digits = 4 if row["ours_s"] < 0.1 else 2
+    return [
         row["release"],
         row["part"],
         frames,
         tokens,
-        f"{row['ours_s']:.2f}",
-        f"{row['diffusers_s']:.2f}",
+        f"{row['ours_s']:.{digits}f}",
+        f"{row['diffusers_s']:.{digits}f}",
         f"{row['time_ratio']:.2f}",
         f"{row['ours_first_s']:.1f}, {row['diffusers_first_s']:.1f}",
         f"{row['ours_gib']:.2f}, {row['diffusers_gib']:.2f}",
@@ -33,7 +35,6 @@ def line(row: dict[str, Any]) -> str:
         f"{row['difference']:.1e}",
         f"{row['matmul_share']:.2f}",
     ]
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def slopes_of_parts(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from transformers import T5EncoderModel
 
-from benchmarks.released_layout import make_scheduler
-from benchmarks.vs_diffusers.cases import COMPONENT, STEPS, Case, inputs
+from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, inputs
+from tests.released_layout import make_scheduler
 
 
 def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
@@ -28,12 +29,20 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     def load(component: str) -> Any:
         path, dtype = folder / "hf" / component, getattr(torch, case.dtype)
         module = classes[component].from_pretrained(path, torch_dtype=dtype).to(_device(case)).eval()
-        return torch.compile(module) if case.torch_compile and component == "transformer" else module
+        for block in _blocks(module) if case.torch_compile else ():
+            block.compile()  # identical blocks compile once; 42 layers as one program take minutes
+        return module
 
     if case.part == "video":
         return _video(case, load)
-    call = part(case, load(COMPONENT.get(case.part, case.part)))
+    call = part(case, None if case.part in KERNELS else load(COMPONENT.get(case.part, case.part)))
     return lambda: fetch(call())
+
+
+def _blocks(module: Any) -> list[Any]:
+    """Those of a transformer or of an autoencoder's decoder, which `torch.compile` takes one by one."""
+    decoder = getattr(module, "decoder", None)
+    return [decoder.mid_block, *decoder.up_blocks] if decoder else list(getattr(module, "transformer_blocks", ()))
 
 
 def prepare() -> None:
@@ -47,11 +56,9 @@ def _device(case: Case) -> str:
     return "cuda" if case.device == "gpu" else "cpu"
 
 
-def _put(x: np.ndarray, case: Case, rounded_to: str | None = None) -> Any:
-    """On the device, in the case's dtype; rounded_to: a dtype that numbers are rounded to first."""
-    if x.dtype != np.float32:
-        return torch.tensor(x).to(_device(case), torch.long)
-    return torch.tensor(x).to(_device(case), getattr(torch, rounded_to or case.dtype)).to(getattr(torch, case.dtype))
+def _put(x: np.ndarray, case: Case) -> Any:
+    """On the device, in the case's dtype."""
+    return torch.tensor(x).to(_device(case), getattr(torch, case.dtype) if x.dtype == np.float32 else torch.long)
 
 
 def fetch(x: Any) -> np.ndarray:
@@ -83,12 +90,16 @@ def _video(case: Case, load: Callable[[str], Any]) -> Callable[[], np.ndarray]:
     return _without_gradients(video)
 
 
-def part(case: Case, module: Any, rounded_to: str | None = None, **text: int) -> Callable[[], Any]:
-    """A function that computes any part but the whole video: a tensor in our layout, which may still be under way.
-
-    rounded_to: a dtype that the inputs are rounded to first. text: as for `inputs`.
-    """
-    given = {name: _put(x, case, rounded_to) for name, x in inputs(case, **text).items()}
+def part(case: Case, module: Any) -> Callable[[], Any]:
+    """A function that computes any part but the whole video: a tensor in our layout, which may still be under way."""
+    given = {name: _put(x, case) for name, x in inputs(case).items()}
+    if case.part == "attention":
+        q, k, v = (x.transpose(1, 2) for x in given.values())
+        return _without_gradients(lambda: F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
+    if case.part == "convolution":
+        x, kernel = given["x"].permute(0, 4, 1, 2, 3).contiguous(), given["kernel"].permute(4, 3, 0, 1, 2).contiguous()
+        conv = lambda: F.conv3d(x, kernel, given["bias"], padding=(0, 1, 1))  # noqa: E731
+        return _without_gradients(lambda: conv().permute(0, 2, 3, 4, 1))
     if case.part == "text_encoder":
         return _without_gradients(lambda: module(given["ids"])[0])
     if case.part == "encode":

@@ -6,11 +6,9 @@ import importlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.runner import median_seconds, timed
 from benchmarks.vs_diffusers.cases import Case
 
 LIMIT_S = 3600.0
@@ -117,9 +116,7 @@ def work(side: str, folder: Path, case: Case) -> None:
             print(module.device_name(), flush=True)
         else:
             call = call or module.build(case, folder)
-            start = time.perf_counter()
-            result = call()
-            seconds = time.perf_counter() - start
+            result, seconds = timed(call)
             if word == "first":
                 np.save(folder / f"{side}.npy", np.asarray(result, np.float32))
             print(seconds, flush=True)
@@ -128,12 +125,7 @@ def work(side: str, folder: Path, case: Case) -> None:
 def _rate(flops: int, f: Callable[[], object]) -> float:
     """Operations a second, the median of five."""
     f()
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        f()
-        times.append(time.perf_counter() - start)
-    return flops / statistics.median(times)
+    return flops / median_seconds(f, 5)
 
 
 def _peak_gib() -> float:

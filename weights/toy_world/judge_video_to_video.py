@@ -1,6 +1,6 @@
 """How far video to video follows its prompt, and how near it stays to its input, at several strengths.
 
-    python -m benchmarks.video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE] [--sheet FILE.png]
+    python -m weights.toy_world.judge_video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE]
 
 Each clip is generated from the true clip of another prompt of the procedural world, and judged by its own
 prompt. "text" is text to video with the same noise. PSNR is of the result against its input.
@@ -8,9 +8,7 @@ prompt. "text" is text to video with the same noise. PSNR is of the result again
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from benchmarks.claims import read_prompt
 from benchmarks.fidelity import psnr
-from benchmarks.judge import compare, rates
-from benchmarks.machine import machine
-from benchmarks.prompt_following import SHOWN, Item, make_items
-from benchmarks.seeing import see
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
+from weights.toy_world.claims import read_prompt
+from weights.toy_world.judge import compare, percent, rates
+from weights.toy_world.prompt_following import SHOWN, Item, make_items
+from weights.toy_world.seeing import see
 
 STRENGTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ON_SHEET = 6
@@ -63,30 +61,25 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
 
 def main() -> None:
     """Print a table; write JSON and a contact sheet: a row for each of some clips and strengths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("weights.toy_world.judge_video_to_video", __doc__)
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     pipe = Pipeline.from_pretrained(args.model, "float32")
     items = make_items(args.prompts, seed=0)
-    rows, shown = {}, []
+    columns = ("strength", "follows its prompt, %", "PSNR against its input, dB")
+    about = {"prompts": args.prompts, "steps": args.steps, "model": args.model or "embedded"}
+    report, shown = Report(args.json, columns, **about), []
     for strength in (*STRENGTHS, None):
         clips = {} if strength is None else {"video": inputs_of(items)}
         how = {"num_inference_steps": args.steps, "strength": strength}
         videos = generate(pipe, [item.clip.prompt for item in items], clips, args.batch, **how)
-        rows["text" if strength is None else f"{strength:g}"] = judge(items, videos)
+        row = {"strength": "text" if strength is None else f"{strength:g}"} | judge(items, videos)
+        report.add(row, (row["strength"], percent(row["follows its prompt"]), f"{row['psnr']:.1f}"))
         shown.append(videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)])
-    print("| strength | follows its prompt, % | PSNR against its input, dB |\n|---|---|---|")
-    for name, row in rows.items():
-        rate = row["follows its prompt"]
-        print(f"| {name} | {rate['percent']:.0f} ({rate['low']:.0f}–{rate['high']:.0f}) | {row['psnr']:.1f} |")
-    settings = {"prompts": args.prompts, "steps": args.steps, "model": args.model or "embedded", "machine": machine()}
-    if args.json is not None:
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
     if args.sheet is not None:
         by_clip = np.stack(shown, 1)  # clip, strength, frame
         save_contact_sheet(args.sheet, by_clip.reshape(-1, *by_clip.shape[3:]), columns=SHOWN * len(shown))

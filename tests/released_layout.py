@@ -1,7 +1,7 @@
 """Checkpoints with random weights in the Hugging Face layout: small ones to try things, full ones to measure.
 
-    python -m benchmarks.released_layout DIR --release cogvideox-2b           # small: 64x96 pixels, 9 frames, 8 MB
-    python -m benchmarks.released_layout DIR --release cogvideox-2b --full    # the released shapes, 14 GB
+    python -m tests.released_layout DIR --release cogvideox-2b           # small: 64x96 pixels, 9 frames, 8 MB
+    python -m tests.released_layout DIR --release cogvideox-2b --full    # the released shapes, 14 GB
 
 Names, shapes and configs come from the reference classes, so nothing here repeats them. Needs the `test` extra.
 """

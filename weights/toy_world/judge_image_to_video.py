@@ -1,6 +1,6 @@
 """Image to video on the procedural world: is the object kept, and does it move as the prompt says?
 
-    python -m benchmarks.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
+    python -m weights.toy_world.judge_image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
         [--json FILE] [--sheet FILE.png]
 
 The pictures are first frames of clips, half of them of combinations that training never shows. Modes:
@@ -15,9 +15,7 @@ prompt, "all" both. PSNR is of the video's first frame against the picture.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,17 +23,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from benchmarks.claims import Claims, ThingClaims
 from benchmarks.fidelity import psnr
-from benchmarks.judge import Rate, compare, wilson
-from benchmarks.machine import machine
-from benchmarks.prompt_following import FIRST_SEED, SHOWN
-from benchmarks.seeing import see
-from benchmarks.video_to_video import generate
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world
+from weights.toy_world.claims import Claims, ThingClaims
+from weights.toy_world.judge import Rate, compare, percent, wilson
+from weights.toy_world.judge_video_to_video import generate
+from weights.toy_world.prompt_following import FIRST_SEED, SHOWN
+from weights.toy_world.seeing import see
 
 KEPT, MOVES = ("colour", "shape", "size", "count", "background"), ("direction", "speed")
 ON_SHEET = 12
@@ -94,39 +92,27 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
 
 def main() -> None:
     """Print a table; write JSON and a contact sheet: picture and frames of the first items of each mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("weights.toy_world.judge_image_to_video", __doc__)
     parser.add_argument("--model", default=hub.EMBEDDED_IMAGE_TO_VIDEO)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--guidance-scale", type=float, help="default: the checkpoint's")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     pipe = Pipeline.from_pretrained(args.model, "float32")
-    rows, shown = {}, []
+    columns = ("prompt", *KEPT, *MOVES, "kept", "moves", "all", "PSNR, dB")
+    about = {name: getattr(args, name) for name in ("prompts", "steps", "guidance_scale")} | {"model": str(args.model)}
+    report, shown = Report(args.json, columns, **about), []
     for mode in ("same", "other", "silent"):
         items = make_items(args.prompts, mode)
         how = {"num_inference_steps": args.steps, "guidance_scale": args.guidance_scale}
         prompts, pictures = [item.prompt for item in items], [item.picture for item in items]
         videos = generate(pipe, prompts, {"image": pictures}, args.batch, **how)
-        rows[mode] = judge(items, videos)
+        row = {"mode": mode} | judge(items, videos)
+        report.add(row, (mode, *map(percent, row["rates"].values()), f"{row['psnr']:.1f}"))
         some = videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)]
         shown += [np.stack([item.picture, *video]) for item, video in zip(items[:ON_SHEET], some, strict=False)]
-    names = list(rows["same"]["rates"])
-    print(f"| prompt | {' | '.join(names)} | PSNR, dB |\n{'|---' * (len(names) + 2)}|")
-    for mode, row in rows.items():
-        cells = [f"{r['percent']:.0f} ({r['low']:.0f}–{r['high']:.0f})" for r in row["rates"].values()]
-        print(f"| {mode} | {' | '.join(cells)} | {row['psnr']:.1f} |")
-    settings = {
-        "prompts": args.prompts,
-        "steps": args.steps,
-        "guidance_scale": args.guidance_scale,
-        "model": str(args.model),
-        "machine": machine(),
-    }
-    if args.json is not None:
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2))
     if args.sheet is not None:
         save_contact_sheet(args.sheet, np.concatenate(shown), columns=2 * (SHOWN + 1))
 

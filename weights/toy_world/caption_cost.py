@@ -1,6 +1,6 @@
 """How much a false word in the prompt increases the loss of the embedded model's transformer.
 
-    python -m benchmarks.caption_cost [--model weights/embedded] [--clips 192]
+    python -m weights.toy_world.caption_cost [--model weights/embedded] [--clips 192]
 
 Clips of one thing are noised to a timestep, and the loss of v is computed with the true prompt and with a prompt that
 states another shape or direction. The difference is 0 if the word adds no information, or if the model does not know
@@ -10,7 +10,6 @@ name a combination that training never showed.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.denoiser import Denoiser
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
+from weights.toy_world.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700, 800)
 SEED = 123_456_789
@@ -56,25 +56,22 @@ FALSE_CLAIMS = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.caption_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.caption_cost", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=192)
     args = parser.parse_args()
     clips = single_things(args.clips)
     loss = make_loss(args.model, clips)
-    print("| timestep | loss | " + " | ".join(claim.name for claim in FALSE_CLAIMS) + " |")
-    print("|---" * (len(FALSE_CLAIMS) + 2) + "|")
+    columns = ("timestep", "loss", *(claim.name for claim in FALSE_CLAIMS))
+    report = Report(args.json, columns, model=str(args.model), clips=args.clips)
     for t in TIMESTEPS:
         true = loss(lambda thing: thing, t)
         costs = [
             (loss(claim.tell, t) - true)[[claim.applies(clip.scene.things[0]) for clip in clips]]
             for claim in FALSE_CLAIMS
         ]
-        print(f"| {t} | {true.mean():.4f} | " + " | ".join(map(_mean, costs)) + " |", flush=True)
+        cells = (t, f"{true.mean():.4f}", *map(_mean, costs))
+        report.add(dict(zip(columns, cells, strict=True)), cells)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A fault campaign against the command line, on a small model on this machine's CPU.
 
-    python -m benchmarks.faults [--trials 344] [--seconds 3600] [--seed 0] [--kinds kill] [--json FILE]
+    python -m tests.faults [--trials 344] [--seconds 3600] [--seed 0] [--kinds kill] [--json FILE]
 
 Processes are killed (SIGKILL) at random moments of conversion, generation, quantizing and training; the disk fills
 while they work; files of every kind that is read are damaged: bits flipped, cut, zeroed, emptied, replaced by garbage
@@ -30,17 +30,17 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports JAX
 
-from benchmarks.faults.bench import STEPS, Bench
-from benchmarks.faults.child import Runner, can_mount
-from benchmarks.faults.trials import TRIALS, Outcome
-from benchmarks.machine import machine
+from benchmarks.runner import machine
 from cogvideox_flax.io.atomic import write_json
+from tests.faults.bench import STEPS, Bench
+from tests.faults.child import Runner, can_mount
+from tests.faults.trials import TRIALS, Outcome
 
 
 def main(argv: list[str] | None = None) -> int:
     whole = sum(count for _, count in TRIALS.values())
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=whole, help=f"about how many in all; default: {whole}")
     parser.add_argument("--seconds", type=float, default=3600, help="no trial is begun after that; default: 3600")

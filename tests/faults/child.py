@@ -50,7 +50,7 @@ class Runner:
 
     def __init__(self, timeout: float = 180.0):
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.faults.preload"])
+        self._context.set_forkserver_preload(["tests.faults.preload"])
         self.timeout = timeout
 
     def __call__(
@@ -93,7 +93,7 @@ class Runner:
         )
         result = folder.with_name(folder.name + ".result")
         result.mkdir()
-        command = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "benchmarks.faults.child"]
+        command = ["unshare", "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "tests.faults.child"]
         command += [str(folder), str(fill_after), str(left), str(self.timeout), *map(str, argv)]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "DISK": str(folder)}
         limit = fill_after + 2 * (self.timeout + DEAD_S) + 60  # both runs, and copying
@@ -126,7 +126,7 @@ def work(argv: list[str], folder: str, stop_at: int | None) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         descriptor = os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(descriptor, number)
-    from benchmarks.faults import preload
+    from tests.faults import preload
 
     code = 1
     try:
@@ -144,12 +144,12 @@ def work(argv: list[str], folder: str, stop_at: int | None) -> None:
 
 
 def _on_disk() -> None:
-    """`python -m benchmarks.faults.child FOLDER FILL_AFTER LEFT TIMEOUT COMMAND ...`, in the mount namespace."""
+    """`python -m tests.faults.child FOLDER FILL_AFTER LEFT TIMEOUT COMMAND ...`, in the mount namespace."""
     folder, fill_after, left, timeout, *argv = sys.argv[1:]
     filler = Path(folder) / "filler"
     for fill in (True, False):
         process = subprocess.Popen(
-            [sys.executable, "-c", f"from benchmarks.faults.preload import main; raise SystemExit(main({argv!r}))"],
+            [sys.executable, "-c", f"from tests.faults.preload import main; raise SystemExit(main({argv!r}))"],
             env={**os.environ, "COGVIDEOX_HOME": str(Path(folder) / "home")},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """How much a word changes the prediction of the embedded model's transformer, relative to the true difference.
 
-    python -m benchmarks.word_shift [--model weights/embedded] [--clips 96]
+    python -m weights.toy_world.word_shift [--model weights/embedded] [--clips 96]
 
 Clips of one thing are noised to a timestep. The transformer predicts v with the shape's own name and with another name.
 The difference of the two predictions is compared with the true difference: between the clip and its twin, which has the
@@ -12,7 +12,6 @@ showed are included.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from itertools import combinations
@@ -20,30 +19,28 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.denoiser import Denoiser
+from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import hub
 from weights.toy_world import world
+from weights.toy_world.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700)
 SEED = 123_456_789
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.word_shift",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.word_shift", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=96, help="of each pair of shapes")
     args = parser.parse_args()
     denoiser = Denoiser(args.model)
     pairs = list(combinations(world.SHAPES, 2))
     columns = [shifts(denoiser, *pair, args.clips) for pair in pairs]
-    print("| timestep | " + " | ".join(f"{a}, not {b}" for a, b in pairs) + " |")
-    print("|---" * (len(pairs) + 1) + "|")
+    names = ("timestep", *(f"{a}, not {b}" for a, b in pairs))
+    report = Report(args.json, names, model=str(args.model), clips=args.clips)
     for t, *found in zip(TIMESTEPS, *columns, strict=True):
-        print(f"| {t} | " + " | ".join(f"{along:.2f} ({length:.2f})" for along, length in found) + " |")
+        cells = (t, *(f"{along:.2f} ({length:.2f})" for along, length in found))
+        report.add(dict(zip(names, cells, strict=True)), cells)
     return 0
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from benchmarks.faults.child import Runner
-from benchmarks.released_layout import save_layout
 from cogvideox_flax.checkpoint import WEIGHTS_FILE
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME
+from tests.faults.child import Runner
+from tests.released_layout import save_layout
 
 PROMPT = "a small red circle moves to the left"
 SIZE = ("--num-frames", 9, "--height", 32, "--width", 48)

@@ -1,8 +1,8 @@
 """HunyuanVideo-1.5 checkpoints with random weights in diffusers' layout, and diffusers' own run of them.
 
-    python -m benchmarks.hunyuan_layout DIR                                    # small: 9 latent pixels a side, 2 MB
-    python -m benchmarks.hunyuan_layout DIR --image                            # small, image-to-video
-    python -m benchmarks.hunyuan_layout DIR --full --component transformer     # the released shapes in bfloat16, 17 GB
+    python -m tests.hunyuan_layout DIR                                    # small: 9 latent pixels a side, 2 MB
+    python -m tests.hunyuan_layout DIR --image                            # small, image-to-video
+    python -m tests.hunyuan_layout DIR --full --component transformer     # the released shapes in bfloat16, 17 GB
 
 Names, shapes and configs come from the reference classes. Needs the `test` extra.
 """
@@ -19,8 +19,8 @@ import torch
 import transformers
 from diffusers.guiders import ClassifierFreeGuidance
 
-from benchmarks.hunyuan_tokenizers import save_byt5_tokenizer, save_qwen_tokenizer
-from benchmarks.released_layout import randomise, write_module
+from tests.hunyuan_tokenizers import save_byt5_tokenizer, save_qwen_tokenizer
+from tests.released_layout import randomise, write_module
 
 TRANSFORMER: dict[str, Any] = {
     "in_channels": 9,

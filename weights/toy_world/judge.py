@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import permutations
 from math import sqrt
+from typing import Any
 
-from benchmarks.claims import Claims, read_prompt
-from benchmarks.seeing import Frames, Seen, SeenThing, see
+from weights.toy_world.claims import Claims, read_prompt
+from weights.toy_world.seeing import Frames, Seen, SeenThing, see
 
 ATTRIBUTES = ("colour", "shape", "size", "direction", "speed", "background", "count", "all")
 """The attributes that `score` reports, in the order of a table."""
@@ -69,6 +70,11 @@ def rates(scores: Iterable[dict[str, bool]]) -> dict[str, Rate]:
     scores = list(scores)
     found = {name: [s[name] for s in scores if name in s] for name in ATTRIBUTES}
     return {name: wilson(sum(values), len(values)) for name, values in found.items() if values}
+
+
+def percent(rate: dict[str, Any]) -> str:
+    """A `Rate` as a dictionary, for a table: the percentage and its interval."""
+    return f"{rate['percent']:.0f} ({rate['low']:.0f}–{rate['high']:.0f})"
 
 
 def wilson(right: int, n: int, z: float = 1.959964) -> Rate:

@@ -1,6 +1,6 @@
 """How well a model follows its prompt: clips of the procedural world, judged attribute by attribute.
 
-    python -m benchmarks.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE] [--sheet FILE.png]
+    python -m weights.toy_world.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE]
 
 Half of the prompts name combinations that training shows, in scenes that it does not; half name combinations that it
 never shows. Modes:
@@ -33,13 +33,13 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw
 
-from benchmarks.claims import read_prompt
 from benchmarks.fidelity import psnr, ssim
-from benchmarks.judge import ATTRIBUTES, compare, rates
-from benchmarks.machine import machine
-from benchmarks.seeing import Seen, SeenThing, see
+from benchmarks.runner import machine, make_parser
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
+from weights.toy_world.claims import read_prompt
+from weights.toy_world.judge import ATTRIBUTES, compare, rates
+from weights.toy_world.seeing import Seen, SeenThing, see
 from weights.toy_world.world import FRAMES, UNIT, Clip, Split, sample_clip
 
 MODES = ("default", "unguided", "shuffled", "reconstruction", "truth")
@@ -290,11 +290,7 @@ def _count(text: str) -> int:
 
 def main() -> None:
     """Make, judge, print a table, write JSON and a contact sheet."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prompt_following",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("weights.toy_world.prompt_following", __doc__)
     parser.add_argument(
         "--model", metavar="WHERE", help="as for `cogvideox generate`; default: the embedded checkpoint"
     )
@@ -305,7 +301,6 @@ def main() -> None:
     parser.add_argument("--batch", type=_count, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise, 0 to 9999")
     parser.add_argument("--modes", type=_modes, default=list(MODES), help=f"some of {','.join(MODES)}; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="contact sheet of the first mode")
     args = parser.parse_args()
     if not 0 <= args.seed < 10_000:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.bench import STEPS, Bench, key_of
-from benchmarks.faults.child import Ended
-from benchmarks.faults.damage import damage
 from cogvideox_flax import checkpoint
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.training.metrics import read_metrics
+from tests.faults.bench import STEPS, Bench, key_of
+from tests.faults.child import Ended
+from tests.faults.damage import damage
 
 IMPORTS_S = 3.0
 """Seconds that a command on a disk of its own takes to import the library, about."""
