@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.runtime.compile import Program, Programs
-from cogvideox_flax.runtime.devices import bytes_per_device, memory_limit
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
 
 ADVICE = {
     "encode": "Split its weights over more devices (--mesh 1,1,N or DP,SP,TP,fsdp), or take int8 ones.",
@@ -46,9 +47,12 @@ def check_memory(
     for stage, compiled in stages:
         before = held
         for program, (weights, *others), _ in compiled:
-            compiled_program = programs.get(program)
-            compiled_program.check_memory(
-                weights, *others, limit=limit, held=held, advice=ADVICE[stage], announce=progress
-            )
+            memory = programs.get(program).prepare(weights, *others, announce=progress).memory_analysis()
+            if memory is not None and (needed := bytes_needed(memory)) + held > limit:
+                beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
+                raise InputError(
+                    f"the {program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
+                    f"{limit / GIB:.2f} GiB. {ADVICE[stage]}"
+                )
             held += bytes_per_device(weights)
         held = held if keep else before
