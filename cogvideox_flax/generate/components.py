@@ -23,7 +23,7 @@ from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
-from cogvideox_flax.runtime.devices import bytes_per_device, memory_limit
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler
 
@@ -213,8 +213,13 @@ class Components:
             before = held
             for program, (weights, *others), _ in programs:
                 yield from self.preparing(program, weights, *others)
-                compiled, advice = self._compiled.get(program), MEMORY_ADVICE[stage]
-                compiled.check_memory(weights, *others, limit=limit, held=held, advice=advice)
+                memory = self._compiled.get(program).prepare(weights, *others).memory_analysis()
+                if memory is not None and (needed := bytes_needed(memory)) + held > limit:
+                    beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
+                    raise InputError(
+                        f"the {program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
+                        f"{limit / GIB:.2f} GiB. {MEMORY_ADVICE[stage]}"
+                    )
                 held += bytes_per_device(weights)
             held = held if keep else before
 

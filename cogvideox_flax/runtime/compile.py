@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import Mesh
 
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.runtime.compile_cache import CompileCache
-from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
 
 @dataclass(frozen=True)
@@ -164,28 +162,6 @@ class CompiledProgram:
 
     def _on_mesh(self) -> Any:
         return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
-
-    def check_memory(self, *args: Any, limit: int, held: int, advice: str) -> None:
-        """Compile for these shapes and refuse a program that does not fit into a device's memory.
-
-        Args:
-            limit: bytes of memory of a device.
-            held: bytes in use besides this program's.
-            advice: the last sentence of the error.
-
-        Raises:
-            InputError: it does not fit.
-        """
-        memory = self.prepare(*args).memory_analysis()
-        if memory is None:
-            return
-        needed = bytes_needed(memory)
-        if needed + held > limit:
-            beside = f" beside {held / GIB:.2f} GiB of other weights" if held else ""
-            raise InputError(
-                f"the {self.program.name} needs {needed / GIB:.2f} GiB on each device{beside}, which has "
-                f"{limit / GIB:.2f} GiB. {advice}"
-            )
 
 
 def _shapes(args: tuple[Any, ...]) -> Any:

@@ -31,10 +31,7 @@ def fetch_on_first(tree: Any) -> Any:
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:
     """A pytree of arrays, replicated on every device of the mesh: for small arrays, not for weights."""
-    if mesh is None:
-        return jax.device_put(tree)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(tree, everywhere) if jax.process_count() == 1 else put(tree, everywhere)
+    return put(tree, None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
 def put(tree: Any, sharding: Sharding | None) -> Any:

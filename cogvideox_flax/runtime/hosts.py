@@ -2,7 +2,8 @@
 
 JAX connects their devices. All other messages go through process 0, over one TCP connection per process: the start, the
 files that process 0 reads, the failure of a process, and the end. A killed process closes its connection, so the others
-are notified at once, also while they wait in a collective.
+are notified at once, also while they wait in a collective. JAX's coordination service cannot report this: where a
+process is lost or does not join, it aborts the others from C++ (exit code 134) before Python sees an error.
 
 Only process 0 writes and prints. Without `initialize` there is one process, and every function here is a plain call.
 """
@@ -48,10 +49,6 @@ class Failure:
     message: str
 
 
-class OtherProcessError(Exception):
-    """Another process has failed; `leave` ends this one as well."""
-
-
 class _Group:
     """One process' connections to the run: process 0 is connected to all others, each of them to process 0."""
 
@@ -59,15 +56,14 @@ class _Group:
         self.place, self.links = place, links
         self.is_first = place.process_id == 0
         self.failure: Failure | None = None
-        self.stop_requested = threading.Event()
+        self.stop_requested = False
         self.handles_interrupt = False  # the command itself stops at the next Ctrl-C
-        self._failed, self._finished = threading.Event(), threading.Event()
-        self._values: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0
+        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._finished = False
+        self._failed = threading.Event()
         self._failing, self._exiting = threading.Lock(), threading.Lock()
-        self._listeners = [
-            threading.Thread(target=self._listen, args=(peer, link), daemon=True) for peer, link in links.items()
-        ]
+        self._listeners = [threading.Thread(target=self._listen, args=link, daemon=True) for link in links.items()]
         for listener in self._listeners:
             listener.start()
 
@@ -82,31 +78,22 @@ class _Group:
         while (message := link.receive()) is not None:
             kind, content = message
             if kind == "value":
-                self._values.put(content)
+                self.values.put(content)
             elif kind == "failure":
-                self._on_failure(Failure(*content))
+                self._on_failure(Failure(*content), GRACE_S)
             elif kind == "stop":
-                self.stop_requested.set()
+                self.stop_requested = True
             elif kind == "done":
-                if not self.is_first:
-                    self._finished.set()
+                self._finished = not self.is_first  # process 0 says it when all are done
                 self._done.put(peer)
-        if not self._finished.is_set():
+        if not self._finished:
             lost = Failure(peer, 1, "ended without a message: it was killed, or its host cannot be reached")
-            self._on_failure(lost, grace=0 if peer == 0 else GRACE_S)  # without process 0, JAX aborts this one
+            self._on_failure(lost, 0 if peer == 0 else GRACE_S)  # without process 0, JAX aborts this one
 
-    def _on_failure(self, failure: Failure, *, grace: float = GRACE_S) -> None:
-        """Handle another process' failure: forward it, wake the main thread if it waits here, else kill the process."""
-        if not self._set_failure(failure):
-            return
-        self._values.put(None)
-        self._done.put(None)
-
-        def end() -> None:
-            time.sleep(grace)
-            self.exit()
-
-        threading.Thread(target=end, daemon=True).start()
+    def _on_failure(self, failure: Failure, grace: float) -> None:
+        """Handle another process' failure: forward it, and end this process if it does not end by itself."""
+        if self._set_failure(failure):
+            threading.Timer(grace, self._exit).start()
 
     def _set_failure(self, failure: Failure) -> bool:
         """Store and forward the first failure; False if there is one already."""
@@ -119,22 +106,13 @@ class _Group:
         self._failed.set()
         return True
 
-    def receive(self) -> Any:
-        """The next value from process 0."""
-        if (value := self._values.get()) is None:
-            raise OtherProcessError
-        return value
-
     def finish(self) -> None:
         """Wait until all processes are done, so that none exits while another may still fail."""
-        missing = set(self.links)
         if not self.is_first:
             self.send("done")
-        while missing:
-            if (peer := self._done.get()) is None:
-                raise OtherProcessError
-            missing.discard(peer)
-        self._finished.set()
+        for _ in self.links:
+            self._done.get()
+        self._finished = True
         if self.is_first:
             self.send("done")
 
@@ -142,11 +120,11 @@ class _Group:
         """End all processes with this one's failure, or with the failure of another process that caused it."""
         own = Failure(self.place.process_id, code, message)
         if code == 1 and self._failed.wait(_CAUSE_WAIT_S):
-            self.exit()
+            self._exit()
         self._set_failure(own)
-        self.exit(own)
+        self._exit(own)
 
-    def exit(self, failure: Failure | None = None) -> None:
+    def _exit(self, failure: Failure | None = None) -> None:
         """End this process with a failure; default: the first one. Process 0 ends last, since JAX aborts the others
         when they lose it."""
         with self._exiting:
@@ -235,28 +213,27 @@ def _redirect_stdout(place: Place) -> None:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Broadcasts the result of `make()` on process 0 to all processes. All must call this in the same order.
+    """Broadcast the result of `make()` on process 0 to all processes. All must call this in the same order.
 
     Args:
         make: called on process 0 only; returns JSON values and numpy arrays, in lists and dictionaries.
 
     Raises:
         InputError: as `make` raised it on process 0.
-        OtherProcessError: a process has failed.
     """
     if _group is None:
         return make()
     if not _group.is_first:
-        answer = _group.receive()
-        if "error" in answer:
-            raise InputError(f"{_group.place.name(0)}: {answer['error']}")
-        return answer["value"]
+        error, value = _group.values.get()  # never, if a process fails: then this one is ended
+        if error is not None:
+            raise InputError(f"{_group.place.name(0)}: {error}")
+        return value
     try:
         value = make()
     except InputError as e:
-        _group.send("value", {"error": str(e)})
+        _group.send("value", [str(e), None])
         raise
-    _group.send("value", {"value": value})
+    _group.send("value", [None, value])
     return value
 
 
@@ -341,7 +318,7 @@ def stop_requested(here: bool) -> bool:
     """
     if _group is not None and here and not _group.is_first:
         _group.send("stop")
-    return from_first(lambda: here or (_group is not None and _group.stop_requested.is_set()))
+    return from_first(lambda: here or (_group is not None and _group.stop_requested))
 
 
 def finish() -> None:

@@ -1,9 +1,14 @@
-"""How the processes of a run on several hosts connect, and which are missing after a timeout."""
+"""How the processes of a run on several hosts connect, and which are missing after a timeout.
+
+JAX's coordination service names no process that is missing, does not notice another number of processes, and lets a
+second process with the same number take the first one's place.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import math
+import re
 import selectors
 import socket
 import time
@@ -51,12 +56,7 @@ class Place:
     local_devices: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        host, _, port = self.coordinator.rpartition(":")
-        if not _is_host(host) or not _is_port(port):
-            raise InputError(
-                "--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999 or [fd00::2]:9999; "
-                f"got {shown(self.coordinator)}"
-            )
+        _parse_address(self.coordinator)
         if not is_count(self.num_processes, MAX_PROCESSES):
             raise InputError(
                 f"--num-processes must be 1 or more, at most {MAX_PROCESSES}; got {shown(self.num_processes)}"
@@ -68,26 +68,23 @@ class Place:
     @property
     def address(self) -> tuple[str, int]:
         """The coordinator's (host, port)."""
-        address, _, port = self.coordinator.rpartition(":")
-        return address.strip("[]"), int(port)
+        return _parse_address(self.coordinator)
 
     def name(self, process: int) -> str:
         """For messages."""
         return f"process {process} of {self.num_processes}"
 
 
-def _is_host(text: str) -> bool:
-    """Whether it is an IPv6 address in brackets, or something that the resolver takes: labels of 1 to 63 characters."""
-    try:
-        if text.startswith("[") and text.endswith("]"):
-            return bool(ipaddress.IPv6Address(text[1:-1]))
-        return bool(text.encode("idna")) and not set(text) & set(":[]")
-    except ValueError:
-        return False
-
-
-def _is_port(text: str) -> bool:
-    return text.isdecimal() and len(text) <= 5 and 0 < int(text) < 2**16
+def _parse_address(text: str) -> tuple[str, int]:
+    """The host and port of ADDRESS:PORT."""
+    found = re.fullmatch(r"(\[.+\]|[^:\[\]]+):(\d{1,5})", text, re.ASCII)
+    with suppress(ValueError):
+        if found and 0 < int(found[2]) < 2**16:
+            host = found[1].strip("[]")
+            # the resolver takes labels of 1 to 63 characters
+            _ = ipaddress.IPv6Address(host) if found[1].startswith("[") else host.encode("idna")
+            return host, int(found[2])
+    raise InputError(f"--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999 or [fd00::2]:9999; got {shown(text)}")
 
 
 def _check_timeout(seconds: float) -> None:
@@ -144,43 +141,10 @@ def join(place: Place) -> tuple[dict[int, Connection], int]:
     Raises:
         InputError: a process does not join in time, or does not belong to this run.
     """
-    return _gather(place) if place.process_id == 0 else _connect(place)
-
-
-def _gather(place: Place) -> tuple[dict[int, Connection], int]:
-    """On process 0: a connection to each other process, and the port of JAX's own coordinator."""
     deadline = time.monotonic() + place.join_timeout
-    links: dict[int, Connection] = {}
-    port = place.address[1]
-    try:
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=place.num_processes)
-    except OSError as e:
-        raise InputError(f"cannot listen on port {port}: {e.strerror}; choose another one for --coordinator") from e
-    with listener, selectors.DefaultSelector() as peers:
-        listener.setblocking(False)
-        peers.register(listener, selectors.EVENT_READ)
-        while len(links) < place.num_processes - 1:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise InputError(_refuse_all(place, links))
-            for key, _ in peers.select(left):
-                link: Any = key.fileobj
-                if link is listener:
-                    with suppress(OSError):  # the peer has left already
-                        link = Connection(listener.accept()[0])
-                        peers.register(link, selectors.EVENT_READ)
-                elif link in links.values():  # a process that waits for the others says nothing: it has ended
-                    links = {process: other for process, other in links.items() if other is not link}
-                    peers.unregister(link)
-                    link.close()
-                elif not _admit(place, link, links, deadline):
-                    peers.unregister(link)
-                    link.close()
-        for key in peers.get_map().values():
-            link = key.fileobj
-            if link is not listener and link not in links.values():
-                link.close()
+    if place.process_id != 0:
+        return _connect(place, deadline)
+    links = _gather(place, deadline)
     with socket.socket() as free:
         free.bind(("", 0))
         jax_port = free.getsockname()[1]
@@ -192,12 +156,48 @@ def _gather(place: Place) -> tuple[dict[int, Connection], int]:
     return links, jax_port
 
 
+def _gather(place: Place, deadline: float) -> dict[int, Connection]:
+    """On process 0: a connection to each other process."""
+    links: dict[int, Connection] = {}
+    with _listen(place) as listener, selectors.DefaultSelector() as peers:
+        peers.register(listener, selectors.EVENT_READ)
+        while len(links) < place.num_processes - 1:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise InputError(_refuse_all(place, links))
+            for key, _ in peers.select(left):
+                link: Any = key.fileobj
+                if link is listener:
+                    with suppress(OSError):  # the peer has left already
+                        peers.register(Connection(listener.accept()[0]), selectors.EVENT_READ)
+                elif link in links.values() or not _admit(place, link, links, deadline):
+                    # a process that waits for the others says nothing: it has ended
+                    links = {process: other for process, other in links.items() if other is not link}
+                    peers.unregister(link)
+                    link.close()
+        strays: set[Any] = {key.fileobj for key in peers.get_map().values()} - {listener, *links.values()}
+        for link in strays:
+            link.close()
+    return links
+
+
+def _listen(place: Place) -> socket.socket:
+    port = place.address[1]
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        listener = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=place.num_processes)
+    except OSError as e:
+        raise InputError(f"cannot listen on port {port}: {e.strerror}; choose another one for --coordinator") from e
+    listener.setblocking(False)
+    return listener
+
+
 def _refuse_all(place: Place, links: dict[int, Connection]) -> str:
     """Tell the processes that have joined which are missing; returns the message."""
     missing = [str(i) for i in range(1, place.num_processes) if i not in links]
-    shown = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
+    named = ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
     message = (
-        f"{'process' if len(missing) == 1 else 'processes'} {shown} of {place.num_processes} "
+        f"{'process' if len(missing) == 1 else 'processes'} {named} of {place.num_processes} "
         f"{'has' if len(missing) == 1 else 'have'} not joined within {place.join_timeout:g} s; start the same command "
         "on every host, each with its own --process-id"
     )
@@ -213,35 +213,39 @@ def _admit(place: Place, link: Connection, links: dict[int, Connection], deadlin
     if not isinstance(hello, dict):
         return False  # not a process of this library
     process: Any = hello.get("process")
-    refused = ""
     if hello.get("version") != __version__:
         refused = f"it runs version {hello.get('version')}, process 0 runs {__version__}"
     elif hello.get("num_processes") != place.num_processes:
         refused = f"it says --num-processes {hello.get('num_processes')}, process 0 says {place.num_processes}"
     elif not isinstance(process, int) or process in links or not 0 < process < place.num_processes:
         refused = f"--process-id {process} is taken, each process needs its own"
-    try:
-        if refused:
-            link.send({"refused": f"process 0 does not take this process: {refused}"})
-            return False
-        link.send({"wait": max(0.0, deadline - time.monotonic())})
-    except OSError:  # it has ended
-        return False
-    links[process] = link
-    return True
+    else:
+        links[process] = link
+        return True
+    with suppress(OSError):  # it has ended
+        link.send({"refused": f"process 0 does not take this process: {refused}"})
+    return False
 
 
-def _connect(place: Place) -> tuple[dict[int, Connection], int]:
+def _connect(place: Place, deadline: float) -> tuple[dict[int, Connection], int]:
     """On the other processes: the connection to process 0, and the port of JAX's own coordinator."""
-    deadline = time.monotonic() + place.join_timeout
     link = _dial(place, deadline)
-    hello = {"process": place.process_id, "num_processes": place.num_processes, "version": __version__}
-    with suppress(OSError):
-        link.send(hello)
-    # Process 0 answers at once how long it waits for the others, and at the end how to go on.
-    wait = _receive_answer(place, link, deadline, "wait", float)
-    deadline = time.monotonic() + min(place.join_timeout, wait) + _LATE_S
-    return {0: link}, _receive_answer(place, link, deadline, "jax_port", int)
+    with suppress(OSError):  # the answer says why
+        link.send({"process": place.process_id, "num_processes": place.num_processes, "version": __version__})
+    deadline = time.monotonic() + place.join_timeout + _LATE_S  # process 0 may have begun only now
+    answer = link.receive(deadline=deadline, limit=_ANSWER_BYTES)
+    if isinstance(answer, dict) and isinstance(answer.get("jax_port"), int):
+        return {0: link}, answer["jax_port"]
+    if isinstance(answer, dict) and isinstance(answer.get("refused"), str):
+        raise InputError(answer["refused"])
+    if answer is not None:
+        raise InputError(f"{place.coordinator} is not process 0 of this run; check --coordinator")
+    if time.monotonic() >= deadline:
+        raise InputError(
+            f"{place.name(0)} accepts a connection at {place.coordinator} and does not answer within "
+            f"{place.join_timeout:g} s; check that it is process 0 of this run"
+        )
+    raise InputError(f"{place.name(0)} ended before all had joined; see what it said")
 
 
 def _dial(place: Place, deadline: float) -> Connection:
@@ -257,24 +261,3 @@ def _dial(place: Place, deadline: float) -> Connection:
                     "start it there, or check the address and the firewall"
                 ) from e
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
-
-
-def _receive_answer(place: Place, link: Connection, deadline: float, name: str, kind: type) -> Any:
-    """The value of this name in process 0's next message.
-
-    Raises:
-        InputError: process 0 refuses this process, ends, or sends something else, or nothing until the deadline.
-    """
-    answer = link.receive(deadline=deadline, limit=_ANSWER_BYTES)
-    if isinstance(answer, dict) and isinstance(answer.get("refused"), str):
-        raise InputError(answer["refused"])
-    if isinstance(answer, dict) and isinstance(answer.get(name), kind):
-        return answer[name]
-    if answer is not None:
-        raise InputError(f"{place.coordinator} is not process 0 of this run; check --coordinator")
-    if time.monotonic() >= deadline:
-        raise InputError(
-            f"{place.name(0)} accepts a connection at {place.coordinator} and does not answer within "
-            f"{place.join_timeout:g} s; check that it is process 0 of this run"
-        )
-    raise InputError(f"{place.name(0)} ended before all had joined; see what it said")
