@@ -15,7 +15,7 @@ import pytest
 import transformers
 from reference import SHARED
 
-from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, resolve
@@ -63,6 +63,20 @@ def test_release_is_found_whatever_its_nominal_size(release):
     moved = dataclasses.replace(transformer, sample_height=300, sample_width=300)
     assert CogVideoX.find_release({"transformer": moved}) is release
     assert CogVideoX.find_release({"transformer": dataclasses.replace(transformer, layers=7)}) is None
+
+
+def test_a_checkpoint_is_believed_which_release_it_is(tmp_path, caplog):
+    """A CFG-distilled release has the configs of the one it was made from; without a name the first is taken."""
+    release = RELEASES["hunyuanvideo1.5-480p-i2v-distilled"]
+    raw = Manifest.of_release(release).to_json() | {"weights": {}}
+    del raw["guidance_scale"]
+    for name, found in ((release.name, release), (None, RELEASES["hunyuanvideo1.5-480p-i2v"])):
+        manifest = Manifest.from_json(raw | {"release": name})
+        assert manifest.release is found and manifest.model.defaults is found
+    assert Manifest.from_json({key: value for key, value in raw.items() if key != "release"}).release is found
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"release": "hunyuanvideo9"}))
+    assert read_manifest(tmp_path).release is found
+    assert "names the release 'hunyuanvideo9', which this version does not know" in caplog.text
 
 
 def test_our_own_files_are_read_strictly():

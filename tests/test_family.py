@@ -213,6 +213,22 @@ def test_the_pipeline_runs_it(pipe):
     assert {name: x.shape for name, x in conditioning.text.items()} == Tiny(CONFIGS).feature_shapes(1)
 
 
+def test_latents_are_normalized_per_channel(pipe):
+    """Those of a clip that a run starts from, and back where they are decoded."""
+    codec = pipe.manifest.model.codec
+    clip = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
+    request = GenerationRequest("a red ball", video=clip, strength=0.5, num_inference_steps=4)
+    latents = np.asarray(pipe.encode(request, progress=False).video)
+    z = np.asarray(codec.encode(None, clip[None] / np.float32(127.5) - 1)[0])
+    mean, std = (np.float32(each) / 1000 for each in (CONFIGS["codec"].latent_mean, CONFIGS["codec"].latent_std))
+    np.testing.assert_allclose(latents, (z - mean) / std, atol=1e-6)
+    decoded = pipe.decode(latents, output_type="float", progress=False)
+    np.testing.assert_allclose(decoded, np.asarray(pipe.codec(z)) / 2 + 0.5, atol=1e-6)
+    assert pipe(request, progress=False).frames.shape == (1, 5, 16, 16, 3)
+    again = type(codec)(type(CONFIGS["codec"])())  # programs compare by their configs
+    assert again == codec and hash(again) == hash(codec)
+
+
 @pytest.mark.parametrize("form", ["deepcache", "residual"])
 def test_a_step_cache_is_of_every_family(pipe, form):
     """Its blocks see the prompt alone, so what they gave in one step is right in all."""
