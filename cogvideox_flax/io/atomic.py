@@ -92,7 +92,7 @@ def _partial(folder: Path, suffix: str = "") -> Iterator[Path]:
     path = lock.with_suffix(f".partial{suffix}")
     descriptor = None
     with suppress(OSError):  # a file system without locks: orphans are not removed there
-        descriptor = acquire(lock, wait=True)  # `remove_orphans` in another process may hold it for a moment
+        descriptor = _acquire(lock, wait=True)  # `remove_orphans` in another process may hold it for a moment
     try:
         yield path
     finally:
@@ -101,13 +101,7 @@ def _partial(folder: Path, suffix: str = "") -> Iterator[Path]:
             if descriptor is None:
                 lock.unlink(missing_ok=True)
         if descriptor is not None:
-            release(lock, descriptor)
-
-
-@cache
-def _remove_orphans_once(folder: Path) -> None:
-    """`remove_orphans`, once per process."""
-    remove_orphans(folder)
+            _release(lock, descriptor)
 
 
 def remove_orphans(folder: Path) -> None:
@@ -118,9 +112,13 @@ def remove_orphans(folder: Path) -> None:
                 _remove_orphan(Path(entry.path))
 
 
+_remove_orphans_once = cache(remove_orphans)
+"""Once per process and folder."""
+
+
 def _remove_orphan(lock: Path) -> None:
     try:
-        descriptor = acquire(lock, wait=False)
+        descriptor = _acquire(lock, wait=False)
     except OSError:  # held by its writer, removed meanwhile, or owned by another user
         return
     try:
@@ -129,7 +127,7 @@ def _remove_orphan(lock: Path) -> None:
     except OSError:  # owned by another user: keep the lock file too
         os.close(descriptor)
     else:
-        release(lock, descriptor)
+        _release(lock, descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -154,9 +152,7 @@ def _move_into_place(partial: Path, path: Path) -> None:
     elif _exchange(partial, path):
         shutil.rmtree(partial, ignore_errors=True)
     else:
-        old = partial.with_suffix(
-            ".replaced"
-        )  # a suffix that `remove_orphans` skips: for a moment this is the only copy
+        old = partial.with_suffix(".replaced")  # not removed by `remove_orphans`: for a moment this is the only copy
         path.rename(old)
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)
@@ -203,7 +199,7 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
         InputError: another process holds it, or it cannot be created.
     """
     try:
-        descriptor = acquire(path, wait=busy is None)
+        descriptor = _acquire(path, wait=busy is None)
     except BlockingIOError as e:
         raise InputError(str(busy)) from e
     except OSError as e:
@@ -213,11 +209,11 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        release(path, descriptor)
+        _release(path, descriptor)
 
 
-def acquire(path: Path, *, wait: bool) -> int:
-    """Lock the file `path`, created if missing, and return its descriptor for `release`.
+def _acquire(path: Path, *, wait: bool) -> int:
+    """Lock the file `path`, created if missing, and return its descriptor for `_release`.
 
     Raises:
         BlockingIOError: another process holds it, and `wait` is False.
@@ -235,7 +231,7 @@ def acquire(path: Path, *, wait: bool) -> int:
         os.close(descriptor)
 
 
-def release(path: Path, descriptor: int) -> None:
+def _release(path: Path, descriptor: int) -> None:
     """Remove and unlock a lock file, in this order: a process that waits for the lock then sees that it is removed."""
     with suppress(OSError):
         if _is_at(path, descriptor):

@@ -44,6 +44,9 @@ _MAX_RUNS = 2000  # of neighbouring frames in one command line: 40 bytes each; L
 _NO_TIMESTAMP = -(2**63)
 _PACKET = re.compile(rb"0, *(-?\d+), *(-?\d+), *\d+, *\d+, 0x[0-9a-f]+(?:, F=0x([0-9A-F]+))?")  # of framecrc's lines
 _DISCARD = 4  # a packet's flag: the edit list leaves it out
+_LOG_BYTES = 8192  # of ffmpeg's messages; the first ones give the cause
+_CONTEXT = re.compile(r"^(\[[^]]*@ 0x[0-9a-f]+\] )+")  # "[mov,mp4 @ 0x55d0] ", before a message
+_KILLED = (-9, -15)
 
 
 @dataclass(frozen=True)
@@ -299,11 +302,6 @@ def _parse_tags(text: str) -> dict[str, str]:
     return tags
 
 
-_LOG_BYTES = 8192  # of ffmpeg's messages; the first ones give the cause
-_CONTEXT = re.compile(r"^(\[[^]]*@ 0x[0-9a-f]+\] )+")  # "[mov,mp4 @ 0x55d0] ", before a message
-_KILLED = (-9, -15)
-
-
 class FfmpegError(OSError):
     """ffmpeg failed; the text is its own first message."""
 
@@ -363,6 +361,7 @@ class Ffmpeg:
             )
         except OSError as e:
             raise FfmpegError(f"ffmpeg: {command[0]} cannot be started ({e.strerror})") from e
+        self._output = cast(io.BufferedReader, self._process.stdout)
         self._log_reader = threading.Thread(target=self._read_log, daemon=True)
         self._log_reader.start()
 
@@ -379,17 +378,17 @@ class Ffmpeg:
     def read_into(self, buffer: memoryview) -> int:
         """Fill a buffer from ffmpeg's output; returns the number of bytes read, fewer at the end of the output."""
         with self._limited():
-            return cast(io.BufferedReader, self._process.stdout).readinto(buffer)
+            return self._output.readinto(buffer)
 
     def read(self, max_bytes: int) -> bytes:
         """The whole output, or its first `max_bytes`."""
         with self._limited():
-            return cast(io.BufferedReader, self._process.stdout).read(max_bytes)
+            return self._output.read(max_bytes)
 
     def lines(self) -> Iterator[bytes]:
         """The output line by line. The consumer's time counts as ffmpeg's, so it should be short."""
         with self._limited():
-            yield from cast(io.BufferedReader, self._process.stdout)
+            yield from self._output
 
     def write(self, data: memoryview) -> None:
         """Write to ffmpeg's input.

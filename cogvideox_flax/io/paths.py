@@ -21,6 +21,8 @@ _SPECIAL = {
 }
 _OPEN_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """Of the shell, such as <(...): their writers are there, so that reading ends."""
+MARGIN = 64 * 2**20
+"""Bytes to leave free."""
 
 
 def check_kind(path: Path) -> None:
@@ -52,6 +54,19 @@ def open_descriptor(path: Path) -> int:
 def open_file(path: Path) -> BufferedReader:
     """A file object of `open_descriptor`."""
     return open(path, "rb", opener=lambda *_: open_descriptor(path))
+
+
+def read_head(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with open_file(path) as file:
+            return file.read(nbytes)
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}") from e
 
 
 def check_name(path: Path) -> None:
@@ -107,22 +122,17 @@ def expand_user(text: str | Path) -> Path:
     """
     if not str(text):
         raise InputError("a path is empty; give the name of a file or directory")
-    if "\0" in str(text) or not _is_utf8(str(text)):
-        raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it")
     try:
+        str(text).encode()  # a file name that is not UTF-8 has surrogate escapes
         path = Path(text).expanduser()
+        if "\0" in str(text):
+            raise ValueError
+    except ValueError as e:
+        raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it") from e
     except RuntimeError as e:
         raise InputError(f"{text}: there is no home directory of that user; write the path out") from e
     check_kind(path)
     return path
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a file name with surrogate escapes
-        return False
-    return True
 
 
 def cache_dir() -> Path:
@@ -235,10 +245,6 @@ def _is_private_group(gid: int) -> bool:
     except KeyError:
         return False
     return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-MARGIN = 64 * 2**20
-"""Bytes to leave free."""
 
 
 def check_free_space(path: Path, nbytes: int) -> None:

@@ -21,13 +21,15 @@ from PIL.PngImagePlugin import PngInfo
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
-from cogvideox_flax.io.limits import MAX_PIXELS, check_size
-from cogvideox_flax.io.paths import open_file
+from cogvideox_flax.io.paths import read_head
 from cogvideox_flax.io.source import PNG_SIGNATURE, Frame, Frames, FrameStream, VideoInfo
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _FEW_GREYS = {"L;2": 85, "L;4": 17}
 """PIL's names for 2 and 4 bits of grey -> the step between its levels, of 255."""
+
+NUMBER = re.compile(r"%0?\d*d")
+"""A pattern's number field."""
 
 
 def read_picture(path: Path, *formats: str, ground: str = "white") -> Frame:
@@ -95,7 +97,7 @@ def decoding(name: str | Path) -> Iterator[None]:
     except InputError:
         raise
     except Image.DecompressionBombError as e:  # of sizes far beyond ours, before they can be asked for
-        raise InputError(f"{name} has more than {MAX_PIXELS:,} pixels; scale it to a smaller size first") from e
+        raise InputError(f"{name} has more than {limits.MAX_PIXELS:,} pixels; scale it to a smaller size first") from e
     # For damaged files PIL raises OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, IndexError,
     # OverflowError, DecompressionBombError and, with some flags of Python, warnings; the set is not documented.
     except Exception as e:
@@ -114,12 +116,8 @@ def open_picture(path: Path, *formats: str) -> Iterator[Image.Image]:
         InputError: another format, a size that exceeds one of the `limits`, or damage found inside the `with` block.
     """
     with decoding(path), Image.open(path, formats=formats) as image:
-        check_size(path, image.height, image.width)
+        limits.check_size(path, image.height, image.width)
         yield image
-
-
-NUMBER = re.compile(r"%0?\d*d")
-"""A pattern's number field."""
 
 
 class PngSequence:
@@ -232,11 +230,7 @@ def write_directory(path: Path, frames: Frames | FrameStream, fps: float, commen
 
 def _read_size(path: Path) -> tuple[int, int]:
     """Height and width from the header of a PNG, before any rotation."""
-    try:
-        with open_file(path) as file:
-            head = file.read(24)
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror}") from e
+    head = read_head(path, 24)
     if len(head) < 24 or not head.startswith(PNG_SIGNATURE) or head[12:16] != b"IHDR":
         raise InputError(f"cannot read {path}: its first bytes are not those of a PNG")
     width, height = struct.unpack(">II", head[16:])

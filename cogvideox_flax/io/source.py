@@ -1,4 +1,8 @@
-"""The interface of every kind of video file, and the format of a file."""
+"""The interface of every kind of video file; the format of a file, detected from its first bytes and never its name.
+
+By default ffmpeg tries all its demuxers on a file, and some of them (playlists, concat scripts) open other files and
+addresses that the file names. So ffmpeg is always told which demuxer to use.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,13 @@ import numpy as np
 from jaxtyping import UInt8
 from numpy.typing import DTypeLike
 
-from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.paths import open_file
+from cogvideox_flax.io.paths import read_head
 
 Frame = UInt8[np.ndarray, "H W 3"]
 Frames = UInt8[np.ndarray, "F H W 3"]
+EXPECTED = "MP4, MOV, MKV, WebM, AVI or GIF"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_ISO_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot"}  # QuickTime files may lack ftyp
 
 
 @dataclass(frozen=True)
@@ -88,22 +94,13 @@ class VideoSource(Protocol):
         """
 
 
-EXPECTED = "MP4, MOV, MKV, WebM, AVI or GIF"
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_ISO_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot"}  # QuickTime files may lack ftyp
-
-
 def format_of(path: Path) -> str | None:
     """ "mov" (all ISO base media: MP4, MOV), "matroska" (MKV, WebM), "avi", "gif", "png" or None.
 
     Raises:
         InputError: the file cannot be opened.
     """
-    try:
-        with open_file(path) as file:
-            head = file.read(12)
-    except OSError as e:
-        raise InputError(f"cannot read {path}: {e.strerror}") from e
+    head = read_head(path, 12)
     if head[4:8] in _ISO_BOXES:
         return "mov"
     if head.startswith(b"\x1a\x45\xdf\xa3"):

@@ -115,12 +115,10 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
     count, height, width, _ = frames.shape
     columns = columns or math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
-    cell = (height + _SHEET_GAP, width + _SHEET_GAP)
-    sheet = np.full((rows * cell[0] - _SHEET_GAP, columns * cell[1] - _SHEET_GAP, 3), 255, np.uint8)
-    for i, frame in enumerate(frames):
-        top, left = i // columns * cell[0], i % columns * cell[1]
-        sheet[top : top + height, left : left + width] = frame
-    write_picture(path, sheet, {})
+    cells = np.full((rows * columns, height + _SHEET_GAP, width + _SHEET_GAP, 3), 255, np.uint8)
+    cells[:count, :height, :width] = frames
+    sheet = np.concatenate([np.concatenate(row, 1) for row in np.split(cells, rows)])
+    write_picture(path, sheet[:-_SHEET_GAP, :-_SHEET_GAP], {})
 
 
 def open_video(path: str | Path, ground: str = "white") -> VideoSource:
