@@ -10,7 +10,7 @@ import cogvideox_flax.io.interrupts  # isort: skip  (before all other imports)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import cogvideox_flax.runtime.source_code  # noqa: F401  (it looks at the files as they are now)
+import cogvideox_flax.version  # noqa: F401  (it looks at the source files as they are now)
 
 if TYPE_CHECKING:
     from cogvideox_flax.errors import InputError

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import processes
 import pytest
 
+from cogvideox_flax import version
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.paths import NotPrivateError
-from cogvideox_flax.runtime import source_code
 from cogvideox_flax.runtime.compile_cache import SUFFIX, CompileCache, program_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,7 +97,7 @@ def test_versions_are_those_in_memory(monkeypatch):
     before = program_name("p", args, None)
     monkeypatch.setattr(jax, "__version__", "99")
     assert program_name("p", args, None) != before
-    monkeypatch.setattr(source_code, "_IMPORTED", {})
+    monkeypatch.setattr(version, "_IMPORTED", {})
     assert program_name("p", args, None) is None
 
 

@@ -19,7 +19,6 @@ from cogvideox_flax.generate.guidance import Guidance
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import At, Predict
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
-from cogvideox_flax.runtime.compile_cache import result_type
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler, StepTable
@@ -49,7 +48,6 @@ class DenoiseInputs:
         return At(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full)
 
 
-@result_type
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DenoiseState:

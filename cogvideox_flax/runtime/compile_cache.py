@@ -1,7 +1,8 @@
 """A cache of compiled programs on disk: a cached program is neither traced nor compiled again.
 
 The cache key covers this package's code, the shapes of the arguments, and everything that the compiler depends on.
-JAX's own compilation cache uses the program's text as the key, which needs tracing and lowering first.
+JAX's own compilation cache uses the program's text as the key, which needs tracing and lowering first: a second start
+takes about one and a half times as long (docs/files.md). It has no checksums and reads what others could have written.
 
 Loading a program executes the contents of its file, so files and folder must belong to the user and be writable by
 nobody else. A file begins with a checksum of its name and contents, since the compiler's loader does not detect damage.
@@ -10,18 +11,17 @@ nobody else. A file begins with a checksum of its name and contents, since the c
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
+import pickle
 import platform
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flax
 import jax
@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import NotPrivateError, make_private, read_private
-from cogvideox_flax.runtime.source_code import code_fingerprint
+from cogvideox_flax.version import code_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ SUFFIX = ".program"
 LIMIT = 4 * 2**30
 """Bytes of all programs; the least recently used are removed first."""
 
-_MAGIC = b"cogvideox program 1\n"
+_MAGIC = b"cogvideox program 2\n"
+_HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
 _OLD_SUFFIX = ".executable"  # files of versions without checksums, which are not read
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _IRRELEVANT_SETTINGS = (
@@ -54,8 +55,6 @@ _IRRELEVANT_SETTINGS = (
 )
 """Prefixes of JAX settings that do not change programs."""
 _CONFIG_LOCK = threading.RLock()
-
-T = TypeVar("T")
 
 
 class CompileCache:
@@ -102,15 +101,13 @@ class CompileCache:
         """Write the executable, if it can be serialized."""
         try:
             payload, _, results = serialize_executable.serialize(executable)
-            structure = json.dumps(_describe(results)).encode()
+            body = pickle.dumps((payload, results))
         except Exception as e:  # some compilers and some result structures do not serialize
             log.info("%s cannot be kept (%s: %s)", path.name, type(e).__name__, e)
             return
-        body = struct.pack("<Q", len(structure)) + structure + payload
         try:
-            with atomic_write(path, mode=0o600) as partial, partial.open("wb") as file:
-                file.write(_file_header(path, body))
-                file.write(body)
+            with atomic_write(path, mode=0o600) as partial:
+                partial.write_bytes(_file_header(path, body) + body)
             self._evict()
         except (InputError, OSError) as e:
             log.info("%s is not kept: %s", path.name, e)
@@ -131,24 +128,21 @@ class CompileCache:
 def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
     """The executable, on the devices that it was compiled for; None if it is missing or cannot be used."""
     try:
-        raw = read_private(path)
+        raw = memoryview(read_private(path))
     except FileNotFoundError:
         return None
     except (NotPrivateError, OSError) as e:
         log.warning("not loading a compiled program, compiling it: %s", e)
         return None
-    start = len(_file_header(path, b""))
-    body = memoryview(raw)[start:]
-    if raw[:start] != _file_header(path, body):
+    header, body = raw[:_HEADER_BYTES], raw[_HEADER_BYTES:]
+    if header != _file_header(path, body):
         log.warning("the compiled program %s is damaged; compiling it again", path)
         with suppress(OSError):  # a folder that may only be read
             path.unlink()
         return None
     try:
-        (length,) = struct.unpack_from("<Q", body)
-        results = jax.tree.structure(_example(json.loads(bytes(body[8 : 8 + length]))))
+        payload, results = pickle.loads(body)
         structure = jax.tree.structure((args, {}))
-        payload = bytes(body[8 + length :])
         found = serialize_executable.deserialize_and_load(payload, structure, results, execution_devices=_devices(mesh))
     except Exception as e:  # the loader's exceptions are not documented; compiling again is always possible
         log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
@@ -163,48 +157,6 @@ def _file_header(path: Path, body: bytes | memoryview) -> bytes:
     digest = hashlib.sha256(path.name.encode())
     digest.update(body)
     return _MAGIC + digest.digest()
-
-
-def _describe(structure: Any) -> Any:
-    """The structure of a program's results, as JSON: tuples, lists, dictionaries, result types, None, and arrays as
-    "array".
-
-    Raises:
-        TypeError: it has other nodes.
-    """
-
-    def describe(tree: Any) -> Any:
-        if tree is None or tree == _ARRAY:
-            return tree
-        if type(tree) in (tuple, list):
-            return {type(tree).__name__: [describe(part) for part in tree]}
-        if type(tree) in _RESULT_TYPES.values():
-            return {type(tree).__name__: {name: describe(part) for name, part in vars(tree).items()}}
-        if type(tree) is dict and all(type(key) is str for key in tree):
-            return {"dict": {key: describe(part) for key, part in tree.items()}}
-        raise TypeError(f"results of {type(tree)}")
-
-    return describe(jax.tree.unflatten(structure, [_ARRAY] * structure.num_leaves))
-
-
-def _example(description: Any) -> Any:
-    """A pytree of the structure that `_describe` wrote down."""
-    if description is None or description == _ARRAY:
-        return description
-    ((kind, parts),) = description.items()
-    if isinstance(parts, dict):
-        return {"dict": dict, **_RESULT_TYPES}[kind](**{key: _example(part) for key, part in parts.items()})
-    return {"tuple": tuple, "list": list}[kind](map(_example, parts))
-
-
-_ARRAY = "array"
-_RESULT_TYPES: dict[str, type] = {}
-
-
-def result_type(cls: type[T]) -> type[T]:
-    """Class decorator: programs whose results contain this dataclass, a registered pytree, can be cached."""
-    _RESULT_TYPES[cls.__name__] = cls
-    return cls
 
 
 @contextmanager
