@@ -20,10 +20,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs them 
 
 _cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
 os.environ["COGVIDEOX_HOME"] = _cache.name
-# tests of one worker, and their subprocesses, share what they compile
-os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{_cache.name}/xla"
+# all workers of a run, and their subprocesses, share what they compile; runs share it in a directory that is named here
+os.environ.setdefault("COGVIDEOX_TESTS_XLA_CACHE", f"{_cache.name}/xla")  # workers inherit the first process's
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["COGVIDEOX_TESTS_XLA_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _equal_programs_are_one():
+    """Pipelines of one process share equal programs, so that JAX traces and compiles them once."""
+    from cogvideox_flax.runtime.compile import CompiledProgram
+
+    real, programs = CompiledProgram.__init__, {}
+
+    def init(self, program, *args, **kwargs):
+        real(self, programs.setdefault(program, program), *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledProgram, "__init__", init)
+        yield
 
 
 def pytest_addoption(parser):

@@ -74,12 +74,18 @@ class Component:
 
     def abstract(self, config: Config, kind: str | None = None) -> Any:
         """The module with shapes in place of arrays, which needs no memory. kind: of quantized weights."""
+        leaves, structure = self._traced(config, kind)
+        return jax.tree.unflatten(structure, leaves)  # the caller's own, which it may change
+
+    @lru_cache(maxsize=64)  # noqa: B019  (components live as long as the process)
+    def _traced(self, config: Config, kind: str | None) -> tuple[list[jax.ShapeDtypeStruct], jax.tree_util.PyTreeDef]:
+        """The module's leaves and structure, once for each config: tracing takes longer than all that asks for it."""
 
         def make() -> nnx.Module:
             module = self.module(config, rngs=nnx.Rngs(0))
             return quantized.quantize(module, self.linear_maps, kind) if kind else module
 
-        return jax.eval_shape(make)
+        return jax.tree.flatten(jax.eval_shape(make))
 
     @lru_cache(maxsize=64)  # noqa: B019  (components live as long as the process)
     def num_parameters(self, config: Config) -> int:
