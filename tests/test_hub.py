@@ -201,20 +201,52 @@ print(json.dumps(answers))
 """
 
 
-def client(environment, *calls, **changes):
+CLIENTS = """
+import json, os, sys
+import conversion.convert  # what takes long, without huggingface_hub, which reads the environment when it is imported
+for line in sys.stdin:
+    environment, calls = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.environ.clear()
+        os.environ.update(environment)
+        code, sys.argv = sys.argv[1], ["", json.dumps(calls)]
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print("null", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def clients():
+    """A process that runs each CLIENT in a copy of itself."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with processes.running([sys.executable, "-c", CLIENTS, CLIENT], **pipes, cwd=ROOT) as process:
+        yield process
+
+
+@pytest.fixture
+def client(clients, environment):
     """Asks `hub` in a process of its own, since huggingface_hub reads the environment when it is imported."""
-    done = processes.run([sys.executable, "-c", CLIENT, json.dumps(calls)], env=environment | changes)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+    def client(*calls, **changes):
+        print(json.dumps([environment | changes, calls]), file=clients.stdin, flush=True)
+        answers = json.loads(clients.stdout.readline())
+        assert answers is not None, "the client failed: see what it wrote"
+        return answers
+
+    return client
 
 
-def test_download_once_convert_once_then_offline(server, environment, sources, tmp_path):
-    (facts) = client(environment, ("peek", MODEL, None))
+def test_download_once_convert_once_then_offline(server, client, sources, tmp_path):
+    (facts) = client(("peek", MODEL, None))
     assert facts[0]["transformer"]["layers"] == 2
     assert set(server.files()) == CONFIGS
     server.asked.clear()
 
-    (native,) = client(environment, ("resolve", MODEL, None))
+    (native,) = client(("resolve", MODEL, None))
     assert set(server.files()) == NEEDED - CONFIGS
     assert len(server.files()) == len(NEEDED - CONFIGS)
     assert {headers.get("authorization") for _, _, headers in server.asked} == {"Bearer hf_secret"}
@@ -228,35 +260,35 @@ def test_download_once_convert_once_then_offline(server, environment, sources, t
         assert record["source"]["revision"] == commit
 
     server.asked.clear()
-    again = client(environment, ("resolve", MODEL, None), ("peek", MODEL, None), HF_HUB_OFFLINE="1")
+    again = client(("resolve", MODEL, None), ("peek", MODEL, None), HF_HUB_OFFLINE="1")
     assert again == [str(native), facts[0]]
     assert server.asked == []
 
 
-def test_a_server_that_is_down_does_not_matter_once_cached(server, environment):
-    (native,) = client(environment, ("resolve", MODEL, None))
+def test_a_server_that_is_down_does_not_matter_once_cached(server, client):
+    (native,) = client(("resolve", MODEL, None))
     server.shutdown()
     server.server_close()
-    assert client(environment, ("resolve", MODEL, None)) == [native]
+    assert client(("resolve", MODEL, None)) == [native]
 
 
-def test_the_converted_form_outlives_the_download(server, environment, tmp_path):
-    (native,) = client(environment, ("resolve", MODEL, "main"))
+def test_the_converted_form_outlives_the_download(server, client, tmp_path):
+    (native,) = client(("resolve", MODEL, "main"))
     shutil.rmtree(tmp_path / "hf")
     server.asked.clear()
-    assert client(environment, ("resolve", MODEL, "main")) == [native]
+    assert client(("resolve", MODEL, "main")) == [native]
     assert set(server.files()) == CONFIGS
     # but a damaged one needs the weights again
     (Path(native) / "vae" / "model.safetensors").write_bytes(b"")
-    assert client(environment, ("resolve", MODEL, "main")) == [native]
+    assert client(("resolve", MODEL, "main")) == [native]
     assert set(server.files()) == NEEDED
     verify(native)
 
 
-def test_revisions(server, environment, sources):
+def test_revisions(server, client, sources):
     commits = [commit_of(sources / name) for name in ("one", "two")]
     calls = [("resolve", MODEL, revision) for revision in ("main", "dev", *commits)]
-    main, dev, *by_commit = client(environment, *calls)
+    main, dev, *by_commit = client(*calls)
     assert main != dev
     assert by_commit == [main, dev]
     for native, commit in ((main, commits[0]), (dev, commits[1])):
@@ -266,12 +298,12 @@ def test_revisions(server, environment, sources):
     assert one["vae"]["sha256"] == two["vae"]["sha256"]
 
 
-def test_refusals_say_what_to_do(server, environment):
+def test_refusals_say_what_to_do(server, client):
     server.repos["asks/first"] = server.repos[MODEL]
     server.gated.add("asks/first")
     server.status |= {"for/others": 403, "wrong/token": 401, "broken/hub": 500}
     names = ["nobody/nothing", "asks/first", "for/others", "wrong/token", "broken/hub", "other/model", "a/b--c..d"]
-    errors = client(environment, *(("resolve", name, None) for name in names), ("peek", MODEL, "v9"))
+    errors = client(*(("resolve", name, None) for name in names), ("peek", MODEL, "v9"))
     expected = [
         r"no model 'nobody/nothing', or none that this token may read .* does not exist here.*zai-org/CogVideoX-2b",
         r"asks/first asks for its terms to be accepted: .* HF_TOKEN or run `hf auth login`",
@@ -287,16 +319,16 @@ def test_refusals_say_what_to_do(server, environment):
     assert not any(name.endswith("safetensors") for name in server.files())
 
 
-def test_nothing_cached_and_nobody_there(server, environment, tmp_path):
+def test_nothing_cached_and_nobody_there(server, client, tmp_path):
     message = r"error: .* is not complete in the hub's cache, and the hub cannot be reached"
     calls = [("peek", MODEL, None), ("resolve", MODEL, None)]
-    offline = client(environment, *calls, HF_HUB_OFFLINE="1")
+    offline = client(*calls, HF_HUB_OFFLINE="1")
     assert all(re.match(message + ".*Unset HF_HUB_OFFLINE", error) for error in offline)
-    down = client(environment, *calls, HF_ENDPOINT="http://127.0.0.1:9")
+    down = client(*calls, HF_ENDPOINT="http://127.0.0.1:9")
     assert all(re.match(message, error) for error in down)
     # configs alone do not make a model
-    client(environment, ("peek", MODEL, None))
-    (error,) = client(environment, ("resolve", MODEL, None), HF_HUB_OFFLINE="1")
+    client(("peek", MODEL, None))
+    (error,) = client(("resolve", MODEL, None), HF_HUB_OFFLINE="1")
     assert re.match(message, error)
     assert not list((tmp_path / "home").glob("*/config.json"))
 
@@ -318,7 +350,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
     assert ranges == [None, f"bytes={10 * 2**20}-"]
 
 
-def test_a_killed_download_keeps_the_files_that_were_complete(server, environment, tmp_path):
+def test_a_killed_download_keeps_the_files_that_were_complete(server, environment, client, tmp_path):
     name = "transformer/diffusion_pytorch_model.safetensors"
     server.stall.add(name)
     command = [sys.executable, "-c", CLIENT, json.dumps([("resolve", MODEL, None)])]
@@ -335,7 +367,7 @@ def test_a_killed_download_keeps_the_files_that_were_complete(server, environmen
     server.stall.clear()
     assert not (tmp_path / "home").exists() or not list((tmp_path / "home").glob("*/config.json"))
     server.asked.clear()
-    (native,) = client(environment, ("resolve", MODEL, None))
+    (native,) = client(("resolve", MODEL, None))
     assert server.files() == [name]
     verify(native)
 
