@@ -492,14 +492,14 @@ def test_learned_positions_stay_at_their_size(tmp_path, picture, caplog):
 
 # --- pictures as seen ---
 
-EIGHT_FPS = SimpleNamespace(check_inputs=lambda *_: None, defaults=lambda _: SimpleNamespace(fps=8.0))
-"""Of a model family, what pictures and clips are checked with."""
+EIGHT_FPS = SimpleNamespace(check_inputs=lambda _: None, defaults=SimpleNamespace(fps=8.0))
+"""Of a model, what pictures and clips are checked with."""
 
 
 def checked(name: str, value: object) -> Media:
     """A picture, clip or mask that a request gives."""
     given = {"video": np.zeros((1, 16, 32, 3), np.uint8)} | {name: value}
-    return resolve_media(EIGHT_FPS, {}, given, 1)[name][0]
+    return resolve_media(EIGHT_FPS, given, 1)[name][0]
 
 
 def seen(name: str, value: object) -> np.ndarray:
