@@ -27,9 +27,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _equal_programs_are_one():
-    """Pipelines of one process share equal programs, so that JAX traces and compiles them once."""
+    """The pipelines of a file share equal programs, so that JAX traces and compiles them once."""
     from cogvideox_flax.runtime.compile import CompiledProgram
 
     real, programs = CompiledProgram.__init__, {}

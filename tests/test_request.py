@@ -24,6 +24,7 @@ from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate.events import Finished, LoopBegan, Step
 from cogvideox_flax.generate.request import json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.values import expected_of
@@ -181,6 +182,41 @@ def test_the_loop_belongs_to_the_caller(tmp_path):
     assert (np.asarray(resumed[-1].latents) == np.asarray(states[-1].latents)).all()
     with pytest.raises(InputError, match="without negative prompts; the request has 1 and guidance_scale 6"):
         pipe.denoise(dataclasses.replace(conditioning, negative_text=None), request)
+
+
+def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
+    """Its events can be read, and closing it is stopping it: with files, the next run goes on from there."""
+    pipe = Pipeline.from_pretrained(native, dtype="float32")
+    request = pipe.resolve(GenerationRequest(PROMPT, **SMALL, num_videos=2, seed=4))
+    expected = pipe(request, progress=False)
+    seen = list(pipe.run(request))
+    assert [type(event) for event in seen] == [LoopBegan, *[Step] * 3, Finished] * 2  # compiled before
+    assert [event.request.seed for event in seen if isinstance(event, Finished)] == [4, 5]
+    assert [event.timestep for event in seen if isinstance(event, Step)][:3] == [999, 666, 332]
+    frames = np.concatenate([event.result.frames for event in seen if isinstance(event, Finished)])
+    np.testing.assert_array_equal(frames, expected.frames)
+
+    monkeypatch.setattr(run_files.StateKeeper, "MIN_INTERVAL_S", 1e9)  # written when it is closed, not before
+    folder = tmp_path / "run"
+    folder.mkdir()
+    named = {"model_id": str(native), "revision": None}
+    files = run_files.RunFiles(folder=folder, **named, dtype=pipe.dtype, fingerprints=pipe.fingerprints())
+    events = pipe.run(request, files)
+    for event in events:
+        if isinstance(event, Step) and (event.request.seed, int(event.state.step)) == (5, 2):
+            break
+    events.close()
+    assert run_files.finished(folder) == [
+        run_files.EMBEDDINGS_FILE,
+        f"seed-4/{run_files.LATENTS_FILE}",
+        f"seed-5/{run_files.STATE_FILE}",
+    ]
+    seen = list(pipe.run(request, files))
+    assert [event.done for event in seen if isinstance(event, LoopBegan)] == [2]
+    finished = [event.result for event in seen if isinstance(event, Finished)]
+    np.testing.assert_array_equal(np.concatenate([result.frames for result in finished]), expected.frames)
+    assert [result.metadata["seed"] for result in finished] == [4, 5]
+    assert [result.metadata["settings"] for result in finished] == [expected.metadata["settings"]] * 2
 
 
 def test_a_pipeline_of_one_family_refuses_another(tmp_path, monkeypatch):
