@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cogvideox_flax.errors import CheckpointError
-from cogvideox_flax.io.values import is_count, shown, typed
+from cogvideox_flax.io.values import is_count, is_finite_number, shown, typed
 
 
 def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
@@ -62,7 +62,7 @@ def _is_valid(kind: Any, value: Any, most: int) -> bool:
         return 0 < len(value) <= 16 and all(is_count(n, most) for n in value)
     if value is None or isinstance(value, bool | str):
         return True
-    return value > 0 if isinstance(value, float) else is_count(value, most)
+    return is_finite_number(value) and value > 0 if isinstance(value, float) else is_count(value, most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,9 @@ def generate(args: argparse.Namespace) -> None:
     each = paths(request.batch, request.num_videos)
     batch = len(each) // request.num_videos
     stages = STAGES[:-1] if latents_only else STAGES
-    with run_dir_lock(folder, temporary=args.dir is None):
-        for event in show(run(pipe, request, files, stages), not args.quiet):
+    events = show(run(pipe, request, files, stages), not args.quiet)
+    with run_dir_lock(folder, temporary=args.dir is None), closing(events):
+        for event in events:
             match event:
                 case Denoised(one, latents, metadata) if latents_only:
                     save_latents(each[one.seed - request.seed], latents, metadata)
@@ -162,7 +164,7 @@ def decode(args: argparse.Namespace) -> None:
     compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, (False, how["tiling"]), pieces)
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
     frames = result_of(decoding(pipe, latents, **how), not args.quiet)
-    made_of = {name: value for name, value in settings.items() if name != "fingerprints"}
+    made_of = {name: value for name, value in settings.items() if name != "fingerprints"} | {"fps": decided["fps"]}
     metadata = recipe(made_of, pipe.manifest, pipe.native_dir.name) if settings else {}
     print("\n".join(map(str, GenerationResult(frames, decided["fps"], metadata).save(out))))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -96,12 +98,13 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                     case Compiling(program, seconds) if progress:
                         tqdm.write(f"compiled the {program} in {seconds:.1f} s", file=sys.stderr)
                     case LoopBegan(_, total, done):
+                        steps.close()
                         hidden = not (progress and bar)
                         steps = tqdm(total=total, initial=done, desc="denoising", unit="step", disable=hidden)
                     case Step(_, state):
                         steps.update(int(state.step) - steps.n)
-                    case Denoised():
-                        steps.close()
+                        if steps.n == steps.total:  # so that its time is that of the steps
+                            steps.close()
                 yield event
         finally:
             steps.close()
@@ -110,9 +113,15 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
 
 def result_of(events: Events[T], progress: bool = False) -> T:
     """What a generator of events returns, after all of them."""
-    shown = show(events, progress)
-    while True:
-        try:
-            next(shown)
-        except StopIteration as end:
-            return end.value
+    with closing(show(events, progress)) as shown:
+        while True:
+            try:
+                next(shown)
+            except StopIteration as end:
+                return end.value
+
+
+def last_of(events: Events[Any], progress: bool = False, *, bar: bool = True) -> Any:
+    """The last event; the others, which may hold arrays on the devices, are let go."""
+    with closing(show(events, progress, bar=bar)) as shown:
+        return deque(shown, maxlen=1)[0]

@@ -15,7 +15,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.events import Events, Finished, Step, result_of, show
+from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.resolve import check_run, resolve
@@ -63,21 +63,20 @@ class Pipeline(Components):
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
-        results: list[GenerationResult] = []
+        results, stopped = [], None
         with closing(show(run(self, request), progress)) as events:
             for event in events:
                 match event:
                     case Finished(result=result):
                         results.append(result)
-                    case Step(one, state, timestep) if callback is not None:
-                        if callback(done := int(state.step) - 1, timestep, state.latents):
-                            say(f"stopped by the callback after step {done + 1} of {one.num_steps}", progress)
-                            results += [
-                                event.result
-                                for event in show(finish(self, one, state), progress)
-                                if isinstance(event, Finished)
-                            ]
+                    case Step(_, state, timestep) if callback is not None:
+                        if callback(int(state.step) - 1, timestep, state.latents):
+                            stopped = event
                             break
+        if stopped is not None:
+            done, of = int(stopped.state.step), stopped.request.num_steps
+            say(f"stopped by the callback after step {done} of {of}", progress)
+            results.append(last_of(finish(self, stopped.request, stopped.state), progress).result)
         return join(results)
 
     def run(self, request: GenerationRequest, files: RunFiles | None = None) -> Events[None]:
@@ -91,8 +90,7 @@ class Pipeline(Components):
             InputError: with every fault found.
         """
         resolved = resolve(request, self.manifest)
-        if resolved is not request:
-            check_run(resolved, self.mesh, self.profiling)
+        check_run(resolved, self.mesh, self.profiling)
         return resolved
 
     def programs(self, request: GenerationRequest) -> RunPrograms:

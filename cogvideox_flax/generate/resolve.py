@@ -51,7 +51,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     Raises:
         InputError: all that this model cannot serve, in one message.
     """
-    if isinstance(request, ResolvedRequest) and request.manifest and request.manifest.configs == manifest.configs:
+    if isinstance(request, ResolvedRequest) and request.manifest == manifest:
         return request
     manifest.check_complete("the model")
     model, faults = manifest.model, Faults()
@@ -68,11 +68,9 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         media.check_image_scale(model, request.image_scale)
     with faults.caught():
         steps = filled.get("num_inference_steps", request.num_inference_steps)
-        strength, has = (
-            filled.get("strength", request.strength),
-            (request.video is not None, request.mask_video is not None),
-        )
-        filled["strength"] = media.resolve_strength(strength, *has, steps)
+        strength = filled.get("strength", request.strength)
+        has_video, has_mask = request.video is not None, request.mask_video is not None
+        filled["strength"] = media.resolve_strength(strength, has_video, has_mask, steps)
     with faults.caught():
         asked = media.picture_size(model, filled, (request.height, request.width))
         size = model.resolve_size(num_frames, *asked)
@@ -89,8 +87,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     with faults.caught():
         sampler = result.sampler
         sampler.plan(result.num_inference_steps)
-        _check_step_cache(result)
         if size is not None and not faults:
+            _check_step_cache(result)
             _check_arrays(result, size, sampler)
     if request.tiling:
         with faults.caught():
@@ -110,6 +108,8 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
     filled: dict[str, Any] = {
         name: getattr(manifest.model.defaults, name) for name in names if getattr(request, name) is None
     }
+    if _is_whole(request.seed):
+        filled["seed"] = int(request.seed)
     if is_finite_number(request.guidance_scale):
         filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
     return filled

@@ -56,6 +56,8 @@ def run(
     parts = ["run"] if request.one_program else stages
     yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=files is None)
     if request.one_program:
+        if files is not None:
+            raise InputError("one program keeps nothing between its stages; leave one_program off, or the files out")
         for one in request.videos():
             yield from _run_as_one_program(pipe, one)
     else:
@@ -153,7 +155,8 @@ class _Video:
             yield from self._steps(states, done=0)
             assert self.state is not None
             if self.request.output_type == "latent":
-                yield from finish(self.pipe, self.request, self.state)
+                state, self.state = self.state, None
+                yield from finish(self.pipe, self.request, state)
             return
         if not self.files.has_latents(self.request, conditioning):
             with self.files.kept_state(self.request, conditioning, self.pipe.mesh) as keeper:

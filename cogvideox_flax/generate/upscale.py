@@ -22,7 +22,7 @@ from tqdm import tqdm
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.events import Finished, result_of, show
+from cogvideox_flax.generate.events import Finished, last_of, result_of
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
@@ -216,7 +216,7 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
         if not text:
             text.append(result_of(encoding_text(pipe, request), progress))
             pipe.release(*(stage.component for stage in pipe.manifest.model.text))
-        *_, last = show(make_videos(pipe, request, text=text[0]), progress, bar=False)
+        last = last_of(make_videos(pipe, request, text=text[0]), progress, bar=False)
         assert isinstance(last, Finished)
         return last.result.frames[0]
 

@@ -113,6 +113,7 @@ class CompiledProgram:
         self.program, self.mesh, self._key, self._cache = program, mesh, key, cache
         self._jit = jax.jit(program, compiler_options=dict(options or {}), donate_argnames=program.donate)
         self._compiled: dict[Any, Any] = {}
+        self._missing: set[Any] = set()  # in the cache
 
     def model_argument(self, model: Any) -> Any:
         """The first argument as the program takes it. Call this once before a loop over steps.
@@ -129,7 +130,9 @@ class CompiledProgram:
         shapes = _shapes(args)
         if shapes not in self._compiled and self._cache is not None:
             found = self._cache.find(self._key, args, self.mesh)
-            if found is not None:
+            if found is None:
+                self._missing.add(shapes)
+            else:
                 self._compiled[shapes] = found
         return shapes in self._compiled
 
@@ -144,7 +147,8 @@ class CompiledProgram:
             if self._cache is None:
                 self._compiled[shapes] = make()
             else:
-                self._compiled[shapes] = self._cache.get(self._key, args, self.mesh, make)
+                from_cache = self._cache.make if shapes in self._missing else self._cache.get
+                self._compiled[shapes] = from_cache(self._key, args, self.mesh, make)
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...]) -> Any:

@@ -81,8 +81,11 @@ class CompileCache:
             mesh: where it runs; None for JAX's first device.
             make: compiles it.
         """
-        if (found := self.find(what, args, mesh)) is not None:
-            return found
+        found = self.find(what, args, mesh)
+        return self.make(what, args, mesh, make) if found is None else found
+
+    def make(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
+        """The same for a program that `find` has not found."""
         name = program_name(what, args, mesh)
         if name is None:
             return make()

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float32, Key
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.events import Finished
+from cogvideox_flax.generate.events import Finished, last_of
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.run import make_videos
 from cogvideox_flax.generate.run_files import run_dir_lock
@@ -180,7 +180,8 @@ def _save_samples(
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.use(model.denoiser, denoiser)
-    *_, last = make_videos(pipe, job.samples, text=Conditioning(prompts, empty if job.samples.guided else None))
+    text = Conditioning(prompts, empty if job.samples.guided else None)
+    last = last_of(make_videos(pipe, job.samples, text=text))
     pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
     video = last.result.frames
