@@ -51,7 +51,7 @@ def _join_hosts(args: argparse.Namespace) -> None:
         return
     place = find_place(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
     hosts.initialize(place)
-    same = ("command", "mesh", "dtype", "num_videos", "compiled_loop", "tiling", "no_jit")
+    same = ("command", "tiling", "no_jit")
     hosts.check_same("the options", {name: getattr(args, name, None) for name in same})
     if not hosts.is_first():
         args.quiet = True

@@ -150,7 +150,7 @@ def add_option(
 def _without_none(kind: Any) -> Any:
     """X of X | None; the first of several others."""
     parts = [part for part in typing.get_args(kind) if part is not types.NoneType]
-    return parts[0] if isinstance(kind, types.UnionType | typing._UnionGenericAlias) else kind  # type: ignore
+    return parts[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
 
 
 def _parser_of(kind: Any) -> Callable[[str], Any]:

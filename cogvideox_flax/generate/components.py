@@ -15,7 +15,7 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
-from cogvideox_flax.generate.programs import Compiled
+from cogvideox_flax.generate.programs import ProgramCall
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.io.contents import content_hash, fingerprint
@@ -191,7 +191,9 @@ class Components:
 
     # --- programs
 
-    def checking_memory(self, stages: Iterable[tuple[str, Sequence[Compiled]]], *, keep: bool = True) -> Events[None]:
+    def checking_memory(
+        self, stages: Iterable[tuple[str, Sequence[ProgramCall]]], *, keep: bool = True
+    ) -> Events[None]:
         """Compile programs before anything is loaded, and refuse what the devices cannot hold.
 
         What is compiled is what then runs, so this costs no time of its own. Devices that do not say what they have

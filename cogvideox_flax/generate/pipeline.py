@@ -36,6 +36,8 @@ class Pipeline(Components):
     of them at a time (the command line does so between its stages).
     """
 
+    _resolved: tuple[Any, Any] = None, None  # the last request, as given and resolved
+
     def __call__(
         self,
         prompt: str | Sequence[str] | GenerationRequest,
@@ -60,6 +62,7 @@ class Pipeline(Components):
             prompt = GenerationRequest(prompt, *options, **named)
         elif options or named:
             raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
+        self._resolved = None, None  # its files may have changed since an earlier call with the same request
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
@@ -89,7 +92,10 @@ class Pipeline(Components):
         Raises:
             InputError: with every fault found.
         """
-        resolved = resolve(request, self.manifest)
+        before, resolved = self._resolved
+        if request is not before:  # a warning is said once for a request that several stages take
+            resolved = resolve(request, self.manifest)
+            self._resolved = request, resolved
         check_run(resolved, self.mesh, self.profiling)
         return resolved
 

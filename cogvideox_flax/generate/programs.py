@@ -44,7 +44,7 @@ from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
 
-Compiled = tuple[Program, tuple[Any, ...], int]
+ProgramCall = tuple[Program, tuple[Any, ...], int]
 """A program, its arguments as shapes with their shardings, weights first, and how often it runs."""
 
 
@@ -281,7 +281,7 @@ class RunPrograms:
         """Whether the loop can go on after so many steps without what the step cache kept: the next step is full."""
         return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
 
-    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[Compiled]:
+    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[ProgramCall]:
         """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
 
         Returns:
@@ -371,7 +371,7 @@ def shape_on(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
 
 def decode_programs(
     manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None, how: tuple[bool, bool], pieces: bool
-) -> list[Compiled]:
+) -> list[ProgramCall]:
     """The programs that decode normalized latents of a shape [B, T, h, w, C].
 
     how: `Decode.as_float` and `tiled`. pieces: clip by clip, piece by piece.
@@ -381,7 +381,7 @@ def decode_programs(
         return [(Decode(codec, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
     program = DecodePiece(codec, how[0])
     runs = Counter((size, i > 0) for i, size in enumerate(codec.pieces(shape[1])))
-    found: list[Compiled] = []
+    found: list[ProgramCall] = []
     cache = None
     for (size, _), count in runs.items():
         latents = shape_on(jax.ShapeDtypeStruct((1, size, *shape[2:]), jnp.float32), mesh)

@@ -156,7 +156,7 @@ class GenerationRequest:
         noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
         models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
-    The others say it in their help.
+    The help of the other fields says what they are.
     """
 
     prompt: str | Sequence[str]

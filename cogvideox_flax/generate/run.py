@@ -55,9 +55,12 @@ def run(
         stages = [stage for stage in stages if stage != "decode"]
     parts = ["run"] if request.one_program else stages
     yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=files is None)
+    if files is not None and (request.one_program or request.output_type == "latent"):
+        raise InputError(
+            "with files, a run is done in stages, and its latents are those of the `Denoised` event; leave one_program "
+            'off, and output_type "latent" out'
+        )
     if request.one_program:
-        if files is not None:
-            raise InputError("one program keeps nothing between its stages; leave one_program off, or the files out")
         for one in request.videos():
             yield from _run_as_one_program(pipe, one)
     else:

@@ -86,7 +86,7 @@ class RunFiles:
         """Make the directory, write the run's settings, and look whether a file was made of them."""
 
         def begin() -> bool:
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._write_settings(request)
             return stage_files.is_fresh(self.folder / name, key)
 

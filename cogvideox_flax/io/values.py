@@ -31,7 +31,10 @@ def is_count(value: Any, most: int) -> bool:
 
 def shown(value: Any, most: int = 80) -> str:
     """A value for a message, truncated to `most` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"a {type(value).__name__} of thousands of digits"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import step_cache
-from cogvideox_flax.generate.programs import Compiled, RunPrograms
+from cogvideox_flax.generate.programs import ProgramCall, RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import check_dtype, check_model
 from cogvideox_flax.models.sizes import Size
@@ -148,7 +148,7 @@ def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
     return {step_cache.SCOPE: (1 - full, full)}
 
 
-def _compile(name: str, compiled: Compiled, flops: int, run: RunPrograms, mesh: Mesh, chip: Chip) -> StageForecast:
+def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mesh: Mesh, chip: Chip) -> StageForecast:
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)

@@ -269,7 +269,7 @@ def check_same(what: str, values: dict[str, Any]) -> None:
 
 
 def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
-    """The same where the values of process 0 are here already."""
+    """`check_same` with the values of process 0, which this process has already."""
     differing = [
         f"{name} is {theirs.get(name)!r} there, {value!r} here"
         for name, value in values.items()

@@ -1,1 +1,1 @@
-"""How a denoising step makes its prediction: a class per way, with one call."""
+"""How a denoising step makes its prediction: a class for each way."""

@@ -49,10 +49,10 @@ class Windows:
 
     @property
     def noise_order(self) -> list[int]:
-        """Which frame of the first window each latent frame of the clip has its noise from.
+        """For each latent frame of the clip, the frame of the first window whose noise it has.
 
-        The frames that a window has beyond the one before have the noise of those that it has no more, shuffled, so
-        that windows start alike and their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
+        A window's new frames reuse, shuffled, the noise of the frames that the window before had and it has not. So all
+        windows start from the same noise, and their contents agree. Source: FreeNoise (arXiv 2310.15169), section 3.2.
         """
         order, shuffle = list(range(self.length)), np.random.default_rng(0)
         for before, start in itertools.pairwise(self.starts):
@@ -89,7 +89,7 @@ class Windowed:
         return jax.lax.scan(add, jnp.zeros_like(latents), each)[0], kept
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
-        """That of the first window, whose frames come again in the others: `Windows.noise_order`."""
+        """Noise of the first window, reused in the others by `Windows.noise_order`."""
         first = self.inner.noise(key, (shape[0], self.windows.length, *shape[2:]))
         return first[:, np.asarray(self.windows.noise_order)]
 
