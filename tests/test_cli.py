@@ -98,6 +98,7 @@ def test_mp4_holds_what_made_it(paths, native, tmp_path):
         "guidance_scale": 3.0,
         "use_dynamic_cfg": False,
         "scheduler": "dpm",
+        "fps": 24,
         "dtype": "float32",
     }
 

@@ -17,6 +17,7 @@ from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate.events import result_of
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.predict.step_cache import FORMS, SCOPE, default_schedule, full_steps
 from cogvideox_flax.generate.programs import RunPrograms
@@ -103,7 +104,7 @@ def by_hand(pipe, asked):
     """The loop with the transformer's own methods."""
     run, conditioning = pipe.programs(asked), pipe.encode(asked, progress=False)
     guided, form = run.request.guided, run.request.step_cache
-    x, noise = pipe._start_noise(run, False)
+    x, noise = result_of(run_module._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
     x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
     embed = jax.jit(CogVideoX.embed)

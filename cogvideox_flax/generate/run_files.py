@@ -394,6 +394,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     for name, value in given.items():
         try:
             found[name] = typed(kinds[name], value)
+            json.dumps(found[name], allow_nan=False)  # ValueError: NaN or infinity
         except ValueError:
             wrong.append(_THEIR_NAMES.get(name, name))
     if wrong:

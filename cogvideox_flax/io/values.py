@@ -6,6 +6,7 @@ import json
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -59,17 +60,22 @@ def typed(kind: Any, value: Any) -> Any:
             these.
 
     Raises:
-        ValueError: it is of another type, or a number beyond the range of float32; with what is expected.
+        ValueError: it is of another type; with what is expected. Ranges are the caller's to check.
     """
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
+    try:
+        return _typed(kind, value)
+    except (ValueError, OverflowError):  # of a part, or an integer beyond the range of float
+        raise ValueError(expected_of(kind)) from None
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         for part in parts:
-            try:
+            with suppress(ValueError):
                 return typed(part, value)
-            except ValueError:
-                continue
     elif origin is Literal:
         if any(value is part or (isinstance(part, str) and value == part) for part in parts):
             return value
@@ -82,14 +88,9 @@ def typed(kind: Any, value: Any) -> Any:
         if isinstance(value, list | tuple) and (len(each) == 1 or len(each) == len(value)):
             kinds = each * len(value) if len(each) == 1 else each
             return (tuple if origin is tuple else list)(typed(*pair) for pair in zip(kinds, value, strict=True))
-    else:
-        accepted, _ = _SIMPLE[kind]
-        if isinstance(value, accepted) and not (isinstance(value, bool) and kind is not bool):
-            if kind is not float:
-                return Path(value) if kind is Path else value
-            if is_finite_number(value):
-                return float(value)
-    raise ValueError(expected_of(kind))
+    elif isinstance(value, _SIMPLE[kind][0]) and not (isinstance(value, bool) and kind is not bool):
+        return kind(value) if kind in (float, Path) else value
+    raise ValueError
 
 
 def expected_of(kind: Any) -> str:

@@ -24,7 +24,6 @@ every = 200
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 import types
 import typing
@@ -282,8 +281,6 @@ def _typed_value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
         return None
     kinds = [part for part in typing.get_args(kind) if part is not types.NoneType]  # TOML has no None
     kind = kinds[0] if isinstance(kind, types.UnionType) else kind
-    if kind is float and value == math.inf:  # such as clip_norm; JSON has none
-        return value
     try:
         found = typed(kind, value)
         return expand_user(str(found)) if kind is Path else found
