@@ -30,7 +30,7 @@ from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
 from cogvideox_flax.training import prepare, snapshots
-from cogvideox_flax.training.config import read_config
+from cogvideox_flax.training.config import config_json, config_of_json, read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import RECORD_FILE, check
 from cogvideox_flax.training.loop import Trainer
@@ -402,6 +402,11 @@ def test_all_faults_of_a_configuration_in_one_message(write):
 def test_settings_that_cannot_be_served(write, changes, message):
     with pytest.raises(InputError, match=message):
         check(read_config(write(), changes))
+
+
+def test_settings_reach_another_host_unchanged(write):
+    config = read_config(write(), {"lora.targets": ("q", "v"), "sample.prompts": ("a",), "loop.save_minutes": 1e-9})
+    assert config_of_json(json.loads(json.dumps(config_json(config)))) == config
 
 
 @pytest.mark.parametrize("text", [f"batch = {'9' * 5000}", f"batch = {'[' * 100_000}", "batch ="])

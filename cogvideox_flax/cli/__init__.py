@@ -9,12 +9,15 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from cogvideox_flax.cli.arguments import expand_paths, make_parser
+from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
 from cogvideox_flax.runtime import hosts, libtpu
-from cogvideox_flax.runtime.rendezvous import find_place
+from cogvideox_flax.runtime.rendezvous import Place, find_place
 from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 STOPPED = "\nstopped; the same command goes on from what was finished"
@@ -32,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     libtpu.quiet_without_tpu()
     try:
         expand_paths(args)
-        _join_hosts(args)
-        args.run(args)
-        hosts.finish()
+        with hosts.joined(_place(args), _same_on_all(args), _outcome) as is_first:
+            if not is_first:
+                _only_compute(args)
+            args.run(args)
     except BaseException as e:
         code, message = _outcome(e)
-        hosts.leave(code, message)
         if message is None:
             raise
         print(message, file=sys.stderr)
@@ -45,18 +48,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _join_hosts(args: argparse.Namespace) -> None:
-    """Where the options say so, become one process of several."""
+def _place(args: argparse.Namespace) -> Place | None:
+    """Which process of several this one is, by its options; None: the only one."""
     if "coordinator" not in args:
-        return
-    place = find_place(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
-    hosts.initialize(place)
-    same = ("command", "tiling", "no_jit")
-    hosts.check_same("the options", {name: getattr(args, name, None) for name in same})
-    if not hosts.is_first():
-        args.quiet = True
-        for name in LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)
+        return None
+    return find_place(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
+
+
+def _same_on_all(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that must be the same on all processes."""
+    names = ["command", "mesh", "dtype", "num_videos", "compiled_loop", "tiling", "no_jit"]
+    if args.command == "train":
+        names += [option.removeprefix("--") for option, _ in TRAINING_OPTIONS.values()]
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _only_compute(args: argparse.Namespace) -> None:
+    """Of a process that is not the first: print nothing and write no profile."""
+    args.quiet = True
+    if "profile" in args:
+        args.profile = None
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _outcome(error: BaseException) -> tuple[int, str | None]:

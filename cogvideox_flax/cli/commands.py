@@ -34,7 +34,6 @@ from cogvideox_flax.cli.setup import (
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
-from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
     from cogvideox_flax.generate.pipeline import Pipeline
@@ -158,8 +157,8 @@ def decode(args: argparse.Namespace) -> None:
         fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
         return shared(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
-    decided = hosts.from_first(decide)
-    pipe, latents, pieces = load(args, decided), decided["latents"], decided["pieces"]
+    pipe, decided = load(args, decide)
+    latents, pieces = decided["latents"], decided["pieces"]
     how = {"tiling": bool(args.tiling), "in_pieces": pieces}
     compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, (False, how["tiling"]), pieces)
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
@@ -192,7 +191,8 @@ def upscale(args: argparse.Namespace) -> None:
     if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
         check_model(manifest, args.model, dtype, explicit_mesh(mesh))
     check_run(plan.request, explicit_mesh(mesh), profiling_options(args))
-    pipe, how = load(args, shared(args, dtype, mesh)), {"progress": not args.quiet}
+    pipe, _ = load(args, lambda: shared(args, dtype, mesh))
+    how = {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
     run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
     frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
@@ -212,14 +212,13 @@ def train(args: argparse.Namespace) -> None:
         import orbax.checkpoint  # noqa: F401
     except ImportError as e:
         raise InputError(f'training needs {e.name}; install it with: pip install "cogvideox-flax[train]"') from e
-    from cogvideox_flax.training.config import read_config
     from cogvideox_flax.training.finetune import finetune
-    from cogvideox_flax.training.job import check
+    from cogvideox_flax.training.job import open_job
 
     loaded()
     logging.getLogger("absl").setLevel(logging.WARNING)  # which Orbax uses for notes about each state
     given = {key: getattr(args, option.removeprefix("--")) for key, (option, _) in TRAINING_OPTIONS.items()}
-    job = check(read_config(args.config, {key: value for key, value in given.items() if value is not None}))
+    job = open_job(args.config, {key: value for key, value in given.items() if value is not None})
     if args.check:
         print(job.describe())
         return

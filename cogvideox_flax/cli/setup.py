@@ -112,8 +112,7 @@ def open_run(
         made.append(request)
         return shared(args, dtype, mesh) | {"request": request_json(request)}
 
-    decided = hosts.from_first(decide)
-    pipe = load(args, decided)
+    pipe, decided = load(args, decide)
     if not made:
         made.append(resolve(request_of_json(decided["request"]), pipe.manifest))
         hosts.check_equal("the settings", decided["request"], request_json(made[0]))
@@ -134,11 +133,16 @@ def shared(args: argparse.Namespace, dtype: str, mesh: str | None) -> dict[str, 
     return {"where": args.model, "model": named_model(args), "dtype": dtype, "mesh": mesh}
 
 
-def load(args: argparse.Namespace, decided: dict[str, Any]) -> Pipeline:
-    """Open the model that process 0 has checked; `decided`: of `shared`."""
+def load(args: argparse.Namespace, decide: Callable[[], dict[str, Any]]) -> tuple[Pipeline, dict[str, Any]]:
+    """Let process 0 decide on a run, and open its model.
+
+    Args:
+        decide: checks the run; returns `shared`, and what else all processes need. On process 0 alone.
+    """
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.pipeline import Pipeline
 
+    decided = hosts.from_first(decide)
     where, revision = decided["where"], decided["model"]["revision"]
     mesh = explicit_mesh(decided["mesh"])
     hosts.check_mesh(mesh)
@@ -149,7 +153,7 @@ def load(args: argparse.Namespace, decided: dict[str, Any]) -> Pipeline:
     pipe = hosts.first_host_first(open_model, "the checkpoints", Pipeline.fingerprints)
     pipe.profiling = profiling_options(args)
     keep_programs(pipe)
-    return pipe
+    return pipe, decided
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def keep_programs(pipe: Pipeline) -> None:
     from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 
     config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or hosts.count() > 1:
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or jax.process_count() > 1:
         return
     try:
         pipe.keep_programs(private_cache_dir("programs"))
@@ -224,5 +228,5 @@ def keep_programs(pipe: Pipeline) -> None:
 def profiling_options(args: argparse.Namespace) -> ProfilingOptions:
     from cogvideox_flax.runtime.profiling import ProfilingOptions
 
-    profile = (args.profile, args.profile_steps) if "profile" in args and hosts.is_first() else ()
+    profile = (args.profile, args.profile_steps) if "profile" in args else ()
     return ProfilingOptions(not args.no_jit, args.memory, *profile)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
@@ -15,7 +14,7 @@ from tqdm import tqdm
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult
-from cogvideox_flax.runtime.terminal import reliable_interrupts
+from cogvideox_flax.runtime.terminal import reliable_interrupts, say
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
 
     A Ctrl-C is not lost, and closing this closes `events`.
 
-    progress: whether anything is shown.
+    progress: whether anything is shown; else what is compiled is logged.
     bar: whether the steps are.
     """
     steps = tqdm(disable=True)
@@ -93,10 +92,10 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                 except StopIteration as end:
                     return end.value
                 match event:
-                    case Compiling(program, None) if progress:
-                        tqdm.write(f"compiling the {program} ...", file=sys.stderr)
-                    case Compiling(program, seconds) if progress:
-                        tqdm.write(f"compiled the {program} in {seconds:.1f} s", file=sys.stderr)
+                    case Compiling(program, None):
+                        say(f"compiling the {program} ...", progress)
+                    case Compiling(program, seconds):
+                        say(f"compiled the {program} in {seconds:.1f} s", progress)
                     case LoopBegan(_, total, done):
                         steps.close()
                         hidden = not (progress and bar)

@@ -68,12 +68,11 @@ class GenerationResult:
         return list(paths)
 
 
-def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata: dict[str, Any]) -> Path:
-    """Write an npz of `latents`, as the decoder takes them, and of `metadata`, a JSON string; on process 0 alone."""
-    if hosts.is_first():
-        with atomic_write(path) as partial, partial.open("wb") as file:
-            np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
-    return path
+@hosts.first_writes
+def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata: dict[str, Any]) -> None:
+    """Write an npz of `latents`, as the decoder takes them, and of `metadata`, a JSON string."""
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
 
 
 def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:

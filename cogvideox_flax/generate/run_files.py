@@ -5,7 +5,7 @@ between the two: `generation_config.json`, `stage1_embeddings.safetensors`, `sta
 `output_video.mp4`. `stage2_state.safetensors` is where a denoising loop that was stopped goes on. Each is written
 atomically and says what it was made of, so that only matching work is taken over.
 
-On several hosts the directory is process 0's: it alone reads and writes there, and tells the others what they need.
+On several hosts the directory is process 0's: it alone writes there, and `stage_files` sends the others what it holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.paths import check_free_space, check_writable
 from cogvideox_flax.io.values import load_json, typed
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.global_arrays import fetch, replicate
+from cogvideox_flax.runtime.global_arrays import fetch, fetch_on_first
 
 log = logging.getLogger(__name__)
 
@@ -83,17 +83,14 @@ class RunFiles:
         return json.dumps({**settings, "dtype": self.dtype, "model": model, **more}, ensure_ascii=False)
 
     def _is_fresh(self, request: ResolvedRequest, name: str, key: str) -> bool:
-        """Make the directory, write the run's settings, and look whether a file was made of them."""
+        """Write the run's settings, and look whether a file was made of them."""
+        self._write_settings(request)
+        return stage_files.is_fresh(self.folder / name, key)
 
-        def begin() -> bool:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_settings(request)
-            return stage_files.is_fresh(self.folder / name, key)
-
-        return hosts.from_first(begin)
-
+    @hosts.first_writes
     def _write_settings(self, request: ResolvedRequest) -> None:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
         raw = {"prompt": request.prompt, **settings_json(request), **own, "dtype": self.dtype}
         prompts = {name: stage_files.one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
@@ -121,9 +118,8 @@ class RunFiles:
         tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
         tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.pictures | video).items()}
-        if hosts.is_first():
-            metadata = {"settings": self._conditioning_key(request), **_prompts(request), "model_id": self.model_id}
-            stage_files.save(self.folder / EMBEDDINGS_FILE, tensors, metadata)
+        metadata = {"settings": self._conditioning_key(request), **_prompts(request), "model_id": self.model_id}
+        stage_files.save(self.folder / EMBEDDINGS_FILE, tensors, metadata)
 
     def conditioning(self, request: ResolvedRequest) -> Conditioning:
         """Stage 1's result, for this request's guidance.
@@ -131,14 +127,14 @@ class RunFiles:
         Raises:
             InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
         """
-        tensors = hosts.from_first(lambda: self._read_conditioning(request))
+        tensors = self._read_conditioning(request)
         latents = {stage.feature: tensors.pop(stage.feature) for stage in RunPrograms(request, self.dtype).visual}
         text = {name: x for name, x in tensors.items() if not name.startswith(NEGATIVE)}
         negative = {name: tensors[NEGATIVE + name] for name in text} if request.guided else None
         return Conditioning(text, negative, latents, latents.pop(VIDEO_FEATURE, None))
 
     def _read_conditioning(self, request: ResolvedRequest) -> dict[str, Float32[np.ndarray, "B ..."]]:
-        """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; on process 0."""
+        """Stage 1's features, latents as [B, T, h, w, C], by their names in the file."""
         path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
         again = "run `cogvideox encode` again"
         shapes = run.model.feature_shapes(request.batch)
@@ -155,7 +151,7 @@ class RunFiles:
         return tensors | {name: _from_file(tensors[name]) for name in visual}
 
     def check_conditioning(self, request: ResolvedRequest) -> None:
-        """Refuse to denoise without stage 1's file; errors as for `conditioning`. On process 0."""
+        """Refuse to denoise without stage 1's file; errors as for `conditioning`."""
         self._read_conditioning(request)
 
     # --- stage 2
@@ -173,23 +169,22 @@ class RunFiles:
     def kept_state(self, request: ResolvedRequest, conditioning: Conditioning, mesh: Mesh | None) -> StateKeeper:
         """What keeps the state of the denoising loop."""
         run, key = RunPrograms(request, self.dtype), self._latents_key(request, conditioning)
-        return StateKeeper(self.folder / STATE_FILE, key, run, mesh)
+        return StateKeeper(self.folder / STATE_FILE, key, run)
 
     def save_latents(
         self, request: ResolvedRequest, conditioning: Conditioning, latents: Float32[np.ndarray, "B T h w C"]
     ) -> None:
         """Write stage 2's file: `latents` as the decoder takes them, without the extra latent frames."""
-        if hosts.is_first():
-            values = _latents_metadata(request_values(request) | {"dtype": self.dtype})
-            metadata = {name: value for name, value in values.items() if value is not None}
-            metadata = {"settings": self._latents_key(request, conditioning), **metadata}
-            stage_files.save(self.folder / LATENTS_FILE, {"latents": _in_file(latents)}, metadata)
+        values = _latents_metadata(request_values(request) | {"dtype": self.dtype})
+        metadata = {name: value for name, value in values.items() if value is not None}
+        metadata = {"settings": self._latents_key(request, conditioning), **metadata}
+        stage_files.save(self.folder / LATENTS_FILE, {"latents": _in_file(latents)}, metadata)
 
     def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
         """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
         values = request_values(request) | {"dtype": self.dtype, "fingerprints": self.fingerprints}
         channels = request.manifest.model.codec.latent_channels
-        return hosts.from_first(lambda: read_latents(self.folder, values, channels))
+        return read_latents(self.folder, values, channels)
 
 
 def request_values(request: ResolvedRequest) -> dict[str, Any]:
@@ -273,8 +268,8 @@ class StateKeeper:
     MAX_TIME_SHARE = 0.05
     """Of the loop's time that writing may take."""
 
-    def __init__(self, path: Path, key: str, run: RunPrograms, mesh: Mesh | None):
-        self._path, self._key, self._mesh, self._enabled = path, key, mesh, not run.request.compiled_loop
+    def __init__(self, path: Path, key: str, run: RunPrograms):
+        self._path, self._key, self._enabled = path, key, not run.request.compiled_loop
         self._run = run
         self._sampler: Any = jax.tree.structure(run.sampler_state())
         self._last: DenoiseState | None = None
@@ -283,9 +278,8 @@ class StateKeeper:
     def __enter__(self) -> Self:
         return self
 
+    @hosts.first_writes
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not hosts.is_first():
-            return
         if kind is None:
             self._path.unlink(missing_ok=True)
         elif self._last is not None and not issubclass(kind, NonFiniteError):
@@ -294,33 +288,22 @@ class StateKeeper:
 
     def found(self) -> DenoiseState | None:
         """The state that a run with the same settings left."""
-        found = hosts.from_first(self._read) if self._enabled else None
-        if found is None:
-            return None
-        step, latents, sampler = found
-        return DenoiseState(np.int32(step), latents, jax.tree.unflatten(self._sampler, sampler))
-
-    def _read(self) -> list[Any] | None:
-        if not stage_files.is_fresh(self._path, self._key):
+        if not self._enabled or not stage_files.is_fresh(self._path, self._key):
             return None
         tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
         log.info("going on after step %s", metadata["step"])
         sampler = [tensors[f"sampler.{i}"] for i in range(self._sampler.num_leaves)]
-        return [int(metadata["step"]), tensors["latents"], sampler]
+        step = np.int32(int(metadata["step"]))
+        return DenoiseState(step, tensors["latents"], jax.tree.unflatten(self._sampler, sampler))
 
     def keep(self, state: DenoiseState) -> None:
         """Take a state. Those from which the loop cannot go on without the step cache, which is not written, are
         passed over."""
         if not self._enabled or not self._run.may_resume(int(state.step)):
             return
-        state = dataclasses.replace(state, cache=None)
-        if hosts.count() > 1:  # so that process 0 has all of it
-            state = replicate(state, self._mesh)
-        if not hosts.is_first():
-            return
-        self._last = state
+        self._last = state = fetch_on_first(dataclasses.replace(state, cache=None))
         start = time.monotonic()
-        if start - self._written < self._wait:
+        if state is None or start - self._written < self._wait:
             return
         try:
             self._write(state)

@@ -1,4 +1,7 @@
-"""The files between stages: safetensors that say in their metadata what they were made of, written atomically."""
+"""The files between stages: safetensors that say in their metadata what they were made of, written atomically.
+
+On several hosts they are process 0's: it alone writes and reads them, and sends the others what they hold.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from jaxtyping import Float, Float32
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
+from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,7 @@ def check_unchanged(
         raise InputError(f"{path} was made before {' and '.join(differ)} changed; {again}")
 
 
+@hosts.first_writes
 def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: dict[str, Any]) -> None:
     """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
     kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})
@@ -72,6 +77,10 @@ def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: 
 
 def is_fresh(path: Path, key: str) -> bool:
     """Whether a stage file is there, whole, and made from these settings, which are JSON."""
+    return hosts.from_first(lambda: _is_fresh(path, key))
+
+
+def _is_fresh(path: Path, key: str) -> bool:
     if not path.exists():
         return False
     try:
@@ -93,6 +102,13 @@ def load(
     Raises:
         InputError: the file is missing, damaged, or holds NaN or infinity.
     """
+    tensors, metadata = hosts.from_first(lambda: _load(path, names, maker))
+    return tensors, metadata
+
+
+def _load(
+    path: Path, names: tuple[str, ...] | None, maker: str
+) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
     if not path.exists():
         raise InputError(f"{path} is missing; run `{maker}` first")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,11 +23,21 @@ def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
 def fetch_on_first(tree: Any) -> Any:
     """A pytree with its arrays in full in the memory of process 0, one after the other; None on the others. With one
     process, the tree itself."""
-    if hosts.count() == 1:
+    if jax.process_count() == 1:
         return tree
-    leaves, treedef = jax.tree.flatten(tree)
-    kept = [value if hosts.is_first() else None for value in map(fetch, leaves)]
-    return jax.tree.unflatten(treedef, kept) if hosts.is_first() else None
+    first, (leaves, treedef) = hosts.is_first(), jax.tree.flatten(tree)
+    kept = [value if first else None for value in map(fetch, leaves)]
+    return jax.tree.unflatten(treedef, kept) if first else None
+
+
+def put_from_first(arrays: dict[str, np.ndarray], like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The inverse, of arrays by name: those in the memory of process 0, one after the other onto the devices of all.
+
+    Args:
+        arrays: what process 0 has; it is emptied on the way.
+        like: name -> an array with the sharding that is wanted.
+    """
+    return {name: put(hosts.from_first(partial(arrays.pop, name)), x.sharding) for name, x in like.items()}
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:

@@ -5,7 +5,8 @@ files that process 0 reads, the failure of a process, and the end. A killed proc
 are notified at once, also while they wait in a collective. JAX's coordination service cannot report this: where a
 process is lost or does not join, it aborts the others from C++ (exit code 134) before Python sees an error.
 
-Only process 0 writes and prints. Without `initialize` there is one process, and every function here is a plain call.
+Only process 0 reads, decides, writes and prints: `from_first` sends what it read or decided to the others, and
+`first_writes` marks what writes a file. Without `joined` there is one process, and every function here is a plain call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.interrupts import loaded
@@ -32,6 +34,7 @@ if TYPE_CHECKING:  # imported late: the command line uses this module before it 
     from jax.sharding import Mesh
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 GRACE_S = 3.0
 """Seconds that a process has to end by itself after another has failed, or after Ctrl-C, before it is killed."""
@@ -58,6 +61,7 @@ class _Group:
         self.failure: Failure | None = None
         self.stop_requested = False
         self.handles_interrupt = False  # the command itself stops at the next Ctrl-C
+        self.is_making = False  # process 0 is in `from_first`
         self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._finished = False
@@ -163,25 +167,44 @@ class _Group:
 _group: _Group | None = None
 
 
-def count() -> int:
-    """The number of processes in this run."""
-    return 1 if _group is None else _group.place.num_processes
-
-
 def is_first() -> bool:
     """Whether this is process 0, the only one that writes and prints."""
     return _group is None or _group.is_first
 
 
-def initialize(place: Place | None) -> None:
-    """Join the other processes, before any device is used. All but process 0 discard their standard output.
+@contextmanager
+def joined(
+    place: Place | None, same: dict[str, Any], outcome: Callable[[BaseException], tuple[int, str | None]]
+) -> Iterator[bool]:
+    """Run a command as one process of several, before any device is used: they begin together and end together.
+
+    All but process 0 discard their standard output. An error in here ends all processes.
 
     Args:
-        place: None: do nothing.
+        place: None: this is the only process, and nothing is done.
+        same: options by name, as JSON values, that must be the same on all processes.
+        outcome: of an error: the exit code and the message; None: its traceback.
+
+    Yields:
+        Whether this is process 0.
 
     Raises:
-        InputError: a process does not join in time, or does not belong to this run.
+        InputError: a process does not join in time, does not belong to this run, or has other options.
     """
+    try:
+        _initialize(place)
+        check_equal("the options", from_first(lambda: same), same)
+        yield is_first()
+        if _group is not None:
+            _group.finish()
+    except BaseException as e:
+        if _group is not None:
+            code, message = outcome(e)
+            _group.fail(code, traceback.format_exc().rstrip() if message is None else message)
+        raise
+
+
+def _initialize(place: Place | None) -> None:
     global _group
     if place is None or place.num_processes == 1:
         return
@@ -216,31 +239,47 @@ def from_first(make: Callable[[], T]) -> T:
     """Broadcast the result of `make()` on process 0 to all processes. All must call this in the same order.
 
     Args:
-        make: called on process 0 only; returns JSON values and numpy arrays, in lists and dictionaries.
+        make: called on process 0 only, where calls of this in it are plain calls; returns JSON values and numpy arrays,
+            in lists and dictionaries.
 
     Raises:
         InputError: as `make` raised it on process 0.
     """
-    if _group is None:
+    if _group is None or _group.is_making:
         return make()
     if not _group.is_first:
         error, value = _group.values.get()  # never, if a process fails: then this one is ended
         if error is not None:
             raise InputError(f"{_group.place.name(0)}: {error}")
         return value
+    _group.is_making = True
     try:
         value = make()
     except InputError as e:
         _group.send("value", [str(e), None])
         raise
+    finally:
+        _group.is_making = False
     _group.send("value", [None, value])
     return value
+
+
+def first_writes(write: Callable[P, None]) -> Callable[P, None]:
+    """A decorator of what writes files: all processes call it, and process 0 alone writes."""
+
+    @wraps(write)
+    def on_first(*args: P.args, **kwargs: P.kwargs) -> None:
+        if is_first():
+            write(*args, **kwargs)
+
+    return on_first
 
 
 def first_host_first(make: Callable[[], T], what: str = "", values: Callable[[T], dict[str, Any]] | None = None) -> T:
     """`make()` on process 0, then on the others, which find its files on a shared disk and otherwise write their own.
 
     Args:
+        make: does not use `from_first`.
         what, values: of what was made, JSON values that must be the same on all; as for `check_equal`.
 
     Raises:
@@ -259,17 +298,17 @@ def first_host_first(make: Callable[[], T], what: str = "", values: Callable[[T]
     return made[0]
 
 
-def check_same(what: str, values: dict[str, Any]) -> None:
-    """Refuse a run whose processes have different values, which are JSON values.
+def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuse a run in which this process has other values than process 0.
+
+    Args:
+        what: they are of, in the plural.
+        theirs: the JSON values of process 0, by name.
+        values: those of this process.
 
     Raises:
-        InputError: they differ from those of process 0.
+        InputError: they differ.
     """
-    check_equal(what, from_first(lambda: values), values)
-
-
-def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
-    """`check_same` with the values of process 0, which this process has already."""
     differing = [
         f"{name} is {theirs.get(name)!r} there, {value!r} here"
         for name, value in values.items()
@@ -290,9 +329,10 @@ def check_mesh(mesh: Mesh | None) -> None:
     import jax
 
     used = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
-    if len(used) < count():
+    count = _group.place.num_processes
+    if len(used) < count:
         raise InputError(
-            f"the mesh must span all {count()} processes, which have {jax.device_count()} devices together; give "
+            f"the mesh must span all {count} processes, which have {jax.device_count()} devices together; give "
             "a --mesh DP,SP,TP of that many"
         )
 
@@ -319,20 +359,3 @@ def stop_requested(here: bool) -> bool:
     if _group is not None and here and not _group.is_first:
         _group.send("stop")
     return from_first(lambda: here or (_group is not None and _group.stop_requested))
-
-
-def finish() -> None:
-    """At the end of a successful run: wait until all processes have succeeded."""
-    if _group is not None:
-        _group.finish()
-
-
-def leave(code: int, message: str | None) -> None:
-    """At the end of a failed run: end all processes with this exit code. With one process, do nothing.
-
-    Args:
-        message: None: the traceback of the exception being handled.
-    """
-    if _group is None:
-        return
-    _group.fail(code, traceback.format_exc().rstrip() if message is None else message)

@@ -24,6 +24,7 @@ every = 200
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 import types
 import typing
@@ -36,7 +37,6 @@ from typing import Any
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
 from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown, typed
-from cogvideox_flax.runtime import hosts
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -215,7 +215,7 @@ class TrainingConfig:
 
 
 def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> TrainingConfig:
-    """Read a TOML file; on several hosts, that of process 0.
+    """Read a TOML file.
 
     Args:
         overrides: dotted key ("loop.steps") -> value that replaces the file's.
@@ -224,9 +224,8 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
         InputError: the file cannot be read; or keys are unknown, missing or of a wrong type, all in one message; or
             values are out of range, those of one table in one message.
     """
-    text = hosts.from_first(lambda: _read_text(path))
     try:
-        raw = tomllib.loads(text)
+        raw = tomllib.loads(_read_text(path))
     except (ValueError, RecursionError) as e:  # also a number of thousands of digits, and brackets as deep
         raise InputError(f"{path} is not TOML: {e}") from e
     for dotted, value in (overrides or {}).items():
@@ -244,6 +243,16 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
     if faults:
         raise InputError(f"{path} is not a training configuration ({len(faults)} faults):\n" + "\n".join(faults))
     return _build(TrainingConfig, values)
+
+
+def config_json(config: TrainingConfig) -> dict[str, Any]:
+    """All settings as JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def config_of_json(values: Mapping[str, Any]) -> TrainingConfig:
+    """The inverse of `config_json`."""
+    return _build(TrainingConfig, _typed_values(TrainingConfig, values, "", []))
 
 
 def _read_text(path: Path) -> str:
@@ -279,7 +288,9 @@ def _typed_value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
             return _typed_values(typing.cast(type, kind), value, f"{name}.", faults)
         faults.append(f"  {name}: got {value!r}, expected a table, [{name}]")
         return None
-    kinds = [part for part in typing.get_args(kind) if part is not types.NoneType]  # TOML has no None
+    if value is None and types.NoneType in typing.get_args(kind):
+        return None
+    kinds = [part for part in typing.get_args(kind) if part is not types.NoneType]  # messages name what TOML has
     kind = kinds[0] if isinstance(kind, types.UnionType) else kind
     try:
         found = typed(kind, value)

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Key
+from jaxtyping import Array, Float32, Key, UInt8
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest, hub
@@ -70,12 +70,14 @@ def finetune(
         DivergedError: the loss is NaN or infinite.
     """
     config, out, name = job.config, job.config.out, job.model.denoiser
-    native = hosts.first_host_first(lambda: hub.resolve(config.model, config.revision, progress=progress))
+
+    def open_model() -> Pipeline:
+        native = hub.resolve(config.model, config.revision, progress=progress)
+        return Pipeline(native, config.loop.dtype, job.mesh)
+
+    pipe = hosts.first_host_first(open_model, "the checkpoints", Pipeline.fingerprints)
     with run_dir_lock(out):
-        pipe = Pipeline(native, config.loop.dtype, job.mesh)
-        hosts.check_same("the checkpoints", pipe.fingerprints())
-        made_of = _made_of(job, pipe)
-        hosts.from_first(lambda: match_run(out / RECORD_FILE, made_of))
+        match_run(out / RECORD_FILE, _made_of(job, pipe))
         captions = clip_features(job, pipe, progress)
         prompts = prompt_features(job, pipe, progress)
         pipe.release(*(stage.component for stage in job.model.text))
@@ -101,11 +103,11 @@ def finetune(
             mesh=job.mesh,
             rows={name: job.model.components[name].sharding},
         )
-        state = trainer.train(_initial_params(job, native, frozen), on_step)
+        state = trainer.train(_initial_params(job, pipe.native_dir, frozen), on_step)
         if int(state.step) < config.loop.steps:
             return None
         trained = fetch_on_first(state.trained)
-        return Path(hosts.from_first(lambda: str(_save_result(job, native, trained, frozen))))
+        return Path(hosts.from_first(lambda: str(_save_result(job, pipe.native_dir, trained, frozen))))
 
 
 def _initial_params(job: FinetuneJob, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def _save_samples(
         features: of the empty prompt, then of the sample prompts.
         done: the number of steps done.
     """
-    sample, size, model = job.config.sample, job.size, job.model
+    model = job.model
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.use(model.denoiser, denoiser)
@@ -184,9 +186,12 @@ def _save_samples(
     last = last_of(make_videos(pipe, job.samples, text=text))
     pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
-    video = last.result.frames
-    if not hosts.is_first():
-        return
+    _save_sheet(job, last.result.frames, done)
+
+
+@hosts.first_writes
+def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: int) -> None:
+    sample, size = job.config.sample, job.size
     shown = np.linspace(0, size.num_frames - 1, min(sample.frames, size.num_frames)).round().astype(int)
     path = job.config.out / "samples" / f"{done:06d}.png"
     save_contact_sheet(path, video[:, shown].reshape(-1, *video.shape[2:]), columns=len(shown))

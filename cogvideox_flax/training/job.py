@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,21 +27,44 @@ from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
-from cogvideox_flax.training.config import TrainingConfig, require
+from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
 
 RECORD_FILE = "finetune.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneJob:
-    """A checked run: its settings, clips, and the model's configs. `check` makes one."""
+    """A checked run: its settings, clips, and the model's configs. `check` and `open_job` make one."""
 
     config: TrainingConfig
     manifest: Manifest
-    mesh: Mesh | None
-    size: Size
-    samples: ResolvedRequest
-    clips: list[Clip]
+    clips: Sequence[Clip] = ()
+
+    @cached_property
+    def mesh(self) -> Mesh | None:
+        return None if self.config.mesh is None else sharding.make_mesh(*sharding.parse_mesh(self.config.mesh))
+
+    @cached_property
+    def samples(self) -> ResolvedRequest:
+        """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
+        config, sample = self.config, self.config.sample
+        request = GenerationRequest(
+            list(sample.prompts) or [""],
+            num_frames=config.num_frames,
+            height=config.height,
+            width=config.width,
+            num_inference_steps=sample.num_inference_steps,
+            guidance_scale=sample.guidance_scale,
+            use_dynamic_cfg=False,
+            scheduler=self.manifest.configs["scheduler"].kind,
+            seed=sample.seed,
+        )
+        return resolve(request, self.manifest)
+
+    @cached_property
+    def size(self) -> Size:
+        """Of a clip."""
+        return self.model.resolve_size(self.samples.num_frames, self.samples.height, self.samples.width)
 
     @property
     def fps(self) -> int:
@@ -83,7 +106,7 @@ class FinetuneJob:
 
     @cached_property
     def clips_fingerprint(self) -> str:
-        """Fingerprint of the clips' `contents` and captions; all hosts ask for it at once."""
+        """Fingerprint of the clips' `contents` and captions, from process 0 to all."""
         return hosts.from_first(lambda: clips_fingerprint(self.clips, self.contents))
 
     @cached_property
@@ -153,24 +176,41 @@ class FinetuneJob:
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
 
 
+def open_job(path: Path, overrides: Mapping[str, Any]) -> FinetuneJob:
+    """`check` the settings in a file. On several hosts process 0 does, with its files, and sends the others the job.
+
+    Arguments and errors as for `read_config` and `check`; also InputError for a mesh that leaves out a host.
+    """
+    made: list[FinetuneJob] = []
+
+    def decide() -> dict[str, Any]:
+        job = check(read_config(path, overrides))
+        made.append(job)
+        clips = [[str(clip.path), clip.name, clip.caption] for clip in job.clips]
+        return {"config": config_json(job.config), "manifest": job.manifest.to_json(), "clips": clips}
+
+    decided = hosts.from_first(decide)
+    if not made:
+        clips = [Clip(Path(path), name, caption) for path, name, caption in decided["clips"]]
+        config, manifest = config_of_json(decided["config"]), Manifest.from_json(decided["manifest"])
+        made.append(FinetuneJob(config=config, manifest=manifest, clips=clips))
+    hosts.check_mesh(made[0].mesh)
+    return made[0]
+
+
 def check(config: TrainingConfig) -> FinetuneJob:
     """Check a run as far as is possible before anything is converted, loaded or written.
 
-    On several hosts, the clips and the run's directory are process 0's.
-
     Raises:
-        InputError: settings that differ between hosts; a model that cannot be trained (image-to-video, quantized,
-            incomplete); adapters that it does not have; a size, mesh or batch that does not fit it; faulty clips,
-            prompts or sampling options; or a directory that cannot be written.
+        InputError: a model that cannot be trained (image-to-video, quantized, incomplete); adapters that it does not
+            have; a size, mesh or batch that does not fit it; faulty clips, prompts or sampling options; or a directory
+            that cannot be written.
     """
-    loop, sample, targets = config.loop, config.sample, config.lora.targets
+    loop, targets = config.loop, config.lora.targets
     where = config.model or hub.EMBEDDED
-    hosts.check_same("the settings", {"config": json.loads(json.dumps(dataclasses.asdict(config), default=str))})
-    mesh = sharding.make_mesh(*sharding.parse_mesh(config.mesh)) if config.mesh is not None else None
-    hosts.check_mesh(mesh)
-    manifest = hosts.first_host_first(lambda: hub.peek(config.model, config.revision))
-    check_model(manifest, where, loop.dtype, mesh)
-    model = manifest.model
+    job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision))
+    manifest, model = job.manifest, job.model
+    check_model(manifest, where, loop.dtype, job.mesh)
     if manifest.quantized(model.denoiser):
         raise InputError(
             f"the {model.denoiser} of {where} is quantized and cannot be trained; take the checkpoint it is from"
@@ -182,42 +222,15 @@ def check(config: TrainingConfig) -> FinetuneJob:
     known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
-    if mesh is not None:
-        sharding.named(mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
-    request = resolve(_sample_request(config, manifest), manifest)
-    if sample.prompts:
-        sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
-    size = model.resolve_size(request.num_frames, request.height, request.width)
-
-    def find() -> list[list[str]]:
-        found = find_clips(config.clips, size.num_frames, request.fps)
-        return [[str(clip.path), clip.name, clip.caption] for clip in found]
-
-    clips = [Clip(Path(path), name, caption) for path, name, caption in hosts.from_first(find)]
-    job = FinetuneJob(config=config, manifest=manifest, mesh=mesh, size=size, samples=request, clips=clips)
-
-    def check_places() -> None:
-        check_writable(config.out / RECORD_FILE)
-        check_free_space(config.out, job.disk())
-
-    hosts.from_first(check_places)
+    if job.mesh is not None:
+        sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
+    request = job.samples
+    if config.sample.prompts:
+        sharding.check_batch(job.mesh, request.batch * (2 if request.guided else 1))
+    job = dataclasses.replace(job, clips=find_clips(config.clips, job.size.num_frames, job.fps))
+    check_writable(config.out / RECORD_FILE)
+    check_free_space(config.out, job.disk())
     return job
-
-
-def _sample_request(config: TrainingConfig, manifest: Manifest) -> GenerationRequest:
-    """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
-    sample = config.sample
-    return GenerationRequest(
-        list(sample.prompts) or [""],
-        num_frames=config.num_frames,
-        height=config.height,
-        width=config.width,
-        num_inference_steps=sample.num_inference_steps,
-        guidance_scale=sample.guidance_scale,
-        use_dynamic_cfg=False,
-        scheduler=manifest.configs["scheduler"].kind,
-        seed=sample.seed,
-    )
 
 
 def _file_system(path: Path) -> int:

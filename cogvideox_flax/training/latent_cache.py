@@ -69,20 +69,25 @@ def prepare(
         InputError: the folder holds examples made from something else.
     """
     record = json.loads(json.dumps({"count": count, "shard_size": shard_size, "meta": meta}))
-    hosts.from_first(lambda: _match_record(folder, record))
     made_from = fingerprint(record)
     shards = [_shard_path(folder, shard) for shard in range(math.ceil(count / shard_size))]
-    missing = hosts.from_first(lambda: [i for i, shard in enumerate(shards) if not _is_fresh(shard, made_from)])
-    for i in missing:
+
+    def find_missing() -> list[int]:
+        _match_record(folder, record)
+        return [i for i, shard in enumerate(shards) if not _is_fresh(shard, made_from)]
+
+    for i in hosts.from_first(find_missing):
         stop = min((i + 1) * shard_size, count)
-        arrays = {name: np.ascontiguousarray(value) for name, value in compute(range(i * shard_size, stop)).items()}
-        if not hosts.is_first():
-            continue
-        with atomic_write(shards[i]) as partial:
-            save_file(arrays, partial)
-            write_text(_note_path(shards[i]), f"{made_from} {content_hash(partial)}")
+        _write_shard(shards[i], compute(range(i * shard_size, stop)), made_from)
         log.info("%s: %d of %d examples prepared", folder.name, stop, count)
     return LatentCache(folder, count, shard_size)
+
+
+@hosts.first_writes
+def _write_shard(shard: Path, arrays: Arrays, made_from: str) -> None:
+    with atomic_write(shard) as partial:
+        save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, partial)
+        write_text(_note_path(shard), f"{made_from} {content_hash(partial)}")
 
 
 def _match_record(folder: Path, record: dict[str, Any]) -> None:

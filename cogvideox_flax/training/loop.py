@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,7 +94,7 @@ class Trainer:
             DivergedError: the loss is NaN or infinite. The last training state on disk is from before that.
         """
         config = self.config
-        hosts.from_first(self._open_folder)
+        match_run(self.folder / SETTINGS_FILE, dataclasses.asdict(config) | dict(self.recorded), MAY_CHANGE)
         with (
             jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext(),
             Snapshots(self.folder / "states", config.keep) as snapshots,
@@ -109,9 +109,8 @@ class Trainer:
             step_log = _StepLog(self.folder, config, start)
             last_save = time.monotonic()
             todo = range(start, self.last_step)
-            with _stop_signals() as stopped, prefetch(self.batches, todo if hosts.is_first() else range(0)) as batches:
-                for done in range(start + 1, self.last_step + 1):
-                    batch = hosts.from_first(partial(next, batches))
+            with _stop_signals() as stopped, prefetch(self.batches, todo) as batches:
+                for done, batch in enumerate(batches, start + 1):
                     state, metrics = step(state, self.frozen, put_batch(batch, config, self.mesh))
                     if done == start + 1:
                         jax.block_until_ready(metrics)
@@ -129,11 +128,6 @@ class Trainer:
                         break
             return state
 
-    def _open_folder(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        settings = dataclasses.asdict(self.config) | dict(self.recorded)
-        match_run(self.folder / SETTINGS_FILE, settings, MAY_CHANGE)
-
     def _jit_step(self, state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
         return jax.jit(
             partial(train_step, loss=self.loss, config=self.config),
@@ -144,7 +138,8 @@ class Trainer:
 
 
 def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = ()) -> None:
-    """Record in a directory what its run is made of, or compare that with the run that is there.
+    """Record in a directory what its run is made of, or compare that with the run that is there. On several hosts the
+    directory is process 0's.
 
     Args:
         record: the file.
@@ -155,7 +150,7 @@ def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = 
         InputError: they are different runs, or the record is damaged.
     """
     ours = json.loads(json.dumps(ours))
-    theirs = match_record(record, ours)
+    theirs = hosts.from_first(lambda: match_record(record, ours))
     differing = [name for name in ours if name not in may_change and ours[name] != theirs.get(name)]
     if differing:
         raise InputError(
@@ -174,7 +169,7 @@ class _StepLog:
 
     def __init__(self, folder: Path, config: LoopConfig, start: int):
         self._folder, self._config = folder, config
-        self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start) if hosts.is_first() else None
+        self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start)
         self._rate = learning_rate(config.optimizer, config.steps)
         self.reset_clock(start)
 
@@ -199,26 +194,24 @@ class _StepLog:
         if done > self._clock_step:
             values["seconds_per_step"] = (time.monotonic() - self._clock) / (done - self._clock_step)
             self.reset_clock(done)
-        if self._metrics is not None:
-            self._metrics.write({"step": done, **values})
+        self._metrics.write({"step": done, **values})
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         log.info("step %d of %d: %s", done, self._config.steps, shown)
 
 
 @contextmanager
 def prefetch(batches: Callable[[int], Batch], steps: range) -> Iterator[Iterator[Batch]]:
-    """The batches of these steps. Each is made in a thread while the step before it runs."""
+    """The batches of these steps, on all hosts. Process 0 makes each in a thread while the step before it runs."""
     with ThreadPoolExecutor(1) as pool:
+        pending: dict[int, Future[Batch]] = {}
 
-        def iterate() -> Iterator[Batch]:
-            pending = pool.submit(batches, steps.start)
-            for step in steps:
-                batch = pending.result()
-                if step + 1 in steps:
-                    pending = pool.submit(batches, step + 1)
-                yield batch
+        def make(step: int) -> Batch:
+            for each in (step, step + 1):
+                if each in steps and each not in pending:
+                    pending[each] = pool.submit(batches, each)
+            return pending.pop(step).result()
 
-        yield iterate() if steps else iter(())
+        yield (hosts.from_first(partial(make, step)) for step in steps)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
+from cogvideox_flax.runtime import hosts
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +29,7 @@ class Mean:
 
 
 class MetricsLog:
-    """A file with one JSON object per line, each with its `step`.
+    """A file with one JSON object per line, each with its `step`. On several hosts process 0 writes it.
 
     Args:
         path: the file; lines are appended.
@@ -37,9 +38,14 @@ class MetricsLog:
 
     def __init__(self, path: Path, last_step: int):
         self._path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= last_step] if path.exists() else []
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._remove_after(last_step)
 
+    @hosts.first_writes
+    def _remove_after(self, last_step: int) -> None:
+        kept = [line for line in read_metrics(self._path) if line["step"] <= last_step] if self._path.exists() else []
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    @hosts.first_writes
     def write(self, values: Mapping[str, float]) -> None:
         """Append one line; the operating system has it when this returns."""
         try:

@@ -45,11 +45,9 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
     prompts = ["", *job.config.sample.prompts]
     names = tuple(job.model.feature_shapes(1))
     key = json.dumps([prompts, names, pipe.dtype, [pipe.fingerprints()[name] for name in _text_parts(job)]])
-    if not hosts.from_first(lambda: stage_files.is_fresh(path, key)):
-        features = _encode_texts(job, pipe, prompts, progress)
-        if hosts.is_first():
-            stage_files.save(path, features, {"settings": key})
-    return hosts.from_first(lambda: stage_files.load(path, names, "cogvideox train")[0])
+    if not stage_files.is_fresh(path, key):
+        stage_files.save(path, _encode_texts(job, pipe, prompts, progress), {"settings": key})
+    return stage_files.load(path, names, "cogvideox train")[0]
 
 
 def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:

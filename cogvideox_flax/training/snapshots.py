@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,7 +26,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
 from cogvideox_flax.io.paths import free_bytes, size_text
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.global_arrays import fetch_on_first, put
+from cogvideox_flax.runtime.global_arrays import fetch_on_first, put_from_first
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +97,8 @@ class Snapshots:
         Raises:
             InputError: the state before it could not be written, or the disk has no room for this one.
         """
-        if hosts.from_first(lambda: step == self._manager.latest_step()):
-            return
         state = fetch_on_first(_by_name(state))
-        if self._manager is None:
+        if self._manager is None or step == self._manager.latest_step():
             return
         with self._errors():
             self._manager.wait_until_finished()
@@ -120,10 +117,17 @@ class Snapshots:
         Raises:
             CheckpointError: all states are damaged, or the state is of another model.
         """
-        step = hosts.from_first(self._newest_undamaged)
-        if step is None:
+        wanted, found = _by_name(like), {}
+
+        def read() -> bool:
+            if (step := self._newest_undamaged()) is not None:
+                found.update(self._read(step, wanted))
+            return step is not None
+
+        if not hosts.from_first(read):
             return None
-        return self._restore(step, like)
+        restored = put_from_first(found, wanted)
+        return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
 
     def _newest_undamaged(self) -> int | None:
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -140,20 +144,11 @@ class Snapshots:
             self._hash_file(step).unlink(missing_ok=True)
         return undamaged
 
-    def _restore(self, step: int, like: Any) -> Any:
-        wanted, found = _by_name(like), {}
-        if hosts.count() == 1:
-            found = self._read(step, {name: ocp.utils.to_shape_dtype_struct(leaf) for name, leaf in wanted.items()})
-        else:
-            shapes = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in wanted.items()}  # no memory is touched
-            hosts.from_first(lambda: found.update(self._read(step, shapes)))
-            for name, leaf in wanted.items():
-                found[name] = put(hosts.from_first(partial(found.get, name)), leaf.sharding)
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in wanted])
-
-    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, step: int, like: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+        """The arrays of a state, in the host's memory."""
+        shapes = {name: np.empty(x.shape, x.dtype) for name, x in like.items()}  # no memory is touched
         try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+            return self._manager.restore(step, args=ocp.args.StandardRestore(shapes))
         except (ValueError, KeyError, TypeError, OSError) as e:
             raise CheckpointError(f"the training state {self._folder / str(step)} does not fit this run: {e}") from e
 
@@ -192,7 +187,9 @@ def _make_manager(folder: Path, keep: int) -> ocp.CheckpointManager:
     """Orbax' manager, used by process 0 alone."""
     folder.mkdir(parents=True, exist_ok=True)
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={0} if hosts.count() > 1 else None, barrier_sync_key_prefix="process 0"
+        primary_host=0,
+        active_processes={0} if jax.process_count() > 1 else None,
+        barrier_sync_key_prefix="process 0",
     )
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
