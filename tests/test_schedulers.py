@@ -14,8 +14,9 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 from diffusers.schedulers import scheduling_dpm_cogvideox
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.guidance import guidance_scales
 from cogvideox_flax.models.cogvideox.model import CogVideoX
-from cogvideox_flax.schedulers import SCHEDULERS, DDIMScheduler, DPMScheduler, guidance_scales
+from cogvideox_flax.schedulers import SCHEDULERS, DDIMScheduler, DPMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 STEP_COUNTS = (1, 2, 4, 6, 7, 10, 25, 28, 30, 50, 61, 64, 100, 103, 1000)

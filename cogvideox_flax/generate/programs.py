@@ -32,7 +32,7 @@ from cogvideox_flax.generate.denoise import (
     encoder_noise_key,
 )
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
-from cogvideox_flax.generate.guidance import ClassifierFree, Guidance, Unguided
+from cogvideox_flax.generate.guidance import ClassifierFree, Guidance, Unguided, guidance_scales
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
@@ -42,7 +42,7 @@ from cogvideox_flax.generate.whole_run import WholeRun
 from cogvideox_flax.models.model import TextStage, VideoModel, VisualStage
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import Program
-from cogvideox_flax.schedulers import Scheduler, StepTable, guidance_scales
+from cogvideox_flax.schedulers import Scheduler, StepTable
 
 ProgramCall = tuple[Program, tuple[Any, ...], int]
 """A program, its arguments as shapes with their shardings, weights first, and how often it runs."""

@@ -14,7 +14,6 @@ from cogvideox_flax.schedulers.base import Scheduler, StepTable
 from cogvideox_flax.schedulers.ddim import DDIMScheduler
 from cogvideox_flax.schedulers.dpm import DPMScheduler
 from cogvideox_flax.schedulers.flow_match import FlowMatchConfig, FlowMatchScheduler
-from cogvideox_flax.schedulers.guidance import guidance_scales
 from cogvideox_flax.schedulers.one_step import OneStepScheduler
 
 SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in (DDIMScheduler, DPMScheduler, OneStepScheduler)}
@@ -30,5 +29,4 @@ __all__ = [
     "OneStepScheduler",
     "Scheduler",
     "StepTable",
-    "guidance_scales",
 ]
