@@ -48,6 +48,11 @@ def run(
             NaN or infinity; what `files` hold is not of this request.
         NonFiniteError: NaN or infinity in the latents, naming the step.
     """
+    if files is not None and (request.one_program or request.output_type == "latent"):
+        raise InputError(
+            "with files, a run is done in stages, and its latents are those of the `Denoised` event; leave one_program "
+            'off, and output_type "latent" out'
+        )
     if request.lora is None:
         request = request.varied(lora=list(pipe.loras))
     run = RunPrograms(request, pipe.dtype)
@@ -55,11 +60,6 @@ def run(
         stages = [stage for stage in stages if stage != "decode"]
     parts = ["run"] if request.one_program else stages
     yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=files is None)
-    if files is not None and (request.one_program or request.output_type == "latent"):
-        raise InputError(
-            "with files, a run is done in stages, and its latents are those of the `Denoised` event; leave one_program "
-            'off, and output_type "latent" out'
-        )
     if request.one_program:
         for one in request.videos():
             yield from _run_as_one_program(pipe, one)
@@ -162,7 +162,7 @@ class _Video:
                 yield from finish(self.pipe, self.request, state)
             return
         if not self.files.has_latents(self.request, conditioning):
-            with self.files.kept_state(self.request, conditioning, self.pipe.mesh) as keeper:
+            with self.files.kept_state(self.request, conditioning) as keeper:
                 self.state = found = keeper.found()
                 states = yield from denoising(self.pipe, conditioning, self.request, state=found)
                 yield from self._steps(states, 0 if found is None else int(found.step), keeper.keep)

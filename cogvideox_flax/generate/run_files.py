@@ -24,7 +24,6 @@ from typing import Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from cogvideox_flax.errors import InputError, NonFiniteError
@@ -166,7 +165,7 @@ class RunFiles:
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
         return self._key(deciding(request_values(request), "encode", "denoise"), parts, embeddings=embeddings)
 
-    def kept_state(self, request: ResolvedRequest, conditioning: Conditioning, mesh: Mesh | None) -> StateKeeper:
+    def kept_state(self, request: ResolvedRequest, conditioning: Conditioning) -> StateKeeper:
         """What keeps the state of the denoising loop."""
         run, key = RunPrograms(request, self.dtype), self._latents_key(request, conditioning)
         return StateKeeper(self.folder / STATE_FILE, key, run)
