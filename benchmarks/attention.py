@@ -93,10 +93,12 @@ def _compile(dump: Path, shape: Shape, f: Any, name: str) -> tuple[list[tpu.Kern
     """The schedules of f's kernels of this name, and the seconds that compiling took."""
     import jax
 
+    from cogvideox_flax.runtime.compile import compiling_on
+
     arguments, mesh = shape.arguments()
     tpu.empty(dump)
     start = time.perf_counter()
-    with jax.set_mesh(mesh):
+    with compiling_on(mesh):
         jax.jit(f).lower(*arguments).compile()
     return tpu.kernel_schedules(dump, name), time.perf_counter() - start
 

@@ -24,6 +24,7 @@ from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
 
@@ -61,7 +62,8 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, A
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
     options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)
-    executable = jax.jit(program, compiler_options=options).lower(*shapes).compile()
+    with compiling_for("cuda"):
+        executable = jax.jit(program, compiler_options=options).lower(*shapes).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None

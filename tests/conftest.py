@@ -42,6 +42,15 @@ def _equal_programs_are_one():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _trace_for_cpus():
+    """Programs are traced for CPUs alone, but where a test says otherwise with `compiling_for`."""
+    from cogvideox_flax.nn.platforms import compiling_for
+
+    with compiling_for("cpu"):
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--optimized", action="store_true", help="the tests marked so, compiled as for users")
 
@@ -49,7 +58,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Tests compile for longer than they run, so without optimisation; the slow ones and the optimized as users do."""
     if _compiles_quickly(config):
-        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
+        quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = f"{quick} {os.environ['XLA_FLAGS']}"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -14,6 +14,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
@@ -413,7 +414,8 @@ def with_cudnn(monkeypatch):
         monkeypatch.setattr(module, name, answer)
 
     def lowered(*args, **options):
-        return jax.jit(partial(attend, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        with compiling_for(None):
+            return jax.jit(partial(attend, **options)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
     return lowered
 
@@ -518,7 +520,7 @@ def test_kernels_for_tpus_refuse_float16(backend):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 4, 1)])  # whole, and a ring of two groups
 def test_auto_is_no_kernel_for_float16_on_a_tpu(mesh):
     args = random(1200, 1200, heads=6, dim=64, dtype=jnp.float16)
-    with jax.set_mesh(sharding.make_mesh(*mesh)):
+    with jax.set_mesh(sharding.make_mesh(*mesh)), compiling_for(None):
         text = jax.jit(attend).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     assert "custom_call @tpu_custom_call" not in text
 

@@ -17,6 +17,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, winograd, xla
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, conv3d
 from cogvideox_flax.nn.conv.frames import convolve_frames
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.sharding import spatial_parallel
 
@@ -174,7 +175,8 @@ def test_the_kernel_for_tpus_refuses_float16():
         tpu_kernel.convolve(x, kernel, bias, None, dtype=jnp.float16, interpret=True)
     call = jax.jit(lambda *args: conv3d(*args))
     for args, by_kernel in (((x, kernel), True), (narrow, False)):
-        text = call.trace(*args, bias).lower(lowering_platforms=("tpu",)).as_text()
+        with compiling_for("tpu"):
+            text = call.trace(*args, bias).lower(lowering_platforms=("tpu",)).as_text()
         assert (tpu_kernel.NAME in text) == by_kernel
 
 
@@ -207,6 +209,7 @@ def test_the_kernel_rounds_once():
     assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["traced for it", "traced for all"])
 @pytest.mark.parametrize(
     ("platform", "channels", "stride", "operand", "count"),
     [
@@ -218,11 +221,12 @@ def test_the_kernel_rounds_once():
         ("cuda", 128, 2, "1x6x10x384xbf16", 1),
     ],
 )
-def test_each_backend_gets_its_convolution(platform, channels, stride, operand, count):
+def test_each_backend_gets_its_convolution(platform, channels, stride, operand, count, alone):
     x = jnp.zeros((1, 9 + 2, 6, 10, channels), jnp.bfloat16)
     kernel = jnp.zeros((3, 3, 3, channels, 128), jnp.bfloat16)
     call = jax.jit(partial(conv3d, stride=stride))
-    text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
+    with compiling_for(platform if alone else None):
+        text = call.trace(x, kernel, jnp.zeros(128)).lower(lowering_platforms=(platform,)).as_text()
     assert re.findall(r"stablehlo\.convolution.*?: \(tensor<(\w+)>", text) == [operand] * count
     assert (tpu_kernel.NAME in text) == (platform == "tpu" and not count)
     if platform == "cuda":  # a wider result would be computed in float32
@@ -238,7 +242,8 @@ def test_no_3d_convolution_reaches_cudnn(dtype, taps, stride):
     def loss(x, kernel, bias):
         return conv3d(x, kernel, bias, stride=stride).astype(jnp.float32).sum()
 
-    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, kernel, jnp.zeros(32))
+    with compiling_for(None):
+        step = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, kernel, jnp.zeros(32))
     ranks = {
         platform: {
             operand.count("x")

@@ -20,6 +20,7 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.attention import cudnn, nvidia, triton
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.models.registry import get_release
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.plan.flops import count_flops
 from tests import gpu_attention, gpu_convolution, gpu_models, gpu_process
 from tests.gpu_attention import HEAD_SCALES, Attention
@@ -189,7 +190,8 @@ def on_a_gpu(monkeypatch):
 
 
 def lowered(f, *shapes):
-    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    with compiling_for("cuda"):
+        return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("case", list(gpu_attention.cases()), ids=str)

@@ -18,6 +18,7 @@ from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
+from cogvideox_flax.runtime.compile import compiling_on
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
 
@@ -27,7 +28,7 @@ SMALL = TileSizes(q=256, kv=1024, chunk=512, slice=256)
 def compile_for(topology, f, *shapes, dtype=jnp.bfloat16):
     mesh = tpu.topology_mesh(topology)
     place = NamedSharding(mesh, PartitionSpec())
-    with jax.set_mesh(mesh):
+    with compiling_on(mesh):
         return jax.jit(f).lower(*(jax.ShapeDtypeStruct(s, dtype, sharding=place) for s in shapes)).compile()
 
 
@@ -72,7 +73,7 @@ def test_a_ring_overlaps_its_kernel_with_the_traffic():
     shape = jax.ShapeDtypeStruct(
         (1, 16384, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(None, "sp"))
     )
-    with jax.set_mesh(mesh):
+    with compiling_on(mesh):
         text = jax.jit(attend).lower(shape, shape, shape).compile().as_text()
     begin, end = (text.index(f" collective-permute-{word}(") for word in ("start", "done"))
     assert begin < text.index("tpu_custom_call", begin) < end

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
@@ -15,6 +14,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import cudnn, nvidia, splash, stock, triton, xla
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.sharding import Joint
 
 Backend = Callable[..., Float[Array, "B S N K"]]
@@ -37,7 +37,7 @@ def _auto(
     elif _triton_is_fast(q):
         kernels["cuda"] = triton.attend
     default = lambda q, k, v, _: xla.attend(q, k, v, kv_len)  # noqa: E731
-    return jax.lax.platform_dependent(q, k, v, lengths, **kernels, default=default)
+    return by_platform(q, k, v, lengths, **kernels, default=default)
 
 
 def _auto_with_lse(
@@ -49,7 +49,7 @@ def _auto_with_lse(
     kernels: dict[str, BackendWithLse] = {"tpu": splash.attend_with_lse} if splash.why_not(q) is None else {}
     if _triton_is_fast(q):
         kernels["cuda"] = triton.attend_with_lse
-    return jax.lax.platform_dependent(q, k, v, kv_len, **kernels, default=xla.attend_with_lse)
+    return by_platform(q, k, v, kv_len, **kernels, default=xla.attend_with_lse)
 
 
 def _triton_is_fast(q: Float[Array, "B Q N K"]) -> bool:

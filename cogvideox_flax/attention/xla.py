@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Int
 from cogvideox_flax.attention import cpu
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.nn.layers import precision, round_up
+from cogvideox_flax.nn.platforms import by_platform
 
 TILE = 1024, 1024
 """The maximum queries and keys of one tile of scores."""
@@ -48,7 +49,7 @@ def attend(
     short = max(q.shape[1], k.shape[1]) <= SHORT
     if short and math.prod(q.shape[:3]) * k.shape[1] <= cpu.TILE:
         return dense(q, k, v, kv_len)
-    return jax.lax.platform_dependent(
+    return by_platform(
         *(q, k, v, kv_len),
         cpu=lambda *args: cpu.attend(*args, dtype=q.dtype)[0],
         default=dense if short else lambda *args: tiled(*args, dtype=q.dtype)[0],
@@ -64,7 +65,7 @@ def attend_with_lse(
     kv_len is 1 or more.
     """
     on_cpu, default = (partial(form, dtype=jnp.float32) for form in (cpu.attend, tiled))
-    return jax.lax.platform_dependent(q, k, v, kv_len, cpu=on_cpu, default=default)
+    return by_platform(q, k, v, kv_len, cpu=on_cpu, default=default)
 
 
 def tiled(

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.stack import same_arrays
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ def map_tokens(f: Callable[[Array], Array], x: Float[Array, "B S D"]) -> Float[A
         out = jax.lax.map(f, padded)
         return out.reshape(-1, out.shape[-1])[: len(tokens)].reshape(*x.shape[:-1], -1)
 
-    return jax.lax.platform_dependent(x, cpu=in_pieces, default=f)
+    return by_platform(x, cpu=in_pieces, default=f)
 
 
 MAX_UNSTACKED_TOKENS = 4096

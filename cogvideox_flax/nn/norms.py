@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.resample import repeat_frames, repeat_space
 
 _MIN_LENGTH = 1e-12
@@ -96,7 +97,7 @@ class SpatialNormSiLU(nnx.Module):
         y = self.y(z)
         scale, shift = a * y, b * y + self.b(z)
 
-        return jax.lax.platform_dependent(
+        return by_platform(
             x,
             scale,
             shift,

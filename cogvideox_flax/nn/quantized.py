@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import Linear, Permutation, TransposedLinear, matmul_transposed, permuted
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.stack import same_arrays
 
 
@@ -94,7 +95,7 @@ def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array
 def _product(x: Num[Array, "*batch in"], kernel: Num[Array, "in out"]) -> Float32[Array, "*batch out"]:
     if x.dtype == jnp.int8:  # also supported on CPUs
         return _narrow_product(x, kernel)
-    return jax.lax.platform_dependent(x, kernel, cpu=_wide_product, default=_narrow_product)
+    return by_platform(x, kernel, cpu=_wide_product, default=_narrow_product)
 
 
 def _narrow_product(x: Array, kernel: Array) -> Array:

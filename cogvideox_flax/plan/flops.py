@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from cogvideox_flax.nn.conv import winograd
+from cogvideox_flax.nn.platforms import compiling_for
 
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 """Primitive of cuDNN's attention -> products of queries x keys x head size; backward recomputes the scores."""
@@ -51,7 +52,8 @@ def count_flops(f: Callable[..., Any], *args: Any, shares: Shares = MappingProxy
     Raises:
         ValueError: a loop whose length is not known before it runs, or a kernel without a cost estimate.
     """
-    return _count(jax.make_jaxpr(f)(*args).jaxpr, shares)
+    with compiling_for(None):
+        return _count(jax.make_jaxpr(f)(*args).jaxpr, shares)
 
 
 def _count(jaxpr: Jaxpr, shares: Shares) -> Flops:

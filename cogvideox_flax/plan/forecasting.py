@@ -27,7 +27,7 @@ from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import meshes
 from cogvideox_flax.plan.timing import ATTENTION_RATES, KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
 from cogvideox_flax.plan.wire import bytes_over_busiest_link
-from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
 _RATES = ", ".join(
@@ -152,7 +152,7 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)
-    with jax.set_mesh(mesh):
+    with compiling_on(mesh):
         executable = jax.jit(program, compiler_options=options, donate_argnames=program.donate).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from cogvideox_flax.nn.cpu import unstack_layers
+from cogvideox_flax.nn.platforms import compiling_for, platform_of
 from cogvideox_flax.runtime.compile_cache import CompileCache
 
 
@@ -152,20 +153,27 @@ class CompiledProgram:
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
-        with self._on_mesh():
+        with compiling_on(self.mesh):
             return self._jit.lower(*args).compile()
 
     def __call__(self, model: Any, *args: Any, jit: bool = True) -> Any:
         if not jit:
-            with jax.disable_jit(), self._on_mesh():
+            with jax.disable_jit(), compiling_on(self.mesh):
                 return self.program(model, *args)
         args = (self.model_argument(model), *args)
         executable = self._executable(args)
-        with self._on_mesh():
+        with compiling_on(self.mesh):
             return executable(*args)
 
-    def _on_mesh(self) -> Any:
-        return jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext()
+
+def compiling_on(mesh: Mesh | None) -> ExitStack:
+    """Context in which programs are traced for the devices of a mesh, or for JAX's first one."""
+    context = ExitStack()
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    context.enter_context(compiling_for(platform_of(device)))
+    if mesh is not None:
+        context.enter_context(jax.set_mesh(mesh))
+    return context
 
 
 def _shapes(args: tuple[Any, ...]) -> Any:

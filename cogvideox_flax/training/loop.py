@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.metrics import Mean, MetricsLog
@@ -96,7 +96,7 @@ class Trainer:
         config = self.config
         match_run(self.folder / SETTINGS_FILE, dataclasses.asdict(config) | dict(self.recorded), MAY_CHANGE)
         with (
-            jax.set_mesh(self.mesh) if self.mesh is not None else nullcontext(),
+            compiling_on(self.mesh),
             Snapshots(self.folder / "states", config.keep) as snapshots,
         ):
             state = init_state(params, config, self.mesh, self.rows)

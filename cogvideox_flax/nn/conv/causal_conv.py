@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, xla
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.sharding import Padding
 
 TAPS = 3
@@ -112,7 +113,7 @@ def _conv3d(
     how: dict[str, Any] = {"stride": stride, "padding": padding, "dtype": dtype}
     default = partial(xla.forward, **how)
     by_kernel = stride == 1 and tpu_kernel.why_not(x, residual, dtype) is None
-    return jax.lax.platform_dependent(
+    return by_platform(
         x,
         residual,
         kernel,
@@ -135,7 +136,7 @@ def _conv3d_backward(
 ) -> tuple[Array, Array | None, Array, Array]:
     x, residual, kernel, bias = saved
     how: dict[str, Any] = {"stride": static[0], "padding": padding}
-    dx, dkernel = jax.lax.platform_dependent(
+    dx, dkernel = by_platform(
         x,
         kernel,
         dy,
