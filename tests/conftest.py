@@ -63,8 +63,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests have a limit of their own. The tests marked `optimized` are left to the run with --optimized, which
-    runs no others, unless they alone are asked for."""
+    """Slow tests have a limit of their own, and long files come first. The tests marked `optimized` are left to the run
+    with --optimized, which runs no others, unless they alone are asked for."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
@@ -74,7 +74,13 @@ def pytest_collection_modifyitems(config, items):
         wanted, left = (marked, others) if config.option.optimized else (others, marked)
         config.hook.pytest_deselected(items=left)
         items[:] = wanted
+    order = {name: i for i, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), len(order)))
 
+
+LONG_FILES = ("hunyuan_pipeline", "autoencoder", "hunyuan_vae", "sharding", "hosts", "media", "training", "tpu")
+LONG_FILES += ("causal_conv", "attention", "pipeline", "long_clips", "step_cache", "hunyuan_transformer", "finetune")
+"""The files that take longest: a worker takes whole files, and none should begin its longest last."""
 
 SLOW_LIMIT_S = 3600
 """Seconds that a slow test may take; the limit of the others is in pyproject.toml."""

@@ -48,7 +48,7 @@ def as_users_compile():
     """These run for longer than they compile."""
     own = compiling.compiler_options
     with pytest.MonkeyPatch.context() as patch:
-        level = {"xla_backend_optimization_level": 3}
+        level = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
         patch.setattr(compiling, "compiler_options", lambda *args, **options: own(*args, **options) | level)
         yield
 

@@ -51,7 +51,7 @@ class Hosts:
         self.folders = [folder if shared else folder / f"host {i}" for i in range(2)]
         self.errors = [folder / f"stderr {i}" for i in range(2)]
         join = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", num_processes, "--process-id"]
-        flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
         self.processes = []
         for i, place in enumerate(self.folders):
             place.mkdir(parents=True, exist_ok=True)
