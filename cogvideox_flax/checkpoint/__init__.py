@@ -7,6 +7,7 @@ transformer/model.safetensors       type
 vae/model.safetensors
 """
 
+from cogvideox_flax.checkpoint.domain import Domain
 from cogvideox_flax.checkpoint.load import (
     cast,
     check_weights,
@@ -35,6 +36,7 @@ __all__ = [
     "CONFIG_FILE",
     "FORMAT_VERSION",
     "WEIGHTS_FILE",
+    "Domain",
     "Manifest",
     "cast",
     "check_contents",

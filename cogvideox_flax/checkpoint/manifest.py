@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.checkpoint.domain import Domain
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
 from cogvideox_flax.io.values import is_finite_number, load_json, shown
@@ -38,6 +39,7 @@ class Manifest:
         guidance_scale: recommended by the checkpoint's authors; None if config.json has none.
         weights: component -> dtype, sha256, source, quantized.
         tokenizer_sha256: tokenizer file -> SHA-256; empty in checkpoints of older versions.
+        domain: of the training of a small model; None: not limited, or not known.
     """
 
     family: str
@@ -46,6 +48,7 @@ class Manifest:
     guidance_scale: float | None = None
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokenizer_sha256: dict[str, str] = field(default_factory=dict)
+    domain: Domain | None = None
 
     @cached_property
     def model(self) -> VideoModel:
@@ -104,6 +107,7 @@ class Manifest:
             **{name: self.configs[name].to_dict() for name in self.model.config_types() if name in self.configs},
             **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
             **({"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}),
+            **({"domain": asdict(self.domain)} if self.domain is not None else {}),
             "weights": self.weights,
         }
 
@@ -134,6 +138,7 @@ class Manifest:
             guidance_scale=None if guidance is None else float(guidance),
             weights=weights,
             tokenizer_sha256={name: _text(hashes[name]) for name in family.tokenizer_files if name in hashes},
+            domain=Domain.from_json(raw["domain"]) if "domain" in raw else None,
         )
 
 

@@ -190,6 +190,13 @@ class GenerationRequest:
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
+    force: bool = option(
+        False,
+        "go on at a size at which the model gives no usable video",
+        group=WHAT,
+        for_media=True,
+        planned=True,
+    )
     lora: Sequence[Any] | None = option(
         None,
         "an adapter in diffusers' layout and its strength (1); several are added one after the other",

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint, sharding
-from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.checkpoint import Domain, Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
@@ -76,6 +76,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         size = model.resolve_size(num_frames, *asked)
         filled |= size.video
         shown_size = _check_long(model, request, size)
+        if manifest.domain is not None and not request.force and (said := manifest.domain.about_size(shown_size)):
+            raise InputError(f"{said}. Leave size and length out, or go on with force (--force)")
     if request.lora is not None:
         adapters = [request.lora] if isinstance(request.lora, str | os.PathLike) else request.lora
         with faults.caught():
@@ -97,6 +99,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     assert size is not None
     # a model that restores clips was trained at sizes of its own, which its release does not tell
     untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
+    if manifest.domain is not None:
+        untrained += _outside(result, manifest.domain)
     for warning in (*untrained, *_unused_media(result, size)):
         log.warning(warning)
     return result
@@ -113,6 +117,19 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
     if is_finite_number(request.guidance_scale):
         filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
     return filled
+
+
+def _outside(request: ResolvedRequest, domain: Domain) -> list[str]:
+    """Sentences about prompts and pictures that are unlike all of the model's training; adapters may add words."""
+    prompts = [] if request.lora else dict.fromkeys((*request.prompt, *request.negative_prompt))
+    pictures = [
+        (each.file, each.read(1, domain.height, domain.width, request.fit)[0])
+        for name in (*media.PICTURES, "video")
+        for each in getattr(request, name) or ()
+        if each.source is not None
+    ]
+    said = [*map(domain.about_prompt, prompts), *(domain.about_picture(*picture) for picture in pictures)]
+    return [sentence for sentence in said if sentence is not None]
 
 
 def _unused_media(request: ResolvedRequest, size: Size) -> list[str]:

@@ -212,7 +212,7 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
 def _save_checkpoint(job: FinetuneJob, manifest: Manifest, native: Path, denoiser: Any) -> Path:
     """A native checkpoint of the trained denoiser and the base model's other components."""
     target, name = job.config.out / CHECKPOINT_DIR, job.model.denoiser
-    base = manifest.weights[name]
+    base, manifest = manifest.weights[name], dataclasses.replace(manifest, domain=None)
     source = {
         "path": str(job.config.out.absolute()),
         "steps": job.config.loop.steps,

@@ -58,6 +58,7 @@ class FinetuneJob:
             use_dynamic_cfg=False,
             scheduler=self.manifest.configs["scheduler"].kind,
             seed=sample.seed,
+            force=True,  # it learns this size
         )
         return resolve(request, self.manifest)
 

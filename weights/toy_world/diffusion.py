@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float16, Float32, Int, Key
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.checkpoint import Domain, Manifest, load_text_encoder, load_transformer, parameters, save
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
@@ -62,6 +62,28 @@ def words() -> list[str]:
         rng = np.random.default_rng([SEED, i])
         found |= set(world.describe(world.sample_scene(rng, "any"), rng).split())
     return sorted(found)
+
+
+def domain() -> Domain:
+    """What the embedded models know. `prompts` are some that the present weights show well at seed 0."""
+    return Domain(
+        subject="one or two circles, squares or triangles, still or in motion",
+        words=tuple(words()),
+        stated={
+            "colour": tuple(world.COLOURS),
+            "shape": (*world.SHAPES, "ball"),
+            "motion": ("right", "left", "up", "down", "still", "upwards", "downwards", "move"),
+        },
+        prompts=(
+            "a large yellow circle goes up against a black background",
+            "a large blue square stays still on a white background",
+            "a large green square moves to the left",
+        ),
+        colours=(*world.COLOURS.values(), *world.BACKGROUNDS.values()),
+        num_frames=FRAMES,
+        height=SIZE,
+        width=SIZE,
+    )
 
 
 def make_tokenizer(run: Run) -> Tokenizer:
@@ -206,7 +228,7 @@ def write_checkpoint(
     """Write a native checkpoint from the three modules."""
     parts = {"text_encoder": TEXT, "transformer": transformer, "vae": VAE}
     configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
-    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE)
+    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE, domain=domain())
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(folder, manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})

@@ -1,0 +1,113 @@
+"""What a small model was trained on, said by its checkpoint: a run outside of it can then say so.
+
+Released models know of everything; the embedded ones know a few words, a few colours and one size.
+"""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from cogvideox_flax.io.values import expected_of, shown, typed
+from cogvideox_flax.models.sizes import Size
+
+NEAR_COLOUR = 90.0
+"""The greatest distance in RGB at which a pixel counts as one of the model's colours: pure blue counts as its blue."""
+MIN_SHARE = 0.9
+"""The minimum share of a picture's pixels that are near one of the colours, and of those like their right neighbour.
+Of the embedded models' own world both are 0.95 and above; of photographs, one at least is below 0.88."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """The training domain of a model.
+
+    subject: what its videos show, such as "simple shapes in motion".
+    words: all that its prompts were made of, in lower case.
+    stated: what every prompt stated, such as "motion" -> the words for it.
+    prompts: some that work.
+    colours: RGB, 0 to 255, of which its pictures consist.
+    num_frames, height, width: the size at which it was trained; at others it gives no usable video.
+    """
+
+    subject: str
+    words: tuple[str, ...]
+    stated: Mapping[str, tuple[str, ...]]
+    prompts: tuple[str, ...]
+    colours: tuple[tuple[int, int, int], ...]
+    num_frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def from_json(cls, raw: Any) -> Domain:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        hints = typing.get_type_hints(cls)
+        if not isinstance(raw, dict) or raw.keys() != hints.keys():
+            raise ValueError(f"domain is {shown(raw)}; expected {', '.join(hints)}")
+        stated = raw["stated"]
+        if not isinstance(stated, dict):
+            raise ValueError(f"the domain's stated is {shown(stated)}; expected lists of words")
+        values = {"stated": {name: typed(tuple[str, ...], words) for name, words in stated.items()}}
+        for name, kind in hints.items():
+            if name in values:
+                continue
+            try:
+                values[name] = typed(kind, raw[name])
+            except ValueError:
+                raise ValueError(f"the domain's {name} is {shown(raw[name])}; expected {expected_of(kind)}") from None
+        return cls(**values)
+
+    def about_prompt(self, prompt: str) -> str | None:
+        """What of a prompt is outside of the domain, in a sentence; None if nothing is."""
+        words = list(dict.fromkeys(_words(prompt)))
+        if not words:
+            return None
+        if unknown := [word for word in words if word not in self.words]:
+            found = ", ".join(f"{word!r}{self._hint(word)}" for word in unknown)
+            said = f"the model does not know {'the word ' if len(unknown) == 1 else ''}{found}"
+        elif missing := [name for name, known in self.stated.items() if not set(words) & set(known)]:
+            found = " and no ".join(f"{name} such as {' or '.join(self.stated[name][:5])}" for name in missing)
+            said = f"the prompt {shown(prompt)} says no {found}"
+        else:
+            return None
+        return f"{said}; it shows {self.subject}. Prompts that work: {'; '.join(self.prompts)}"
+
+    def _hint(self, word: str) -> str:
+        near = get_close_matches(word, self.words, 1, 0.8)
+        return f" (did you mean {near[0]!r}?)" if near else ""
+
+    def about_picture(self, name: str, picture: UInt8[np.ndarray, "H W 3"]) -> str | None:
+        """Whether a picture is unlike all of the domain, in a sentence; None if it is not."""
+        pixels = picture.astype(np.float32)
+        distances = [np.square(pixels - colour).sum(-1) for colour in self.colours]
+        near = (np.min(distances, 0) <= NEAR_COLOUR**2).mean()
+        flat = (np.abs(np.diff(pixels, axis=1)).max(-1) <= 8).mean()
+        if min(near, flat) >= MIN_SHARE:
+            return None
+        return f"{name} is like no picture of the model's training: it shows {self.subject}, in a few flat colours"
+
+    def about_size(self, size: Size) -> str | None:
+        """Why there is no usable video of a size, and what is; None if there is one."""
+        if (size.num_frames, size.height, size.width) == (self.num_frames, self.height, self.width):
+            return None
+        return (
+            f"the model gives no usable video of {size.num_frames} frames at {size.height}x{size.width}; it knows "
+            f"{self.num_frames} frames at {self.height}x{self.width}"
+        )
+
+
+def _words(prompt: str) -> list[str]:
+    """The words of a prompt in lower case, without punctuation."""
+    return re.findall(r"[^\s.,;:!?\"()]+", prompt.lower())
