@@ -750,7 +750,7 @@ def plain_environment() -> dict[str, str]:
 
 def test_a_start_is_quiet(tmp_path):
     """libtpu is installed here and there is no TPU, of which it would complain."""
-    for argv in (["info"], ["encode", "red", "--dir", tmp_path / "run", "--quiet"]):
+    for argv in (["info"], ["encode", "a red circle moves up", "--dir", tmp_path / "run", "--quiet"]):
         done = python("-m", "cogvideox_flax", *argv, env=plain_environment(), inherit=False)
         assert (done.returncode, done.stderr) == (0, "")
 
