@@ -42,6 +42,17 @@ def _equal_programs_are_one():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compile_with_the_options_of_the_file(request):
+    """A file's `XLA_OPTIONS` are those of all programs of its pipelines."""
+    from cogvideox_flax.runtime import compile as compiling
+
+    own, more = compiling.compiler_options, getattr(request.module, "XLA_OPTIONS", {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "compiler_options", lambda *args, **how: own(*args, **how) | more)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _trace_for_cpus():
     """Programs are traced for CPUs alone, but where a test says otherwise with `compiling_for`."""

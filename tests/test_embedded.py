@@ -16,11 +16,13 @@ from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.io.video import read_video
-from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.schedulers import DDIMScheduler
 from weights.toy_world import judge_image_to_video, judge_video_to_video
 from weights.toy_world.judge import rates, score
 from weights.toy_world.prompt_following import make_items
+
+XLA_OPTIONS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+"""As users compile: these tests run for longer than they compile."""
 
 STEPS = 20
 IMAGE_TO_VIDEO = hub.EMBEDDED.with_name("embedded_image_to_video")
@@ -41,16 +43,6 @@ def percent(frames, prompts=PROMPTS):
 def generate(pipe, prompts=PROMPTS, **settings):
     settings = {"num_inference_steps": STEPS, "seed": 5, "progress": False} | settings
     return pipe(prompts, **settings).frames
-
-
-@pytest.fixture(scope="module", autouse=True)
-def as_users_compile():
-    """These run for longer than they compile."""
-    own = compiling.compiler_options
-    with pytest.MonkeyPatch.context() as patch:
-        level = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
-        patch.setattr(compiling, "compiler_options", lambda *args, **options: own(*args, **options) | level)
-        yield
 
 
 @pytest.fixture(scope="module")

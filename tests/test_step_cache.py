@@ -30,6 +30,9 @@ from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.stack import scan_layers
 from cogvideox_flax.plan import forecast
 
+XLA_OPTIONS = {"xla_cpu_use_fusion_emitters": True}
+"""As users compile: with them, loops and single steps have equal bits."""
+
 PROMPT = "a red circle moves to the right"
 STEPS = 5
 SCHEDULE = (1, 4, 2)  # full, full, cached, full, full: the last step of the middle is full again
@@ -43,7 +46,14 @@ def pipe():
 
 
 def request(form=None, schedule=None, **options):
-    how = {"num_frames": 9, "num_inference_steps": STEPS, "seed": 3, "scheduler": "ddim", "output_type": "latent"}
+    how = {
+        "num_frames": 9,
+        "force": True,
+        "num_inference_steps": STEPS,
+        "seed": 3,
+        "scheduler": "ddim",
+        "output_type": "latent",
+    }
     return GenerationRequest(PROMPT, step_cache=form, step_cache_schedule=schedule, **how | options)
 
 
@@ -92,7 +102,7 @@ def test_some_schedules():
     ],
 )
 def test_refused(pipe, options, message):
-    asked = dataclasses.replace(GenerationRequest(PROMPT, num_frames=9, num_inference_steps=5), **options)
+    asked = dataclasses.replace(GenerationRequest(PROMPT, num_frames=9, force=True, num_inference_steps=5), **options)
     with pytest.raises(InputError, match=message):
         pipe.resolve(asked)
 
@@ -240,7 +250,7 @@ def test_a_loop_goes_on_from_each_of_its_states(pipe, form):
                 pipe.denoise(conditioning, asked, state=bare)
 
 
-COMMAND = ["generate", PROMPT, "--num-frames", "9", "--steps", "6", "--dtype", "float32", "--quiet"]
+COMMAND = ["generate", PROMPT, "--num-frames", "9", "--force", "--steps", "6", "--dtype", "float32", "--quiet"]
 COMMAND += ["--step-cache", "deepcache", "--step-cache-schedule", "1,6,3"]  # full: 0, 1, 4
 
 
@@ -272,7 +282,7 @@ def test_a_stopped_run_goes_on_before_a_full_step(tmp_path, monkeypatch, capsys,
 def test_stage_files_know_the_cache(tmp_path, capsys):
     folder = str(tmp_path / "run")
     how = ["--dir", folder, "--dtype", "float32", "--quiet"]
-    assert cli.main(["encode", PROMPT, "--num-frames", "9", *how]) == 0
+    assert cli.main(["encode", PROMPT, "--num-frames", "9", "--force", *how]) == 0
     cached = ["denoise", "--steps", "4", "--step-cache", "residual", "--step-cache-schedule", "1,4,3"]
     assert cli.main([*cached, *how]) == 0
     latents = (tmp_path / "run" / run_files.LATENTS_FILE).read_bytes()
