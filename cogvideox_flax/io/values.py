@@ -1,11 +1,12 @@
-"""Checks of values from JSON and TOML files: configs, the settings of a run, training files."""
+"""Values out of JSON and TOML files: converted to a type, or refused with what is expected. And reading JSON files."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
@@ -40,6 +41,7 @@ def shown(value: Any, most: int = 80) -> str:
 
 
 _SIMPLE: dict[Any, tuple[Any, str]] = {
+    Any: (object, "a value"),
     bool: (bool, "true or false"),
     int: (int, "a whole number"),
     float: (Real, "a number"),
@@ -56,14 +58,20 @@ def typed(kind: Any, value: Any) -> Any:
     """A value out of a JSON or TOML file as a type: lists become tuples where tuples are expected, and so on.
 
     Args:
-        kind: bool, int, float, str, Path, None, Any; a Literal, a TypedDict; or tuples, lists, sequences and unions of
-            these.
+        kind: bool, int, float, str, Path, None, Any; a Literal, a TypedDict; tuples, lists, sequences and unions of
+            these; or a dataclass with fields of any of these types, for a table with their names.
 
     Raises:
-        ValueError: it is of another type; with what is expected. Ranges are the caller's to check.
+        ValueError: it is of another type; with what is expected, or for a dataclass's table with all its `faults_of`.
+            Ranges are the caller's to check.
     """
-    if kind is Any:
-        return value
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ValueError(expected_of(kind))
+        if faults := faults_of(kind, value):
+            raise ValueError("\n".join(faults))
+        hints = typing.get_type_hints(kind)
+        return kind(**{name: typed(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
     try:
         return _typed(kind, value)
     except (ValueError, OverflowError):  # of a part, or an integer beyond the range of float
@@ -88,7 +96,7 @@ def _typed(kind: Any, value: Any) -> Any:
         if isinstance(value, list | tuple) and (len(each) == 1 or len(each) == len(value)):
             kinds = each * len(value) if len(each) == 1 else each
             return (tuple if origin is tuple else list)(typed(*pair) for pair in zip(kinds, value, strict=True))
-    elif isinstance(value, _SIMPLE[kind][0]) and not (isinstance(value, bool) and kind is not bool):
+    elif isinstance(value, _SIMPLE[kind][0]) and not (isinstance(value, bool) and kind not in (bool, Any)):
         return kind(value) if kind in (float, Path) else value
     raise ValueError
 
@@ -100,9 +108,38 @@ def expected_of(kind: Any) -> str:
         return " or ".join(dict.fromkeys(map(expected_of, parts)))
     if origin is Literal:
         return " or ".join(map(str, parts))
+    if origin is tuple and ... not in typing.get_args(kind):
+        return f"a list of {len(parts)}: {', '.join(map(expected_of, parts))}"
     if origin is not None:
         return f"a list of {expected_of(parts[0]).removeprefix('a ').replace(' in quotes', '')}s"
-    return "a table" if typing.is_typeddict(kind) else _SIMPLE[kind][1]
+    return "a table" if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind) else _SIMPLE[kind][1]
+
+
+def faults_of(kind: Any, table: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What is wrong with a table for a dataclass, and with the tables in it: an indented line for each fault.
+
+    Faults are keys that are unknown or missing, and values of another type than the field.
+
+    Args:
+        prefix: the dotted name of the table, with a dot at its end; "" for the whole file.
+    """
+    fields, hints = {field.name: field for field in dataclasses.fields(kind)}, typing.get_type_hints(kind)
+    faults = [f"  {prefix}{key}: unknown key; known are {', '.join(fields)}" for key in table if key not in fields]
+    for name, field in fields.items():
+        hint, where = hints[name], f"{prefix}{name}"
+        if name not in table:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                faults.append(f"  {where}: missing")
+        elif not dataclasses.is_dataclass(hint):
+            try:
+                typed(hint, table[name])
+            except ValueError as e:
+                faults.append(f"  {where}: got {shown(table[name])}, expected {e}")
+        elif isinstance(table[name], Mapping):
+            faults += faults_of(hint, table[name], f"{where}.")
+        else:
+            faults.append(f"  {where}: got {shown(table[name])}, expected a table, [{where}]")
+    return faults
 
 
 MAX_BYTES = 64 * 2**20

@@ -26,8 +26,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -36,7 +34,7 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
-from cogvideox_flax.io.values import MAX_FLOAT32, is_count, shown, typed
+from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, shown, typed
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -101,8 +99,8 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """The training loop.
+class LoopTable:
+    """[loop] of the file: the training loop.
 
     steps: optimizer steps in all. The learning rate schedule has this length.
     accumulate: micro-batches per step, whose gradients are averaged.
@@ -113,20 +111,17 @@ class LoopConfig:
     """
 
     steps: int
-    seed: int = 0
     accumulate: int = 1
     dtype: str = "float32"
     ema_decay: float = 0.999
     log_every: int = 10
     save_minutes: float = 5.0
     keep: int = 2
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
         require(
             self,
             ("steps", is_count(self.steps, MAX_COUNT), COUNT),
-            ("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}"),
             ("accumulate", is_count(self.accumulate, MAX_COUNT), COUNT),
             ("dtype", self.dtype in ("float32", "bfloat16"), "float32 or bfloat16"),
             ("ema_decay", 0 <= self.ema_decay < 1, "0 to below 1"),
@@ -134,6 +129,18 @@ class LoopConfig:
             ("save_minutes", self.save_minutes > 0, "above 0"),
             ("keep", is_count(self.keep, MAX_COUNT), COUNT),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(LoopTable):
+    """The training loop, and what stands at the top of the file because it is not of the loop alone."""
+
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, ("seed", 0 <= self.seed < 2**32, f"0 to {2**32 - 1}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A fine-tuning run.
+    """A fine-tuning run: the tables and keys of the file.
 
     model: native or Hugging Face layout directory, or hub id; None for the embedded checkpoint.
     revision: of a hub id: branch, tag or commit.
@@ -197,10 +204,17 @@ class TrainingConfig:
     remat: bool = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
-    loop: LoopConfig
+    loop: LoopTable
+    seed: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    @property
+    def trainer(self) -> LoopConfig:
+        """The settings of the `Trainer`."""
+        return LoopConfig(**vars(self.loop), seed=self.seed, optimizer=self.optimizer)
 
     def __post_init__(self) -> None:
-        lora, accumulate = self.lora, self.loop.accumulate
+        lora, accumulate = self.lora, self.trainer.accumulate  # `trainer` checks the seed
         require(
             self,
             ("method", self.method in METHODS, " or ".join(METHODS)),
@@ -233,16 +247,21 @@ def read_config(path: Path, overrides: Mapping[str, Any] | None = None) -> Train
         target = raw.setdefault(table, {}) if table else raw
         if isinstance(target, dict):
             target[key] = value
-    faults: list[str] = []
-    # In the file, seed and [optimizer] stand at the top; the dataclass has them in the loop.
-    top_level = {"seed": raw.pop("seed", 0), "optimizer": raw.pop("optimizer", {})}
-    if isinstance(loop := raw.get("loop", {}), dict):
-        faults += [f"  loop.{key}: unknown key; it stands at the top of the file" for key in top_level if key in loop]
-        raw["loop"] = loop | top_level
-    values = _typed_values(TrainingConfig, raw, "", faults)
+    faults = []
+    for key in ("clips", "out"):
+        try:
+            if isinstance(raw.get(key), str | Path):
+                raw[key] = expand_user(raw[key])
+        except InputError as e:  # an unknown user in ~user
+            faults.append(f"  {key}: {e}")
+    loop = raw.setdefault("loop", {})
+    for key in ("seed", "optimizer"):
+        if isinstance(loop, dict) and loop.pop(key, None) is not None:
+            faults.append(f"  loop.{key}: unknown key; it stands at the top of the file")
+    faults += [fault.removesuffix(" or null") for fault in faults_of(TrainingConfig, raw)]  # TOML has no null
     if faults:
         raise InputError(f"{path} is not a training configuration ({len(faults)} faults):\n" + "\n".join(faults))
-    return _build(TrainingConfig, values)
+    return typed(TrainingConfig, raw)
 
 
 def config_json(config: TrainingConfig) -> dict[str, Any]:
@@ -252,7 +271,7 @@ def config_json(config: TrainingConfig) -> dict[str, Any]:
 
 def config_of_json(values: Mapping[str, Any]) -> TrainingConfig:
     """The inverse of `config_json`."""
-    return _build(TrainingConfig, _typed_values(TrainingConfig, values, "", []))
+    return typed(TrainingConfig, values)
 
 
 def _read_text(path: Path) -> str:
@@ -261,47 +280,3 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"cannot read the training settings {path}: {e}") from e
-
-
-def _typed_values(cls: type, raw: Mapping[str, Any], prefix: str, faults: list[str]) -> dict[str, Any]:
-    """The values of a dataclass's fields, converted to the fields' types; faults are appended to `faults`."""
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    known = [name for name in fields if not (cls is LoopConfig and name in ("seed", "optimizer"))]
-    if cls is TrainingConfig:
-        known += ["seed", "optimizer"]
-    faults += [f"  {prefix}{key}: unknown key; known are {', '.join(known)}" for key in raw if key not in fields]
-    for name, spec in fields.items():
-        required = spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING
-        if required and name not in raw:
-            faults.append(f"  {prefix}{name}: missing")
-    values = {}
-    for name in fields.keys() & raw.keys():
-        shown = name if name in ("seed", "optimizer") else f"{prefix}{name}"
-        values[name] = _typed_value(hints[name], raw[name], shown, faults)
-    return values
-
-
-def _typed_value(kind: Any, value: Any, name: str, faults: list[str]) -> Any:
-    if dataclasses.is_dataclass(kind):
-        if isinstance(value, dict):
-            return _typed_values(typing.cast(type, kind), value, f"{name}.", faults)
-        faults.append(f"  {name}: got {value!r}, expected a table, [{name}]")
-        return None
-    if value is None and types.NoneType in typing.get_args(kind):
-        return None
-    kinds = [part for part in typing.get_args(kind) if part is not types.NoneType]  # messages name what TOML has
-    kind = kinds[0] if isinstance(kind, types.UnionType) else kind
-    try:
-        found = typed(kind, value)
-        return expand_user(str(found)) if kind is Path else found
-    except InputError as e:  # an unknown user in ~user
-        faults.append(f"  {name}: {e}")
-    except ValueError as e:
-        faults.append(f"  {name}: got {value!r}, expected {e}")
-    return None
-
-
-def _build(cls: type, values: Mapping[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    return cls(**{k: _build(hints[k], v) if dataclasses.is_dataclass(hints[k]) else v for k, v in values.items()})

@@ -97,7 +97,7 @@ def finetune(
         trainer = Trainer(
             loss=partial(_loss, job=job),
             batches=partial(_batch, job=job, latents=latents, captions=captions),
-            config=config.loop,
+            config=config.trainer,
             folder=out / TRAINING_DIR,
             frozen=frozen,
             mesh=job.mesh,
@@ -127,7 +127,7 @@ def _assemble(job: FinetuneJob, params: dict[str, Any], frozen: dict[str, Any]) 
 def _batch(step: int, *, job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
     """`mean`, `std`, and `text` (features by name) of the clips of one step."""
     config = job.config
-    indices = shuffled_indices(step, batch=config.batch, count=len(job.clips), seed=config.loop.seed)
+    indices = shuffled_indices(step, batch=config.batch, count=len(job.clips), seed=config.seed)
     return {**latents.gather(indices), "text": captions.gather(indices)}
 
 

@@ -116,7 +116,7 @@ class FinetuneJob:
 
     def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
         """The denoiser with new adapters, which change nothing yet."""
-        config, rngs = self.config.lora, nnx.Rngs(self.config.loop.seed)
+        config, rngs = self.config.lora, nnx.Rngs(self.config.seed)
         targets = self.lora_targets
         return lora.add_lora(self.model, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 
