@@ -59,7 +59,7 @@ class Domain:
         stated = raw["stated"]
         if not isinstance(stated, dict):
             raise ValueError(f"the domain's stated is {shown(stated)}; expected lists of words")
-        values = {"stated": {name: typed(tuple[str, ...], words) for name, words in stated.items()}}
+        values: dict[str, Any] = {"stated": {name: typed(tuple[str, ...], words) for name, words in stated.items()}}
         for name, kind in hints.items():
             if name in values:
                 continue

@@ -40,7 +40,11 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
 """The name of the small image-to-video checkpoint that comes with it."""
 
-_BY_NAME: dict[Any, Path] = {None: EMBEDDED, EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video")}
+_BY_NAME: dict[Any, Path] = {
+    None: EMBEDDED,
+    "embedded": EMBEDDED,
+    EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video"),
+}
 
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
@@ -51,8 +55,8 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
     hub id belongs to one commit and does not need the downloaded files.
 
     Args:
-        where: directory or hub id; None for the embedded checkpoint, "embedded-image-to-video" for the one that
-            takes a first frame.
+        where: directory or hub id; None or "embedded" for the embedded checkpoint, "embedded-image-to-video" for the
+            one that takes a first frame.
         revision: for a hub id: branch, tag or commit.
         progress: progress bars on stderr.
 

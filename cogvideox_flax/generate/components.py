@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
+from cogvideox_flax.generate.keywords import CALL, METHODS
 from cogvideox_flax.generate.programs import ProgramCall
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.io.contents import content_hash, fingerprint
 from cogvideox_flax.io.paths import NotPrivateError
+from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
+from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
@@ -67,6 +71,7 @@ class Components:
         self.tokenizer: Any = model.make_tokenizer(native_dir)
         self.scheduler: Scheduler = model.sampler(configs["scheduler"].kind)
         self.loras: list[Mapping[str, Any]] = []
+        self._known_loras: dict[str, Mapping[str, Any]] = {}  # by name, also those that are not used
         self.adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
@@ -81,19 +86,21 @@ class Components:
     @classmethod
     def from_pretrained(
         cls,
-        where: str | Path | None,
-        dtype: str = "bfloat16",
+        where: str | Path | None = None,
+        dtype: Any = None,
         mesh: Mesh | None = None,
         *,
         revision: str | None = None,
         progress: bool = True,
+        **others: Any,
     ) -> Self:
         """Open a checkpoint.
 
         Args:
             where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
-                cache, with progress; None for the embedded checkpoint.
-            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs); the dtype of weights and activations.
+                cache, with progress; "embedded" (the default) and "embedded-image-to-video" come with the package.
+            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs), or JAX's types of these names; the
+                dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
             mesh: from `sharding.make_mesh`; None for one device.
             revision: for a hub id: branch, tag or commit.
             progress: progress bars of downloads and conversions on stderr.
@@ -102,10 +109,21 @@ class Components:
             InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
                 devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
                 before anything is converted.
+            TypeError: another keyword; diffusers' torch_dtype is answered with the name to use.
         """
+        for name in others:
+            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision and progress")
+            raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
+        libtpu.quiet_without_tpu()
         manifest = hub.peek(where, revision, progress=progress)
+        dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+
+    def __repr__(self) -> str:
+        mesh = "" if self.mesh is None else f", mesh {','.join(map(str, self.mesh.devices.shape))}"
+        adapters = f", {len(self.loras)} adapters" if self.loras else ""
+        return f"<{type(self).__name__} of {self.native_dir.name}, {self.dtype}{mesh}{adapters}>"
 
     # --- components
 
@@ -116,7 +134,8 @@ class Components:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model.components:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            hint = f"; diffusers' {name} is here: {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         return self.component(name)
 
     def component(self, name: str) -> Any:
@@ -152,25 +171,79 @@ class Components:
 
     # --- adapters
 
-    def load_lora(self, path: str | Path, scale: float = 1.0) -> None:
+    def load_lora(self, path: str | Path, scale: float = 1.0, name: str | None = None) -> None:
         """Add an adapter to the denoiser's weights; several may be added, one after the other.
 
         Args:
             path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
             scale: its strength; 1 is as trained where the file says its alpha.
+            name: for `set_adapters`; default: default_0, default_1, ...
 
         Raises:
             InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
-                not a finite number; or the weights are quantized.
+                not a finite number; or the weights are quantized; or the name is taken.
         """
-        name = self.manifest.model.lora.component
-        if kind := self.manifest.quantized(name):
+        component = self.manifest.model.lora.component
+        if kind := self.manifest.quantized(component):
             raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
-        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[name])
+        name = f"default_{len(self._known_loras)}" if name is None else name
+        if name in self._known_loras:
+            raise InputError(f"there is an adapter {name!r} already; give another name")
+        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component])
         self.use_loras(self.loras)
-        if name in self._loaded:
-            self._loaded[name] = self._merge(record, self._loaded[name])
+        if component in self._loaded:
+            self._loaded[component] = self._merge(record, self._loaded[component])
+        self._known_loras[name] = record
         self.loras = self.adapters = [*self.loras, record]
+
+    def load_lora_weights(
+        self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
+    ) -> None:
+        """`load_lora` by diffusers' name.
+
+        Args:
+            weight_name: of the file in the directory `path`.
+        """
+        self.load_lora(path if weight_name is None else Path(path) / weight_name, name=adapter_name)
+
+    def set_adapters(self, names: str | Sequence[str], weights: float | Sequence[float] | None = None) -> None:
+        """Run with these of the adapters that were loaded, and no others.
+
+        The denoiser's weights are read again, so that what is left out leaves no rounding behind.
+
+        Args:
+            weights: the strength of each, or of all; None: as they were loaded.
+
+        Raises:
+            InputError: an unknown name, another number of weights, or one that is not a finite number.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        if unknown := [name for name in names if name not in self._known_loras]:
+            known = ", ".join(self._known_loras) or "none"
+            raise InputError(f"there is no adapter {', '.join(map(repr, unknown))}; loaded are: {known}")
+        loaded = [self._known_loras[name] for name in names]
+        if weights is None:
+            weights = [record["scale"] for record in loaded]
+        elif not isinstance(weights, Sequence):
+            weights = [weights] * len(names)
+        if len(weights) != len(names) or not all(map(is_finite_number, weights)):
+            raise InputError(f"weights is {shown(weights)}; expected a finite number for each of {len(names)} adapters")
+        self.loras = [{**record, "scale": float(w)} for record, w in zip(loaded, weights, strict=True)]
+        self.use_loras(self.loras)
+
+    def unload_lora_weights(self) -> None:
+        """Run with the checkpoint's own weights, and forget all adapters."""
+        self._known_loras.clear()
+        self.set_adapters([])
+
+    def get_active_adapters(self) -> list[str]:
+        """The names of the adapters that are in use."""
+        used = [(record["file"], record["sha256"]) for record in self.loras]
+        return [name for name, record in self._known_loras.items() if (record["file"], record["sha256"]) in used]
+
+    def get_list_adapters(self) -> list[str]:
+        """The names of all that were loaded."""
+        return list(self._known_loras)
 
     def use_loras(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run."""
@@ -272,3 +345,13 @@ class Components:
         """What to do about NaN in the latents."""
         sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return sound if self.dtype == "float32" else ""
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Such as "bfloat16", of a dtype or its name."""
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)

@@ -64,6 +64,9 @@ class DenoiseState:
     sampler: Any
     cache: Any = None
 
+    def __repr__(self) -> str:
+        return f"<DenoiseState after step {self.step}: latents {list(self.latents.shape)}>"
+
 
 @dataclass(frozen=True)
 class DenoiseStep(Program):

@@ -27,7 +27,7 @@ class Conditioning:
 
     text: features of the prompts, by name.
     negative_text: the same of the negative prompts; None runs without guidance.
-    pictures: features of given pictures, by name; the same with and without the prompt.
+    pictures: features of given pictures, by name; both halves of guidance see them.
     video: latents [B, T, h, w, C] of a given clip, scaled, with the extra latent frames, from which the loop starts.
     """
 
@@ -35,6 +35,11 @@ class Conditioning:
     negative_text: Features | None = None
     pictures: Features = field(default_factory=dict)
     video: Float[Any, "B T h w C"] | None = None
+
+    def __repr__(self) -> str:
+        parts = {**self.text, **self.pictures} | ({} if self.video is None else {"video": self.video})
+        arrays = ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in parts.items())
+        return f"<Conditioning {'with' if self.guided else 'without'} guidance: {arrays}>"
 
     @property
     def batch(self) -> int:

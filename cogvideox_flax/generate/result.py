@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import html
 import json
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +23,7 @@ from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.source import FrameStream
+from cogvideox_flax.io.values import shown
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.version import __version__
@@ -28,7 +32,11 @@ PER_ITEM = ("prompt", "negative_prompt", "seed")
 """What the items of a result may differ in."""
 
 
-@dataclass(frozen=True)
+MAX_SHOWN = 8
+"""Videos that a notebook shows."""
+
+
+@dataclass(frozen=True, repr=False)
 class GenerationResult:
     """What a run returns.
 
@@ -42,6 +50,38 @@ class GenerationResult:
     frames: Any
     fps: int
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        if isinstance(self.frames, np.ndarray) and len(self.frames) == 1 and self.frames.ndim == 5:
+            count, height, width = self.frames.shape[1:4]
+            what = f"{count} frames of {height}x{width}, {self.fps} fps, {self.frames.dtype}"
+        elif isinstance(self.frames, np.ndarray):
+            what = f"{self.frames.dtype} {list(self.frames.shape)}, {self.fps} fps"
+        else:
+            what = f"{len(self.frames)} videos, {self.fps} fps"
+        return f"<GenerationResult: {what}; {shown(self.metadata.get('prompt'))}, seed {self.metadata.get('seed')}>"
+
+    def _repr_html_(self) -> str | None:
+        """The videos with prompts and seeds, for a notebook: up to `MAX_SHOWN` of uint8 frames at hand; else None."""
+        if not isinstance(self.frames, np.ndarray) or self.frames.dtype != np.uint8:
+            return None
+        figures = []
+        with tempfile.TemporaryDirectory() as folder:
+            for i, clip in enumerate(self.frames[:MAX_SHOWN]):
+                save_video(path := Path(folder) / "video.mp4", clip, self.fps)
+                data = base64.b64encode(path.read_bytes()).decode("ascii")
+                prompt, seed = (
+                    value[i] if isinstance(value := self.metadata.get(name), list) else value
+                    for name in ("prompt", "seed")
+                )
+                figures.append(
+                    f'<figure style="display:inline-block;margin:4px"><video controls loop autoplay muted '
+                    f'width="{max(clip.shape[2], 256)}" src="data:video/mp4;base64,{data}"></video>'
+                    f"<figcaption>{html.escape(str(prompt))}, seed {seed}</figcaption></figure>"
+                )
+        if len(self.frames) > MAX_SHOWN:
+            figures.append(f"<p>and {len(self.frames) - MAX_SHOWN} more</p>")
+        return "".join(figures)
 
     def save(self, path: str | Path) -> list[Path]:
         """Write one file per item, by the path's suffix (.mp4, .gif, ...); items of a batch are numbered.

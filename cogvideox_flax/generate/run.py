@@ -33,7 +33,12 @@ from cogvideox_flax.runtime.global_arrays import fetch, replicate
 
 
 def run(
-    pipe: Components, request: ResolvedRequest, files: RunFiles | None = None, stages: Sequence[str] = STAGES
+    pipe: Components,
+    request: ResolvedRequest,
+    files: RunFiles | None = None,
+    stages: Sequence[str] = STAGES,
+    *,
+    text: Conditioning | None = None,
 ) -> Events[None]:
     """Encode, denoise and decode.
 
@@ -42,6 +47,7 @@ def run(
         files: keeps what is finished and gives it back; then one stage is done for all videos before the next begins,
             and each stage's components leave with it. None keeps nothing, and makes one video after the other.
         stages: those to do, of "encode", "denoise", "decode". A stage that is left out before them is in `files`.
+        text: features of the prompts that are known already; the rest of a conditioning does not matter.
 
     Raises:
         InputError: it does not fit into the devices' memory, before anything is loaded; an encoder or the decoder gives
@@ -64,7 +70,7 @@ def run(
         for one in request.videos():
             yield from _run_as_one_program(pipe, one)
     else:
-        yield from make_videos(pipe, request, files, stages)
+        yield from make_videos(pipe, request, files, stages, text=text)
 
 
 def make_videos(

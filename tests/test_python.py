@@ -1,0 +1,216 @@
+"""Python's way in: the embedded model without a name, help and completion, diffusers' names, what a notebook shows."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import inspect
+import os
+import re
+import sys
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import processes
+import pytest
+from commands import ROOT
+from flax import nnx
+from PIL import Image
+
+from cogvideox_flax import CogVideoXPipeline, GenerationRequest, GenerationResult, Pipeline
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.keywords import ADAPTERS, CALL, METHODS
+from cogvideox_flax.io.video import read_video
+from cogvideox_flax.lora import add_lora, save_lora
+from cogvideox_flax.models.cogvideox.model import CogVideoX
+
+PROMPT = "a red circle moves up"
+QUICK = {"num_inference_steps": 2, "progress": False}
+
+PIPELINES = [
+    *(getattr(diffusers, f"CogVideoX{kind}Pipeline") for kind in ("", "ImageToVideo", "VideoToVideo", "FunControl")),
+    diffusers.HunyuanVideo15Pipeline,
+    diffusers.HunyuanVideo15ImageToVideoPipeline,
+]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained()
+
+
+@pytest.fixture(scope="module")
+def video(pipe):
+    return pipe(PROMPT, seed=5, **QUICK)
+
+
+def test_the_embedded_models_have_names(pipe):
+    assert (pipe.native_dir.name, pipe.dtype) == ("embedded", "float32")
+    assert Pipeline.from_pretrained("embedded").manifest == pipe.manifest
+    assert CogVideoXPipeline.from_pretrained("embedded-image-to-video").native_dir.name == "embedded_image_to_video"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16)], ids=["type", "name", "dtype"])
+def test_dtypes_of_jax_are_dtypes(dtype):
+    assert Pipeline.from_pretrained(dtype=dtype).dtype == "bfloat16"
+    with pytest.raises(InputError, match="unknown dtype 'int8'"):
+        Pipeline.from_pretrained(dtype=jnp.int8)
+
+
+def test_the_call_shows_every_option_with_its_type_and_help(pipe):
+    found = inspect.signature(pipe).parameters
+    for field in dataclasses.fields(GenerationRequest)[1:]:
+        assert found[field.name].default == field.default and found[field.name].annotation == field.type
+        if option := field.metadata.get("option"):
+            assert " ".join(f"{field.name}: {option.help}".split()) in " ".join(Pipeline.__call__.__doc__.split())
+    assert list(found)[:3] == ["prompt", "negative_prompt", "num_frames"]
+    assert {"callback", "progress"} <= found.keys()
+
+
+def test_an_unknown_keyword_is_answered(pipe):
+    with pytest.raises(TypeError, match="there is no option 'sede'; did you mean 'seed'"):
+        pipe(PROMPT, sede=1)
+    with pytest.raises(TypeError, match="a prompt is missing"):
+        pipe()
+    with pytest.raises(TypeError, match="says everything"):
+        pipe(GenerationRequest(PROMPT), seed=1)
+
+
+def test_a_prompt_stands_for_a_request(pipe):
+    conditioning = pipe.encode(PROMPT, progress=False)
+    same = pipe.encode(GenerationRequest([PROMPT]), progress=False)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), conditioning, same))
+    assert pipe.resolve([PROMPT, PROMPT]).batch == 2
+
+
+def test_what_is_printed_is_short_and_says_what_it_is(pipe, video):
+    conditioning = pipe.encode(PROMPT, progress=False)
+    state = next(pipe.denoise(conditioning, GenerationRequest(PROMPT, num_inference_steps=2)))
+    found = [repr(each) for each in (pipe, video, conditioning, state)]
+    assert all(len(text) < 300 for text in found)
+    assert found[0] == "<Pipeline of embedded, float32>"
+    assert found[1] == f"<GenerationResult: 17 frames of 64x64, 8 fps, uint8; {PROMPT!r}, seed 5>"
+    assert found[2] == "<Conditioning with guidance: prompt_embeds [1, 24, 128]>"
+    assert found[3] == "<DenoiseState after step 1: latents [1, 5, 8, 8, 16]>"
+
+
+def test_a_notebook_shows_the_videos(video, tmp_path):
+    page = video._repr_html_()
+    assert page.count("<video") == 1 and f"{PROMPT}, seed 5" in page
+    (data,) = re.findall(r"data:video/mp4;base64,([\w+/=]+)", page)
+    (tmp_path / "x.mp4").write_bytes(base64.b64decode(data))
+    assert read_video(tmp_path / "x.mp4")[0].shape == (17, 64, 64, 3)
+    many = GenerationResult(np.repeat(video.frames, 10, 0), 8, {"prompt": ["<script>"] * 10, "seed": list(range(10))})
+    page = many._repr_html_()
+    assert page.count("<video") == 8 and "and 2 more" in page and "&lt;script&gt;, seed 7" in page
+    assert "<script>" not in page
+    assert dataclasses.replace(video, frames=video.frames / np.float32(255))._repr_html_() is None
+
+
+def test_output_types_of_diffusers(pipe, video):
+    as_float = pipe(PROMPT, seed=5, output_type="np", **QUICK).frames
+    np.testing.assert_array_equal(as_float, pipe(PROMPT, seed=5, output_type="float", **QUICK).frames)
+    (pictures,) = pipe(PROMPT, seed=5, output_type="pil", **QUICK).frames
+    assert isinstance(pictures[0], Image.Image)
+    np.testing.assert_array_equal(np.stack(pictures), video.frames[0])
+
+
+def test_embeds_stand_for_prompts(pipe, video):
+    """Also as another library's arrays; checked before anything runs."""
+    text = pipe.encode(PROMPT, progress=False)
+    embeds, negative = (np.asarray(half["prompt_embeds"]) for half in (text.text, text.negative_text))
+    given = {"prompt_embeds": embeds, "negative_prompt_embeds": negative, "seed": 5, **QUICK}
+    np.testing.assert_array_equal(pipe(**given).frames, video.frames)
+    both = pipe(prompt_embeds=np.repeat(embeds, 2, 0), guidance_scale=1, **QUICK)
+    assert both.frames.shape[0] == 2
+    with pytest.raises(InputError, match="with guidance, prompt_embeds need negative_prompt_embeds"):
+        pipe(prompt_embeds=embeds, **QUICK)
+    with pytest.raises(InputError, match="go with prompt_embeds"):
+        pipe(PROMPT, negative_prompt_embeds=negative, **QUICK)
+    with pytest.raises(InputError, match=r"prompt_embeds must be \[2, 24, 128\] for 2 prompts; got \(1, 24, 128\)"):
+        pipe([PROMPT] * 2, **given)
+    with pytest.raises(InputError, match="one program begins with the prompts"):
+        pipe(**given, one_program=True)
+
+
+@pytest.mark.parametrize("theirs", PIPELINES, ids=lambda kind: kind.__name__)
+def test_every_argument_of_diffusers_works_or_is_answered(pipe, theirs):
+    ours = {*inspect.signature(pipe).parameters, *CALL, "self"}
+    for name in inspect.signature(theirs.__call__).parameters:
+        is_embeds = re.fullmatch("(negative_)?(prompt_embeds(_mask)?(_2)?|image_embeds)", name)
+        assert name in ours or is_embeds, name
+        if name in CALL:
+            with pytest.raises(TypeError, match=f"{name} is diffusers' name; here: "):
+                pipe(PROMPT, **{name: 1})
+
+
+ITS_OWN = {
+    *("download", "load_config", "get_config_dict", "extract_init_dict", "register_modules", "register_to_config"),
+    *("register_for_auto_class", "push_to_hub", "save_config", "to_json_file", "to_json_string", "pack_weights"),
+    *("prepare_extra_step_kwargs", "write_lora_layers", "reset_device_map", "numpy_to_pil", "set_attention_slice"),
+    *("set_use_memory_efficient_attention_xformers", "enable_lora_hotswap", "prepare_cond_latents_and_mask"),
+}
+"""Methods by which diffusers' pipelines are built; nobody who makes videos calls them."""
+
+
+@pytest.mark.parametrize("theirs", PIPELINES, ids=lambda kind: kind.__name__)
+def test_every_method_of_diffusers_is_there_or_answered(pipe, theirs):
+    names = {name for name in dir(theirs) if not name.startswith("_") and callable(getattr(theirs, name))}
+    for name in names - ITS_OWN:
+        if hasattr(pipe, name):
+            continue
+        with pytest.raises(AttributeError, match=f"diffusers' {name} is here: "):
+            getattr(pipe, name)
+    assert not any(hasattr(pipe, name) for name in METHODS)
+    assert all(hasattr(pipe, name) for name in ADAPTERS)
+
+
+def test_torch_dtype_is_answered():
+    with pytest.raises(TypeError, match="dtype='bfloat16' of from_pretrained"):
+        Pipeline.from_pretrained(torch_dtype=jnp.bfloat16)
+
+
+def test_adapters_by_name(pipe, tmp_path):
+    """Taken out again, they leave no trace: the same bits as before."""
+    files = []
+    for seed in (1, 2):
+        adapted = add_lora(CogVideoX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
+        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
+        files.append(save_lora(CogVideoX, tmp_path / str(seed), adapted))
+
+    def latents():
+        return pipe(PROMPT, output_type="latent", **QUICK).frames
+
+    plain = latents()
+    pipe.load_lora_weights(files[0], adapter_name="one")
+    one = latents()
+    pipe.load_lora_weights(files[1].parent, weight_name=files[1].name, adapter_name="two")
+    both = latents()
+    assert pipe.get_list_adapters() == pipe.get_active_adapters() == ["one", "two"]
+    assert len({each.tobytes() for each in (plain, one, both)}) == 3
+    with pytest.raises(InputError, match="an adapter 'two' already"):
+        pipe.load_lora(files[1], name="two")
+    pipe.set_adapters("one")
+    assert (latents() == one).all() and pipe.get_active_adapters() == ["one"]
+    pipe.set_adapters(["one", "two"], [0.5, 1.0])
+    weaker = latents()
+    assert (weaker != both).any() and [record["scale"] for record in pipe.loras] == [0.5, 1.0]
+    pipe.set_adapters(["one", "two"])
+    assert (latents() == both).all()
+    with pytest.raises(InputError, match="no adapter 'three'; loaded are: one, two"):
+        pipe.set_adapters("three")
+    with pytest.raises(InputError, match="a finite number for each of 2 adapters"):
+        pipe.set_adapters(["one", "two"], [1.0])
+    assert (latents() == both).all()
+    pipe.unload_lora_weights()
+    assert (latents() == plain).all() and pipe.get_list_adapters() == []
+
+
+def test_python_starts_quietly():
+    """libtpu is installed here and there is no TPU, of which it would complain."""
+    code = "from cogvideox_flax import Pipeline; print(Pipeline.from_pretrained().tokenizer(['a red ball']).shape)"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TPU_"))}
+    done = processes.run([sys.executable, "-c", f"{code}; import jax; jax.devices()"], env=env, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 24)\n", "")
