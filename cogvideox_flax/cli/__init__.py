@@ -57,7 +57,7 @@ def _place(args: argparse.Namespace) -> Place | None:
 
 def _same_on_all(args: argparse.Namespace) -> dict[str, Any]:
     """The options that must be the same on all processes."""
-    names = ["command", "mesh", "dtype", "num_videos", "compiled_loop", "tiling", "no_jit"]
+    names = ["command", "tiling", "no_jit"]  # of the others, process 0 decides
     if args.command == "train":
         names += [option.removeprefix("--") for option, _ in TRAINING_OPTIONS.values()]
     values = {name: getattr(args, name, None) for name in names}

@@ -26,10 +26,10 @@ from cogvideox_flax.cli.setup import (
     named_model,
     open_run,
     peek,
+    placed_model,
     profiling_options,
     read_prompts,
     read_settings,
-    shared,
 )
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES
@@ -111,7 +111,7 @@ def denoise(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.run_files import LATENTS_FILE, RunFiles
 
     loaded()
-    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args), RunFiles.check_conditioning))
+    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args), RunFiles.read_features))
     print(args.dir / LATENTS_FILE)
 
 
@@ -155,12 +155,12 @@ def decode(args: argparse.Namespace) -> None:
             manifest.model.codec.check_tiling()
         latents = read_latents(args.dir, settings, manifest.model.codec.latent_channels)
         fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
-        return shared(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
+        return placed_model(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
     pipe, decided = load(args, decide)
     latents, pieces = decided["latents"], decided["pieces"]
     how = {"tiling": bool(args.tiling), "in_pieces": pieces}
-    compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, (False, how["tiling"]), pieces)
+    compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, how["tiling"], pieces)
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
     frames = result_of(decoding(pipe, latents, **how), not args.quiet)
     made_of = {name: value for name, value in settings.items() if name != "fingerprints"} | {"fps": decided["fps"]}
@@ -191,7 +191,7 @@ def upscale(args: argparse.Namespace) -> None:
     if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
         check_model(manifest, args.model, dtype, explicit_mesh(mesh))
     check_run(plan.request, explicit_mesh(mesh), profiling_options(args))
-    pipe, _ = load(args, lambda: shared(args, dtype, mesh))
+    pipe, _ = load(args, lambda: placed_model(args, dtype, mesh))
     how = {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
     run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)

@@ -77,7 +77,7 @@ def open_run(
     args: argparse.Namespace,
     folder: Path,
     read: Callable[[], dict[str, Any]],
-    check: Callable[[RunFiles, ResolvedRequest], None] | None = None,
+    check: Callable[[RunFiles, ResolvedRequest], object] | None = None,
 ) -> tuple[Pipeline, ResolvedRequest, RunFiles]:
     """Check a run as far as is possible without weights, and open its model, converting it if that was not done yet.
 
@@ -110,7 +110,7 @@ def open_run(
         if check is not None:
             check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
         made.append(request)
-        return shared(args, dtype, mesh) | {"request": request_json(request)}
+        return placed_model(args, dtype, mesh) | {"request": request_json(request)}
 
     pipe, decided = load(args, decide)
     if not made:
@@ -128,7 +128,7 @@ def named_model(args: argparse.Namespace) -> dict[str, Any]:
     return {"model_id": os.path.abspath(path) if is_path else model, "revision": args.revision}
 
 
-def shared(args: argparse.Namespace, dtype: str, mesh: str | None) -> dict[str, Any]:
+def placed_model(args: argparse.Namespace, dtype: str, mesh: str | None) -> dict[str, Any]:
     """What process 0 tells the others of the model, and of where it runs."""
     return {"where": args.model, "model": named_model(args), "dtype": dtype, "mesh": mesh}
 
@@ -137,7 +137,7 @@ def load(args: argparse.Namespace, decide: Callable[[], dict[str, Any]]) -> tupl
     """Let process 0 decide on a run, and open its model.
 
     Args:
-        decide: checks the run; returns `shared`, and what else all processes need. On process 0 alone.
+        decide: checks the run; returns `placed_model`, and what else all processes need. On process 0 alone.
     """
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.pipeline import Pipeline

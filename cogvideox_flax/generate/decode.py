@@ -24,13 +24,13 @@ class Decode(Program):
 
     codec: Codec
     as_float: bool
-    tiled: bool
+    tiling: bool
 
     name = "VAE decoder"
     fast_compile = True
 
     def __call__(self, model: Any, latents: Float32[Array, "B T h w C"]) -> tuple[Frames, Bool[Array, ""]]:
-        return _to_frames(self.codec.decode(model, latents, self.tiled), self.as_float)
+        return _to_frames(self.codec.decode(model, latents, self.tiling), self.as_float)
 
 
 @dataclass(frozen=True)

@@ -312,7 +312,7 @@ class RunPrograms:
         if stage == "decode":
             kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
             how = request.output_type == "float", request.tiling
-            return decode_programs(self.manifest, self.dtype, kept, mesh, how, self.windows is not None)
+            return decode_programs(self.manifest, self.dtype, kept, mesh, *how, self.windows is not None)
         conditioning = self._conditioning() if stage == "denoise" else None
         latents, key = jax.eval_shape(self.initial_noise, jax.ShapeDtypeStruct((), jnp.uint32))
         noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
@@ -370,16 +370,22 @@ def shape_on(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
 
 
 def decode_programs(
-    manifest: Manifest, dtype: str, shape: tuple[int, ...], mesh: Mesh | None, how: tuple[bool, bool], pieces: bool
+    manifest: Manifest,
+    dtype: str,
+    shape: tuple[int, ...],
+    mesh: Mesh | None,
+    as_float: bool,
+    tiling: bool,
+    in_pieces: bool,
 ) -> list[ProgramCall]:
     """The programs that decode normalized latents of a shape [B, T, h, w, C].
 
-    how: `Decode.as_float` and `tiled`. pieces: clip by clip, piece by piece.
+    as_float, tiling: as for `Decode`. in_pieces: clip by clip, piece by piece.
     """
     codec, model = manifest.model.codec, abstract_weights(manifest, manifest.model.decoder, dtype, mesh)
-    if not pieces:
-        return [(Decode(codec, *how), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
-    program = DecodePiece(codec, how[0])
+    if not in_pieces:
+        return [(Decode(codec, as_float, tiling), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
+    program = DecodePiece(codec, as_float)
     runs = Counter((size, i > 0) for i, size in enumerate(codec.pieces(shape[1])))
     found: list[ProgramCall] = []
     cache = None

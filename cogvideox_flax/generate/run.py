@@ -167,14 +167,15 @@ class _Video:
                 state, self.state = self.state, None
                 yield from finish(self.pipe, self.request, state)
             return
-        if not self.files.has_latents(self.request, conditioning):
-            with self.files.kept_state(self.request, conditioning) as keeper:
+        key = self.files.latents_key(self.request, conditioning)
+        if not self.files.has_latents(self.request, key):
+            with self.files.kept_state(self.request, key) as keeper:
                 self.state = found = keeper.found()
                 states = yield from denoising(self.pipe, conditioning, self.request, state=found)
                 yield from self._steps(states, 0 if found is None else int(found.step), keeper.keep)
                 assert self.state is not None  # of a loop that was stopped after its last step, the one that was found
-                latents = fetch(self._run.without_extra(self.state.latents))
-                self.files.save_latents(self.request, conditioning, latents)  # before the state is removed
+                latents = fetch(self._programs().without_extra(self.state.latents))
+                self.files.save_latents(self.request, key, latents)  # before the state is removed
                 self.state = None
         yield Denoised(self.request, self.files.latents(self.request), _recipe(self.pipe, self.request))
 
@@ -187,12 +188,13 @@ class _Video:
         keep: takes each state.
         """
         yield LoopBegan(self.request, self.request.num_steps, done)
+        timesteps = self._programs().steps.timesteps
         with closing(states):
             for self.state in states:
                 if keep is not None:
                     keep(self.state)
                 step = int(self.state.step) - 1
-                yield Step(self.request, self.state, self._run.steps.timesteps[step].item())
+                yield Step(self.request, self.state, timesteps[step].item())
         self.pipe.profiling.after_stage("denoising")
 
     def decode(self) -> Events[None]:
@@ -200,12 +202,11 @@ class _Video:
             latents: Any = self.files.latents(self.request)
         else:
             assert self.state is not None
-            latents = self._run.without_extra(self.state.latents)
+            latents = self._programs().without_extra(self.state.latents)
             self.state = None
         yield from _decode(self.pipe, self.request, latents)
 
-    @property
-    def _run(self) -> RunPrograms:
+    def _programs(self) -> RunPrograms:
         return RunPrograms(self.request, self.pipe.dtype)
 
 
@@ -336,8 +337,8 @@ def decoding(
     """
     model, as_float = pipe.manifest.model, output_type == "float"
     if in_pieces:
-        how = (as_float, tiling), True
-        for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, tuple(latents.shape), pipe.mesh, *how):
+        shape = tuple(latents.shape)
+        for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, shape, pipe.mesh, as_float, tiling, True):
             yield from pipe.preparing(program, *args)
         return _frame_streams(pipe, latents, as_float)
     program = Decode(model.codec, as_float, tiling)

@@ -126,14 +126,14 @@ class RunFiles:
         Raises:
             InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
         """
-        tensors = self._read_conditioning(request)
+        tensors = self.read_features(request)
         latents = {stage.feature: tensors.pop(stage.feature) for stage in RunPrograms(request, self.dtype).visual}
         text = {name: x for name, x in tensors.items() if not name.startswith(NEGATIVE)}
         negative = {name: tensors[NEGATIVE + name] for name in text} if request.guided else None
         return Conditioning(text, negative, latents, latents.pop(VIDEO_FEATURE, None))
 
-    def _read_conditioning(self, request: ResolvedRequest) -> dict[str, Float32[np.ndarray, "B ..."]]:
-        """Stage 1's features, latents as [B, T, h, w, C], by their names in the file."""
+    def read_features(self, request: ResolvedRequest) -> dict[str, Float32[np.ndarray, "B ..."]]:
+        """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; errors as for `conditioning`."""
         path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
         again = "run `cogvideox encode` again"
         shapes = run.model.feature_shapes(request.batch)
@@ -149,34 +149,28 @@ class RunFiles:
             stage_files.check_unchanged(path, metadata, _deciding_visual_latents(run), again)
         return tensors | {name: _from_file(tensors[name]) for name in visual}
 
-    def check_conditioning(self, request: ResolvedRequest) -> None:
-        """Refuse to denoise without stage 1's file; errors as for `conditioning`."""
-        self._read_conditioning(request)
-
     # --- stage 2
 
-    def has_latents(self, request: ResolvedRequest, conditioning: Conditioning) -> bool:
-        """Whether stage 2's file is there and made of the same."""
-        return self._is_fresh(request, LATENTS_FILE, self._latents_key(request, conditioning))
-
-    def _latents_key(self, request: ResolvedRequest, conditioning: Conditioning) -> str:
+    def latents_key(self, request: ResolvedRequest, conditioning: Conditioning) -> str:
+        """A fingerprint of all that decides the latents."""
         parts = request.manifest.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
         return self._key(deciding(request_values(request), "encode", "denoise"), parts, embeddings=embeddings)
 
-    def kept_state(self, request: ResolvedRequest, conditioning: Conditioning) -> StateKeeper:
-        """What keeps the state of the denoising loop."""
-        run, key = RunPrograms(request, self.dtype), self._latents_key(request, conditioning)
-        return StateKeeper(self.folder / STATE_FILE, key, run)
+    def has_latents(self, request: ResolvedRequest, key: str) -> bool:
+        """Whether stage 2's file is there and has this key."""
+        return self._is_fresh(request, LATENTS_FILE, key)
 
-    def save_latents(
-        self, request: ResolvedRequest, conditioning: Conditioning, latents: Float32[np.ndarray, "B T h w C"]
-    ) -> None:
+    def kept_state(self, request: ResolvedRequest, key: str) -> StateKeeper:
+        """What keeps the state of the denoising loop under this key."""
+        return StateKeeper(self.folder / STATE_FILE, key, RunPrograms(request, self.dtype))
+
+    def save_latents(self, request: ResolvedRequest, key: str, latents: Float32[np.ndarray, "B T h w C"]) -> None:
         """Write stage 2's file: `latents` as the decoder takes them, without the extra latent frames."""
         values = _latents_metadata(request_values(request) | {"dtype": self.dtype})
         metadata = {name: value for name, value in values.items() if value is not None}
-        metadata = {"settings": self._latents_key(request, conditioning), **metadata}
+        metadata = {"settings": key, **metadata}
         stage_files.save(self.folder / LATENTS_FILE, {"latents": _in_file(latents)}, metadata)
 
     def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
