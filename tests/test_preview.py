@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
+import jax
 import numpy as np
 import pytest
+from PIL import Image
+from reference import SHARED
+from safetensors.numpy import load_file
 
+from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax.checkpoint import Manifest, hub, load_vae, read_manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.preview import apply_linear_map, fit_linear_map
+from cogvideox_flax.generate import preview as previews
+from cogvideox_flax.generate.events import Step
+from cogvideox_flax.generate.preview import Preview, apply_linear_map, fit_linear_map
+from cogvideox_flax.io.video import read_video
+from cogvideox_flax.models.registry import get_release
+from weights.toy_world import world
+
+pytest_plugins = ["commands"]
+
+PROMPT = "a large green square moves to the left"
 
 
 def known() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -76,3 +93,71 @@ def test_what_does_not_belong_together_is_refused():
         fit_linear_map(latents, np.full_like(frames, 7))
     with pytest.raises(InputError, match=r"weights \[17, 3\] do not fit latents with 15 channels; expected \[16, 3\]"):
         apply_linear_map(latents[..., 1:], weights)
+
+
+def explained(latents, matrix, frames):
+    """The share of the averaged frames' variance, of all clips together, that the map explains."""
+    seen = np.stack([previews._to_grid(clip) for clip in frames])
+    found = np.stack(latents) @ matrix[:-1] + matrix[-1]
+    return 1 - np.square(seen - found).sum() / np.square(seen - seen.mean((0, 1, 2, 3))).sum()
+
+
+def test_the_map_of_the_embedded_autoencoder():
+    """On clips that it was not fitted to."""
+    matrix = read_manifest(hub.EMBEDDED).preview_matrix
+    vae, encode = load_vae(hub.EMBEDDED, dtype="float32"), jax.jit(lambda vae, video: vae.encode(video)[0])
+    clips = [world.sample_clip(31, i, "any").video for i in range(8)]
+    latents = [np.asarray(encode(vae, (clip[None] / 127.5 - 1).astype(np.float32)))[0] for clip in clips]
+    assert explained(latents, matrix, clips) > 0.97
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no latent of the released autoencoder at {SHARED}")
+def test_the_map_of_the_released_autoencoder():
+    """That latent is of pixels in [0, 1]: of colours from 127.5 to 255."""
+    name = SHARED / "data" / "latents" / "input_480x720_49f"
+    latents = load_file(f"{name}.latents.safetensors")["latents"][0].astype(np.float32).transpose(1, 2, 3, 0)
+    frames = (127.5 + read_video(f"{name}.mp4")[0] / 2).round().astype(np.uint8)
+    for release in ("cogvideox-2b", "cogvideox1.5-5b-i2v"):
+        assert explained([latents], Manifest.of_release(get_release(release)).preview_matrix, [frames]) > 0.94
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "dpm"])
+def test_the_estimate_is_the_video_long_before_the_end(scheduler):
+    """x0 of each step, from the step before or from the sampler, by the equations that the sampler uses."""
+    pipe = Pipeline.from_pretrained()
+    preview = Preview(pipe.manifest)
+    request = GenerationRequest(PROMPT, num_inference_steps=10, scheduler=scheduler, output_type="latent")
+    seen = [preview.latest for event in preview.watch(pipe.run(request)) if isinstance(event, Step)]
+    last = seen[-1].astype(int)
+    assert seen[-1].shape == (1, 5, 8, 8, 3)
+    errors = [np.abs(frames - last).mean() for frames in seen[2:]]
+    assert errors[0] < 25 and errors[-2] < 3 and errors[-1] == 0
+    assert last[0, :, :, :, 1].max() - last[0, :, :, :, 0].min() > 60  # green on a ground
+
+
+def test_it_is_written_once_a_second_and_at_the_end(run, tmp_path, monkeypatch):
+    written, real = [], previews.write_preview
+    monkeypatch.setattr(previews, "write_preview", lambda *args: written.append(time.monotonic()) or real(*args))
+    how = ("--steps", 12, "--out", tmp_path / "x.mp4", "--quiet")
+    code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.png", *how)
+    assert code == 0, stderr
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.size == (5 * 64, 64)
+    assert 1 <= len(written) <= 2 + int(written[-1] - written[0])
+    code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.webp", *how)
+    assert code == 0, stderr
+    with Image.open(tmp_path / "p.webp") as picture:
+        assert (picture.n_frames, picture.size) == (5, (64, 64))
+
+
+def test_another_file_is_refused_before_anything_is_loaded(run, tmp_path):
+    code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.jpg", "--out", tmp_path / "x.mp4")
+    assert code == 2 and "a .png or an animated .webp" in stderr and stderr.count("\n") == 1
+
+
+def test_an_autoencoder_without_a_map_says_so():
+    manifest = Manifest.of_release(get_release("hunyuanvideo1.5-480p-t2v"))
+    with pytest.raises(
+        InputError, match="no map from latents to colours is known for this hunyuan_video15 autoencoder"
+    ):
+        Preview(manifest)

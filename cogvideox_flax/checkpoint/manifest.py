@@ -8,10 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float32
+
 from cogvideox_flax.checkpoint.domain import Domain
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
-from cogvideox_flax.io.values import is_finite_number, load_json, shown
+from cogvideox_flax.io.values import is_finite_number, load_json, shown, typed
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
 from cogvideox_flax.nn import quantized
@@ -39,6 +42,7 @@ class Manifest:
         guidance_scale: recommended by the checkpoint's authors; None if config.json has none.
         weights: component -> dtype, sha256, source, quantized.
         tokenizer_sha256: tokenizer file -> SHA-256; empty in checkpoints of older versions.
+        preview: latents to colours, where the checkpoint has a map of its own; see `preview_matrix`.
         domain: of the training of a small model; None: not limited, or not known.
     """
 
@@ -48,6 +52,7 @@ class Manifest:
     guidance_scale: float | None = None
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokenizer_sha256: dict[str, str] = field(default_factory=dict)
+    preview: tuple[tuple[float, float, float], ...] | None = None
     domain: Domain | None = None
 
     @cached_property
@@ -60,6 +65,11 @@ class Manifest:
     def release(self) -> Release | None:
         """The release that the checkpoint says it came from; else the one with these configs, or None."""
         return self.model.release
+
+    @property
+    def preview_matrix(self) -> Float32[np.ndarray, "C+1 3"] | None:
+        """Latents, not normalized, to colours: the checkpoint's own map, or its family's; None: not known."""
+        return self.model.codec.preview_matrix if self.preview is None else np.array(self.preview, np.float32)
 
     @property
     def default_dtype(self) -> str:
@@ -107,6 +117,7 @@ class Manifest:
             **{name: self.configs[name].to_dict() for name in self.model.config_types() if name in self.configs},
             **({"guidance_scale": self.guidance_scale} if self.guidance_scale is not None else {}),
             **({"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}),
+            **({"preview": self.preview} if self.preview is not None else {}),
             **({"domain": asdict(self.domain)} if self.domain is not None else {}),
             "weights": self.weights,
         }
@@ -138,6 +149,7 @@ class Manifest:
             guidance_scale=None if guidance is None else float(guidance),
             weights=weights,
             tokenizer_sha256={name: _text(hashes[name]) for name in family.tokenizer_files if name in hashes},
+            preview=typed(tuple[tuple[float, float, float], ...], raw["preview"]) if "preview" in raw else None,
             domain=Domain.from_json(raw["domain"]) if "domain" in raw else None,
         )
 

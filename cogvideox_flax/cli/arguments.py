@@ -178,6 +178,9 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several videos number their files",
     )
     sub.add_argument("--dir", type=_Path, help="where the stages' files go; default: beside OUT, removed at the end")
+    what = "a .png or animated .webp of the video as it becomes clear"
+    preview: dict[str, Any] = {"type": _Path, "metavar": "FILE", "help": what}
+    sub.add_argument("--preview", **preview)
     what = "stage 1: prompts to embeddings, pictures and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", commands.encode, what, *groups)
@@ -185,6 +188,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")
     sub.add_argument("--dir", type=_Path, required=True, help="with stage 1's files")
+    sub.add_argument("--preview", **preview)
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )

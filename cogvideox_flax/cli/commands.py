@@ -27,6 +27,7 @@ from cogvideox_flax.cli.setup import (
     open_run,
     peek,
     placed_model,
+    preview_of,
     profiling_options,
     read_prompts,
     read_settings,
@@ -36,6 +37,7 @@ from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
 
 if TYPE_CHECKING:
+    from cogvideox_flax.generate.events import Events
     from cogvideox_flax.generate.pipeline import Pipeline
     from cogvideox_flax.generate.request import ResolvedRequest
     from cogvideox_flax.generate.run_files import RunFiles
@@ -80,7 +82,7 @@ def generate(args: argparse.Namespace) -> None:
     each = paths(request.batch, request.num_videos)
     batch = len(each) // request.num_videos
     stages = STAGES[:-1] if latents_only else STAGES
-    events = show(run(pipe, request, files, stages), not args.quiet)
+    events = show(_previewed(args, pipe, run(pipe, request, files, stages)), not args.quiet)
     with run_dir_lock(folder, temporary=args.dir is None), closing(events):
         for event in events:
             match event:
@@ -121,7 +123,13 @@ def _run_stage(args: argparse.Namespace, pipe: Pipeline, request: ResolvedReques
     from cogvideox_flax.generate.run_files import run_dir_lock
 
     with run_dir_lock(args.dir):
-        result_of(run(pipe, request, files, [args.command]), not args.quiet)
+        result_of(_previewed(args, pipe, run(pipe, request, files, [args.command])), not args.quiet)
+
+
+def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -> Events[None]:
+    """The same events; --preview sees them pass."""
+    preview = preview_of(args, pipe.manifest)
+    return events if preview is None else preview.watch(events)
 
 
 def decode(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
 
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.generate.preview import Preview
     from cogvideox_flax.generate.request import ResolvedRequest
     from cogvideox_flax.generate.run_files import RunFiles
     from cogvideox_flax.runtime.profiling import ProfilingOptions
@@ -106,6 +107,7 @@ def open_run(
         check_folder(folder, space_needed(request))
         if getattr(args, "profile", None) is not None:
             check_writable(args.profile / "trace")
+        preview_of(args, manifest)
         check_run(request, explicit_mesh(mesh), profiling_options(args))
         if check is not None:
             check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
@@ -154,6 +156,19 @@ def load(args: argparse.Namespace, decide: Callable[[], dict[str, Any]]) -> tupl
     pipe.profiling = profiling_options(args)
     keep_programs(pipe)
     return pipe, decided
+
+
+def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
+    """What --preview asks for.
+
+    Raises:
+        InputError: as for `Preview`.
+    """
+    if getattr(args, "preview", None) is None:
+        return None
+    from cogvideox_flax.generate.preview import Preview
+
+    return Preview(manifest, args.preview)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:

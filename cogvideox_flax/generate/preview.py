@@ -1,15 +1,125 @@
-"""Cheap looks at a latent: a linear map from its channels to colours, in place of the decoder.
-
-The map is fitted to one clip and its latent. It holds for latents of the same autoencoder, scaled alike, whose video
-came in the same range.
-"""
+"""Cheap looks at a latent while it is denoised: a linear map from its channels to colours, in place of the decoder."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
+from PIL import Image
 
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.events import Events, LoopBegan, Step
+from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.global_arrays import fetch
+
+SUFFIXES = (".png", ".webp")
+
+SHOWN_FRAMES = 8
+"""The most latent frames of a PNG."""
+
+INTERVAL_S = 1.0
+"""The minimum seconds between two files."""
+
+
+class Preview:
+    """A reader of a run's events that shows what the video will be, as far as a step tells: `latest`, and a file.
+
+    The estimate is the sampler's x0: what is left if all noise were removed at once.
+
+    Attributes:
+        latest: the estimate after the last step seen, uint8 [B, T, h, w, 3] at the latents' size; None before the
+            second step of a sampler without noise.
+
+    Args:
+        path: written at most once a second, and after the last step: a PNG with some latent frames of the first video
+            beside each other, or an animated WebP of all; None: no file.
+
+    Raises:
+        InputError: another kind of file, one that cannot be written, or a model whose map to colours is not known.
+    """
+
+    def __init__(self, manifest: Manifest, path: Path | None = None):
+        if path is not None and path.suffix.lower() not in SUFFIXES:
+            raise InputError(f"a preview is a .png or an animated .webp; got {path}")
+        if path is not None:
+            check_writable(path)
+        matrix = manifest.preview_matrix
+        if matrix is None:
+            raise InputError(
+                f"no map from latents to colours is known for this {manifest.family} autoencoder; leave --preview out"
+            )
+        self.path, self.codec = path, manifest.model.codec
+        self.matrix: Float32[np.ndarray, "C+1 3"] = matrix
+        self.latest: UInt8[np.ndarray, "B T h w 3"] | None = None
+        self._tables: Any = None
+        self._before: np.ndarray | None = None
+        self._written = -INTERVAL_S
+
+    def watch(self, events: Events[Any]) -> Events[Any]:
+        """The same events; closing this closes them."""
+        try:
+            while True:
+                try:
+                    event = next(events)
+                except StopIteration as end:
+                    return end.value
+                if isinstance(event, LoopBegan):
+                    self._before = self.latest = None
+                    self._tables = event.request.sampler.plan(
+                        event.request.num_inference_steps, start=event.request.first_step
+                    )
+                elif isinstance(event, Step):
+                    self._see(event)
+                yield event
+        finally:
+            events.close()
+
+    def _see(self, step: Step) -> None:
+        self.latest, now = self._estimate(step), time.monotonic()
+        is_due = int(step.state.step) == step.request.num_steps or now - self._written >= INTERVAL_S
+        if self.path is None or self.latest is None or not is_due:
+            return
+        self._written = now
+        fps = step.request.fps / self.codec.temporal_compression
+        write_preview(self.path, self.latest[0], self.codec.spatial_compression, fps)
+
+    def _estimate(self, step: Step) -> UInt8[np.ndarray, "B T h w 3"] | None:
+        latents, row = fetch(step.state.latents), int(step.state.step) - 1
+        before, self._before = self._before, latents
+        if row + 1 == step.request.num_steps:
+            x0 = latents
+        elif step.state.sampler is not None:
+            x0 = fetch(step.state.sampler)  # the DPM sampler keeps it for its next step
+        elif before is not None:
+            x0 = (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]
+        else:
+            return None
+        size = step.request.manifest.model.resolve_size(
+            step.request.num_frames, step.request.height, step.request.width
+        )
+        z: Any = self.codec.statistics.denormalize(jnp.asarray(x0[:, size.extra_latents :]))
+        return apply_linear_map(np.asarray(z), self.matrix)
+
+
+@hosts.first_writes
+def write_preview(path: Path, frames: UInt8[np.ndarray, "T h w 3"], enlarge: int, fps: float) -> None:
+    """Write latent frames, each pixel as a square: a row of some as a PNG, or all as an animated WebP."""
+    large = frames.repeat(enlarge, 1).repeat(enlarge, 2)
+    with atomic_write(path) as partial:
+        if path.suffix.lower() == ".png":
+            chosen = np.linspace(0, len(large) - 1, min(len(large), SHOWN_FRAMES)).round().astype(int)
+            Image.fromarray(np.concatenate(list(large[chosen]), 1)).save(partial, "PNG")
+        else:
+            first, *rest = map(Image.fromarray, large)
+            first.save(partial, "WEBP", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
+
 
 SPACE = 8
 """Height and width of the block of pixels that a latent pixel stands for."""
@@ -58,8 +168,8 @@ def fit_linear_map(
 
 
 def apply_linear_map(
-    latents: Float[np.ndarray, "T h w C"], weights: Float[np.ndarray, "C+1 3"]
-) -> UInt8[np.ndarray, "T h w 3"]:
+    latents: Float[np.ndarray, "*T h w C"], weights: Float[np.ndarray, "C+1 3"]
+) -> UInt8[np.ndarray, "*T h w 3"]:
     """A preview of each latent frame at the latent's size, clipped to 0..255 and rounded.
 
     Raises:

@@ -105,7 +105,7 @@ class Codec:
 
     @property
     def preview_matrix(self) -> Float32[np.ndarray, "C+1 3"] | None:
-        """Normalized latents to colours from 0 to 255: one row per channel, then the offset; None: not known."""
+        """Latents, not normalized, to colours from 0 to 255: one row per channel, then the offset; None: not known."""
         return None
 
     def check_tiling(self) -> None:

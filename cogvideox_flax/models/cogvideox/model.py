@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.errors import InputError
@@ -132,6 +133,11 @@ class CogVideoXCodec(Codec):
     """The causal VAE, which decodes a clip in chunks of a few latent frames."""
 
     decodes_pieces = True
+
+    @property
+    def preview_matrix(self) -> Float32[np.ndarray, "C+1 3"] | None:
+        released = self.config.block_channels == VAEConfig().block_channels
+        return np.array(releases.PREVIEW, np.float32) if released else None
 
     def decode(self, vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
         tiling = self.config.tiling if tiled else None
