@@ -35,6 +35,9 @@ from cogvideox_flax.runtime.terminal import reliable_interrupts
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 
+XLA_OPTIONS = {"xla_cpu_use_fusion_emitters": True}
+"""As users compile: without them, forms of one program differ in more than the last bit."""
+
 SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}
 
 
