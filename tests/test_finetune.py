@@ -415,6 +415,14 @@ def test_what_is_not_toml(write, text):
         read_config(write(text))
 
 
+def test_without_matplotlib_there_is_no_plot(write, run, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = run("train", "--config", write(), "--steps", 2)
+    assert code == 0, err
+    assert out.strip() == str(tmp_path / "run" / FILE_NAME) and not (tmp_path / "run" / "loss.png").exists()
+    assert "no plot of the loss, since matplotlib is not installed" in caplog.text
+
+
 def test_a_missing_extra_says_how_to_get_it(write, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     code, _, err = run("train", "--config", write())

@@ -35,7 +35,7 @@ from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from cogvideox_flax.training import snapshots
+from cogvideox_flax.training import loop, snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.latent_cache import prepare
 from cogvideox_flax.training.loop import Trainer
@@ -86,6 +86,29 @@ def test_training_reaches_the_target(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
     with pytest.raises(InputError, match="no metric 'nothing'"):
         plot_metrics([tmp_path / "metrics.jsonl"], ["nothing"], tmp_path / "loss.png")
+
+
+def test_the_log_says_what_takes_time_and_the_mean_loss(tmp_path, caplog):
+    each = train(START, pull, some_batches, QUICK, tmp_path / "each")
+    assert int(each.step) == 30
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        train(START, pull, some_batches, replace(QUICK, log_every=4), tmp_path / "few")
+    every, few = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("each", "few"))
+    losses = [line["loss"] for line in every]
+    assert [line["mean_loss"] for line in every] == losses
+    assert [line["step"] for line in few] == [4, 8, 12, 16, 20, 24, 28, 30]
+    means = [np.mean(losses[start : line["step"]]) for start, line in zip(range(0, 30, 4), few, strict=True)]
+    np.testing.assert_allclose([line["mean_loss"] for line in few], means, rtol=1e-4)
+    said = [record.getMessage() for record in caplog.records]
+    assert "compiling the training step ..." in said
+    assert any(line.startswith("compiled it and did the first step in") for line in said)
+    assert sum(" left" in line for line in said) == 7  # but not after the last step
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(40, "40 s"), (130, "2 min"), (9000, "2.5 h")])
+def test_durations(seconds, text):
+    assert loop._duration(seconds) == text
 
 
 def test_stopped_and_resumed_is_the_same_run(tmp_path):

@@ -215,7 +215,6 @@ def upscale(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> None:
     """Fine-tune, or with --check say what that would be."""
     try:
-        import matplotlib  # noqa: F401
         import optax  # noqa: F401
         import orbax.checkpoint  # noqa: F401
     except ImportError as e:

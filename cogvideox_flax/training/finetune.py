@@ -205,7 +205,11 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
         result = _save_checkpoint(job, checkpoint.read_manifest(native, warn=False), native, denoiser)
     else:
         result = save_lora(job.model, job.config.out, denoiser)
-    plot_metrics([job.config.out / TRAINING_DIR / METRICS_FILE], ("loss", "gradient_norm"), job.config.out / "loss.png")
+    try:
+        metrics = job.config.out / TRAINING_DIR / METRICS_FILE
+        plot_metrics([metrics], ("loss", "mean_loss", "gradient_norm"), job.config.out / "loss.png")
+    except ImportError:
+        log.warning("there is no plot of the loss, since matplotlib is not installed: pip install matplotlib")
     return result
 
 

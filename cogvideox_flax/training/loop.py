@@ -106,15 +106,19 @@ class Trainer:
             if start:
                 log.info("resuming from step %d of %d in %s", start, config.steps, self.folder)
             step = self._jit_step(state)
-            step_log = _StepLog(self.folder, config, start)
+            step_log = _StepLog(self.folder, config, start, self.last_step)
             last_save = time.monotonic()
             todo = range(start, self.last_step)
+            if todo:
+                log.info("compiling the training step ...")
             with _stop_signals() as stopped, prefetch(self.batches, todo) as batches:
                 for done, batch in enumerate(batches, start + 1):
                     state, metrics = step(state, self.frozen, put_batch(batch, config, self.mesh))
                     if done == start + 1:
                         jax.block_until_ready(metrics)
+                        log.info("compiled it and did the first step in %.1f s", time.monotonic() - last_save)
                         step_log.reset_clock(done)  # the first step's time is mostly compilation
+                    step_log.add(metrics)
                     stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
                     is_due = partial(_has_passed, last_save + 60 * config.save_minutes)
                     save = hosts.from_first(is_due) or stop or done == self.last_step
@@ -160,15 +164,26 @@ def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = 
         )
 
 
+def _duration(seconds: float) -> str:
+    """Such as "40 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def _has_passed(deadline: float) -> bool:
     return time.monotonic() > deadline
 
 
 class _StepLog:
-    """Writes the metrics of steps to the metrics file and the log, with the learning rate and the time per step."""
+    """Writes the metrics of steps to the metrics file and the log, with the learning rate and the time per step.
 
-    def __init__(self, folder: Path, config: LoopConfig, start: int):
-        self._folder, self._config = folder, config
+    `mean_loss` is of all steps since the line before, where `loss` is of one batch.
+    """
+
+    def __init__(self, folder: Path, config: LoopConfig, start: int, last_step: int):
+        self._folder, self._config, self._last_step = folder, config, last_step
+        self._losses: list[Any] = []  # on the devices
         self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start)
         self._rate = learning_rate(config.optimizer, config.steps)
         self.reset_clock(start)
@@ -176,6 +191,10 @@ class _StepLog:
     def reset_clock(self, done: int) -> None:
         """Measure the time per step from here on."""
         self._clock, self._clock_step = time.monotonic(), done
+
+    def add(self, metrics: Metrics) -> None:
+        """Note the loss of a step, without waiting for it."""
+        self._losses.append(metrics["loss"])
 
     def write(self, done: int, metrics: Metrics) -> None:
         """Wait for the step's metrics and write them.
@@ -185,6 +204,8 @@ class _StepLog:
         """
         defined = {name: x for name, x in metrics.items() if not isinstance(x, Mean) or float(x.count)}
         values = {name: float(x) for name, x in defined.items()}
+        values["mean_loss"] = float(np.mean([float(loss) for loss in self._losses]))
+        self._losses.clear()
         if bad := [name for name, value in values.items() if not np.isfinite(value)]:
             raise DivergedError(
                 f"{', '.join(bad)} not finite at training step {done}; the last state in {self._folder} is from "
@@ -196,7 +217,8 @@ class _StepLog:
             self.reset_clock(done)
         self._metrics.write({"step": done, **values})
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        log.info("step %d of %d: %s", done, self._config.steps, shown)
+        left = values.get("seconds_per_step", 0.0) * (self._last_step - done)
+        log.info("step %d of %d: %s%s", done, self._config.steps, shown, f"; {_duration(left)} left" if left else "")
 
 
 @contextmanager
