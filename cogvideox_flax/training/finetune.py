@@ -94,6 +94,9 @@ def finetune(
                 _save_samples(job, pipe, _assemble(job, params, frozen), prompts, done)
             return stop_after is not None and stop_after(done)
 
+        if config.sample.prompts and not hosts.from_first(_sheet_path(job, 0).exists):
+            base = frozen[name] if name in frozen else pipe.component(name)  # new adapters change nothing
+            _save_samples(job, pipe, base, prompts, 0)
         trainer = Trainer(
             loss=partial(_loss, job=job),
             batches=partial(_batch, job=job, latents=latents, captions=captions),
@@ -176,7 +179,7 @@ def _save_samples(
     Args:
         denoiser: in the pipeline's dtype.
         features: of the empty prompt, then of the sample prompts.
-        done: the number of steps done.
+        done: the number of steps done; 0 shows what the model makes before it is trained.
     """
     model = job.model
     prompts = {name: value[1:] for name, value in features.items()}
@@ -189,11 +192,15 @@ def _save_samples(
     _save_sheet(job, last.result.frames, done)
 
 
+def _sheet_path(job: FinetuneJob, done: int) -> Path:
+    return job.config.out / "samples" / f"{done:06d}.png"
+
+
 @hosts.first_writes
 def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: int) -> None:
     sample, size = job.config.sample, job.size
     shown = np.linspace(0, size.num_frames - 1, min(sample.frames, size.num_frames)).round().astype(int)
-    path = job.config.out / "samples" / f"{done:06d}.png"
+    path = _sheet_path(job, done)
     save_contact_sheet(path, video[:, shown].reshape(-1, *video.shape[2:]), columns=len(shown))
     log.info("samples of step %d in %s", done, path)
 
