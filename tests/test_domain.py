@@ -148,7 +148,7 @@ def test_a_size_without_a_usable_video_is_refused(caplog, size):
 
 def test_on_the_command_line(run, tmp_path, caplog):
     code, _, stderr = run("generate", "a panda plays guitar", "--num-frames", 33, "--out", tmp_path / "x.mp4")
-    assert code == 2 and stderr.count("\n") == 1 and "33 frames" in stderr
+    assert code == 2 and stderr.count("\n") == 1 and "33 frames" in stderr and "--window 17" in stderr
     how = ("--steps", 1, "--out", tmp_path / "x.npz", "--dir", tmp_path / "run", "--quiet")
     code, _, stderr = run("generate", "a panda plays guitar", "--num-frames", 9, "--force", *how)
     assert code == 0 and caplog.text.count("'panda', 'plays', 'guitar'") == 1

@@ -102,9 +102,11 @@ class Domain:
         """Why there is no usable video of a size, and what is; None if there is one."""
         if (size.num_frames, size.height, size.width) == (self.num_frames, self.height, self.width):
             return None
+        is_longer = size.num_frames > self.num_frames and (size.height, size.width) == (self.height, self.width)
         return (
             f"the model gives no usable video of {size.num_frames} frames at {size.height}x{size.width}; it knows "
             f"{self.num_frames} frames at {self.height}x{self.width}"
+            + (f", and longer clips in windows of {self.num_frames} (--window {self.num_frames})" if is_longer else "")
         )
 
 
