@@ -123,8 +123,10 @@ def test_embeds_stand_for_prompts(pipe, video):
     embeds, negative = (np.asarray(half["prompt_embeds"]) for half in (text.text, text.negative_text))
     given = {"prompt_embeds": embeds, "negative_prompt_embeds": negative, "seed": 5, **QUICK}
     np.testing.assert_array_equal(pipe(**given).frames, video.frames)
-    both = pipe(prompt_embeds=np.repeat(embeds, 2, 0), guidance_scale=1, **QUICK)
-    assert both.frames.shape[0] == 2
+    two = {name: np.repeat(given[name], 2, 0) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    both = pipe(**two, guidance_scale=1, **QUICK).frames
+    assert both.shape[0] == 2
+    np.testing.assert_array_equal(pipe(prompt_embeds=two["prompt_embeds"], guidance_scale=1, **QUICK).frames, both)
     with pytest.raises(InputError, match="with guidance, prompt_embeds need negative_prompt_embeds"):
         pipe(prompt_embeds=embeds, **QUICK)
     with pytest.raises(InputError, match="go with prompt_embeds"):

@@ -93,6 +93,7 @@ class Pipeline(Components):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
         if text is not None:
             self._check_embeds(request, text)
+            text = text if request.guided else Conditioning(text.text)
         results, stopped = [], None
         with closing(show(run(self, request, text=text), progress)) as events:
             for event in events:
