@@ -330,3 +330,21 @@ def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path):
     done = processes.run([sys.executable, "-c", USED], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("no usable gain") == 1 and "Traceback" not in done.stderr
+
+
+def test_info_says_how_a_video_was_made(run, tmp_path):
+    """Of every kind of file that `generate` writes."""
+    for name in ("x.mp4", "x.gif", "x.npz", "frames"):
+        how = ("--steps", 1, "--seed", 3, "--quiet", "--out", tmp_path / name)
+        assert run("generate", "a red circle moves up", *how)[0] == 0
+        code, out, err = run("info", tmp_path / name)
+        assert code == 0, err
+        lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+        assert (lines["prompt"], lines["seed"], lines["num_inference_steps"]) == ("a red circle moves up", "3", "1")
+        made = json.loads(run("info", tmp_path / name, "--json")[1])
+        assert made["prompt"] == lines["prompt"] and made["settings"]["num_inference_steps"] == 1
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:300])
+    for name, message in (("other.npz", "did not write it"), ("cut.npz", "is damaged, or is no npz")):
+        code, _, err = run("info", tmp_path / name)
+        assert code == 2 and message in err and err.count("\n") == 1

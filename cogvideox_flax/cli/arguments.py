@@ -69,8 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(command("plan", commands.plan, forecast))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     _add_quantize(command("quantize", commands.quantize, smaller))
-    sub = command("info", commands.info, "what a checkpoint is and holds")
-    sub.add_argument("where", nargs="?", help="native or Hugging Face layout directory, or hub id; default: embedded")
+    sub = command("info", commands.info, "what a checkpoint is and holds, or how a video was made")
+    what = "native or Hugging Face layout directory, or hub id; or a video or npz of `generate`; default: embedded"
+    sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser

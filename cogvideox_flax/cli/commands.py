@@ -294,10 +294,13 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    """Describe a checkpoint without loading or converting it."""
+    """Describe a checkpoint without loading or converting it, or say how a video was made."""
     from cogvideox_flax.checkpoint import hub
 
     loaded()
+    if (made := _stored_recipe(args.where)) is not None:
+        _print_recipe(made, args.json)
+        return
     manifest = hub.peek(args.where, args.revision)
     release = manifest.release
     rows = {
@@ -319,6 +322,38 @@ def info(args: argparse.Namespace) -> None:
             f"{release.num_inference_steps} {release.scheduler} steps, guidance {release.guidance_scale:g}"
             + (" (dynamic)" if release.use_dynamic_cfg else "")
         )
+
+
+def _stored_recipe(where: str | None) -> dict[str, Any] | None:
+    """What a video or a file of latents says of how it was made; None if it is neither.
+
+    Raises:
+        InputError: this library did not write it.
+    """
+    from cogvideox_flax.checkpoint import is_native
+    from cogvideox_flax.generate.result import read_latents_metadata
+    from cogvideox_flax.io.paths import expand_user
+    from cogvideox_flax.io.video import read_metadata
+
+    path = None if where is None else expand_user(where)
+    if path is None or not (path.is_file() or (path.is_dir() and not is_native(path) and any(path.glob("*.png")))):
+        return None
+    found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+    if not found:
+        raise InputError(f"{path} does not say how it was made; this library did not write it")
+    return found
+
+
+def _print_recipe(made: dict[str, Any], as_json: bool) -> None:
+    """Print a recipe, each of its settings on a line."""
+    if as_json:
+        print(json.dumps(made, indent=2, ensure_ascii=False))
+        return
+    rows = {name: value for name, value in made.items() if name != "settings"}
+    settings = made.get("settings")
+    for name, value in (rows | (settings if isinstance(settings, dict) else {})).items():
+        if value != "":
+            print(f"{name:20} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
 
 
 def _origin(row: dict[str, Any]) -> str:

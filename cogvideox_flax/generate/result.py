@@ -7,6 +7,7 @@ import dataclasses
 import html
 import json
 import tempfile
+import zipfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,6 +114,21 @@ def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata
     """Write an npz of `latents`, as the decoder takes them, and of `metadata`, a JSON string."""
     with atomic_write(path) as partial, partial.open("wb") as file:
         np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
+
+
+def read_latents_metadata(path: Path) -> dict[str, Any]:
+    """The metadata of a file that `save_latents` wrote; {} of another npz.
+
+    Raises:
+        InputError: it cannot be read, or is no npz.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            text = str(arrays["metadata"]) if "metadata" in arrays else "{}"
+        found = json.loads(text)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, RecursionError) as e:
+        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
+    return found if isinstance(found, dict) else {}
 
 
 def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:
