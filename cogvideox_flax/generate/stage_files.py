@@ -90,7 +90,7 @@ def _is_fresh(path: Path, key: str) -> bool:
     except (CheckpointError, ValueError) as e:
         log.warning("making %s again: %s", path.name, e)
         return False
-    log.info("going on from %s" if same else "making %s again: it is of other settings", path)
+    log.info("reusing %s" if same else "making %s again: it is of other settings", path)
     return same
 
 

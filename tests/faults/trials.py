@@ -104,7 +104,7 @@ def kill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     outcome = again(bench, argv, folder, what)
     text = (folder / "stderr").read_text()
     lost = None
-    if missed := [name for name in there if f"going on from {Path('run') / name}" not in text]:
+    if missed := [name for name in there if f"reusing {Path('run') / name}" not in text]:
         lost = f"lost: {missed} were there and were made again"
     elif not finished and done - saved > 1:
         lost = f"lost: {done} steps were done, {saved} were kept"
