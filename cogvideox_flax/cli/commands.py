@@ -333,12 +333,21 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
     from cogvideox_flax.checkpoint import is_native
     from cogvideox_flax.generate.result import read_latents_metadata
     from cogvideox_flax.io.paths import expand_user
+    from cogvideox_flax.io.source import format_of
     from cogvideox_flax.io.video import read_metadata
 
-    path = None if where is None else expand_user(where)
-    if path is None or not (path.is_file() or (path.is_dir() and not is_native(path) and any(path.glob("*.png")))):
+    if where is None:
         return None
-    found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+    path = expand_user(where)
+    is_file = os.path.isfile(path)  # False, too, of a name that is too long
+    if is_file and path.suffix.lower() == ".npz":
+        found = read_latents_metadata(path)
+    elif is_file and format_of(path) is not None:
+        found = read_metadata(path)
+    elif os.path.isdir(path) and not is_native(path) and any(path.glob("*.png")):
+        found = read_metadata(path)
+    else:
+        return None
     if not found:
         raise InputError(f"{path} does not say how it was made; this library did not write it")
     return found
