@@ -146,10 +146,8 @@ def test_npz_holds_latents_that_decode_to_the_video(paths, native, tmp_path):
     assert (read_video(folder)[0] == np.asarray(pipe.decode(data["latents"], progress=False))[0]).all()
 
 
-def test_several_prompts_and_a_prompt_file(paths, native, tmp_path, cheap_decoder):
-    file = tmp_path / "prompts.txt"
-    file.write_text("\ufeffa blue square\n\n   \nein größer Kreis\n", encoding="utf-8")
-    videos = paths(*generate(native, tmp_path / "v.mp4", "--prompt-file", file))
+def test_several_prompts(paths, native, tmp_path, cheap_decoder):
+    videos = paths(*generate(native, tmp_path / "v.mp4", prompts=[PROMPT, "a blue square", "ein größer Kreis"]))
     assert [p.name for p in videos] == ["v-0.mp4", "v-1.mp4", "v-2.mp4"]
     assert [read_metadata(p)["prompt"] for p in videos] == [PROMPT, "a blue square", "ein größer Kreis"]
     frames = [read_video(p)[0] for p in videos]

@@ -82,8 +82,6 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     groups = {name: argparse.ArgumentParser(add_help=False) for name in ("prompt", "model", "profiling", "profile")}
     prompt, model, profiling, profile = groups.values()
     prompt.add_argument("prompt", nargs="*", help="one or more prompts")
-    prompt.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
-
     model.add_argument("--model", help=_MODEL)
     model.add_argument("--revision", help="of a hub id: branch, tag or commit")
     model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
@@ -172,6 +170,10 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub = command(
         "generate", commands.generate, "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts"
     )
+    what = "a video for each line: a prompt, or a JSON object with prompt and any of these options; see docs/queue.md"
+    sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
+    what = "lines with equal options to make at once; default: 1"
+    sub.add_argument("--batch", type=_count, metavar="N", help=what)
     sub.add_argument(
         "--out",
         type=_Path,
@@ -185,6 +187,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     what = "stage 1: prompts to embeddings, pictures and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", commands.encode, what, *groups)
+    sub.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
     sub.add_argument("--dir", type=_Path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")
@@ -223,7 +226,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     for name, each in options("encode", "denoise", "decode").items():
         if each.planned:
             add_option(sub, name, each)
-    sub.add_argument("--prompts", type=_prompt_count, default=1, help="how many at once; default: 1")
+    sub.add_argument("--prompts", type=_count, default=1, help="how many at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(
         "--stages",
@@ -265,7 +268,7 @@ def _steps(text: str) -> tuple[int, int]:
     return int(first), int(last or first)
 
 
-def _prompt_count(text: str) -> int:
+def _count(text: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or not is_count(count := int(text), MAX_VIDEOS):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {MAX_VIDEOS}; got {text!r}")
     return count

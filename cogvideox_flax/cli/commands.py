@@ -15,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cogvideox_flax.cli.queue import generate_queue
 from cogvideox_flax.cli.setup import (
     EMBEDDED,
     automatic_mesh,
@@ -54,7 +55,10 @@ TRAINING_OPTIONS = {
 
 
 def generate(args: argparse.Namespace) -> None:
-    """Prompt to video, in stages that a killed run goes on from."""
+    """Prompt to video, in stages that a killed run goes on from; each line of a file to a video of its own."""
+    if args.prompt_file is not None:
+        generate_queue(args)
+        return
     from cogvideox_flax.generate.events import Denoised, Finished, show
     from cogvideox_flax.generate.resolve import check_num_videos
     from cogvideox_flax.generate.result import save_latents
@@ -63,6 +67,8 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.io.paths import check_name, item_paths
 
     loaded()
+    if args.batch is not None:
+        raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
     check_name(args.out)
     folder = args.dir or args.out.with_name(args.out.name + ".stages")
     latents_only = args.out.suffix.lower() == ".npz"
@@ -339,15 +345,13 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
     if where is None:
         return None
     path = expand_user(where)
-    is_file = os.path.isfile(path)  # False, too, of a name that is too long
-    if is_file and path.suffix.lower() == ".npz":
-        found = read_latents_metadata(path)
-    elif is_file and format_of(path) is not None:
-        found = read_metadata(path)
-    elif os.path.isdir(path) and not is_native(path) and any(path.glob("*.png")):
-        found = read_metadata(path)
+    if not os.path.isfile(path):  # which is False, too, of a name that is too long
+        is_made = os.path.isdir(path) and not is_native(path) and any(path.glob("*.png"))
     else:
+        is_made = path.suffix.lower() == ".npz" or format_of(path) is not None
+    if not is_made:
         return None
+    found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
     if not found:
         raise InputError(f"{path} does not say how it was made; this library did not write it")
     return found

@@ -9,7 +9,7 @@ import argparse
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +80,41 @@ def open_run(
     read: Callable[[], dict[str, Any]],
     check: Callable[[RunFiles, ResolvedRequest], object] | None = None,
 ) -> tuple[Pipeline, ResolvedRequest, RunFiles]:
-    """Check a run as far as is possible without weights, and open its model, converting it if that was not done yet.
+    """`open_runs` of a single request.
 
     Args:
-        folder: where its files go.
         read: checks names; returns fields of the request, which the options override. On process 0 alone.
         check: more checks, of what the folder holds. On process 0 alone.
     """
     from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.resolve import resolve
+    from cogvideox_flax.generate.run_files import RunFiles
+
+    def requests(manifest: Manifest, before: dict[str, Any]) -> list[ResolvedRequest]:
+        fields = {name: value for name, value in before.items() if name not in ("dtype", "fingerprints")}
+        request = resolve(GenerationRequest(**{"lora": [], **fields, **given_options(args)}), manifest)
+        if check is not None:
+            dtype = dtype_of(args, manifest, before)
+            check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
+        return [request]
+
+    pipe, (request,), files = open_runs(args, folder, read, requests)
+    return pipe, request, files
+
+
+def open_runs(
+    args: argparse.Namespace,
+    folder: Path,
+    read: Callable[[], dict[str, Any]],
+    resolve_all: Callable[[Manifest, dict[str, Any]], list[ResolvedRequest]],
+) -> tuple[Pipeline, list[ResolvedRequest], RunFiles]:
+    """Check runs as far as is possible without weights, and open their model, converting it if that was not done yet.
+
+    Args:
+        folder: where their files go.
+        read: what is checked before the model is looked at; may say the dtype. On process 0 alone.
+        resolve_all: what the model is asked for, at least one request, from the result of `read`. On process 0 alone.
+    """
     from cogvideox_flax.generate.resolve import check_model, check_run, resolve
     from cogvideox_flax.generate.run_files import RunFiles, check_folder, request_json, request_of_json, space_needed
     from cogvideox_flax.io.paths import check_writable
@@ -97,29 +124,32 @@ def open_run(
     def decide() -> dict[str, Any]:
         before = read()
         manifest = peek(args)
-        dtype, mesh = args.dtype or before.get("dtype", manifest.default_dtype), given_mesh(args)
+        dtype, mesh = dtype_of(args, manifest, before), given_mesh(args)
         where = named_model(args)["model_id"]
         check_model(manifest, where, dtype, explicit_mesh(mesh))
-        fields = {name: value for name, value in before.items() if name not in ("dtype", "fingerprints")}
-        request = resolve(GenerationRequest(**{"lora": [], **fields, **given_options(args)}), manifest)
-        if mesh is None and (mesh := automatic_mesh(args, manifest, request, dtype)) is not None:
+        made.extend(resolve_all(manifest, before))
+        if mesh is None and (mesh := automatic_mesh(args, manifest, made[0], dtype)) is not None:
             check_model(manifest, where, dtype, explicit_mesh(mesh))
-        check_folder(folder, space_needed(request))
+        check_folder(folder, max(map(space_needed, made)))
         if getattr(args, "profile", None) is not None:
             check_writable(args.profile / "trace")
         preview_of(args, manifest)
-        check_run(request, explicit_mesh(mesh), profiling_options(args))
-        if check is not None:
-            check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
-        made.append(request)
-        return placed_model(args, dtype, mesh) | {"request": request_json(request)}
+        for request in made:
+            check_run(request, explicit_mesh(mesh), profiling_options(args))
+        return placed_model(args, dtype, mesh) | {"requests": list(map(request_json, made))}
 
     pipe, decided = load(args, decide)
     if not made:
-        made.append(resolve(request_of_json(decided["request"]), pipe.manifest))
-        hosts.check_equal("the settings", decided["request"], request_json(made[0]))
+        made.extend(resolve(request_of_json(each), pipe.manifest) for each in decided["requests"])
+        for theirs, own in zip(decided["requests"], made, strict=True):
+            hosts.check_equal("the settings", theirs, request_json(own))
     files = RunFiles(folder=folder, **decided["model"], dtype=pipe.dtype, fingerprints=pipe.fingerprints())
-    return pipe, made[0], files
+    return pipe, made, files
+
+
+def dtype_of(args: argparse.Namespace, manifest: Manifest, before: Mapping[str, Any]) -> str:
+    """As given, else of an earlier stage, else the checkpoint's own."""
+    return args.dtype or before.get("dtype", manifest.default_dtype)
 
 
 def named_model(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
 from cogvideox_flax.generate.keywords import CALL, METHODS
-from cogvideox_flax.generate.programs import ProgramCall
+from cogvideox_flax.generate.programs import ProgramCall, abstract_weights
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.io.contents import content_hash, fingerprint
@@ -27,7 +27,7 @@ from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
 from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
-from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, memory_limit
+from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler
 
@@ -164,6 +164,13 @@ class Components:
         """Let go of loaded components' memory (default: of all); they load again when used."""
         for name in components or tuple(self._loaded):
             self._loaded.pop(name, None)
+
+    def fits_at_once(self) -> bool:
+        """Whether all components take less than half of each device's memory; of the host's, for CPUs."""
+        weights = [
+            abstract_weights(self.manifest, name, self.dtype, self.mesh) for name in self.manifest.model.components
+        ]
+        return 2 * sum(map(bytes_per_device, weights)) < (memory_limit(self.mesh) or host_memory())
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""

@@ -75,6 +75,7 @@ class DenoiseStep(Program):
     predict: Predict
     guidance: Guidance
     sampler: Scheduler
+    same_noise: bool = False
 
     name = "denoising step"
 
@@ -92,7 +93,7 @@ class DenoiseStep(Program):
 
     def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)
-        return self.predict.noise(jax.random.fold_in(source, i), shape) if is_key else source[i]
+        return _noise(self.predict, jax.random.fold_in(source, i), shape, self.same_noise) if is_key else source[i]
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,18 @@ class InitialNoise(Program):
 
     predict: Predict
     shape: tuple[int, ...]
+    same_noise: bool = False
 
     name = "initial noise"
 
     def __call__(self, seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
         latent_key, noise_key = jax.random.split(jax.random.key(seed))
-        return self.predict.noise(latent_key, self.shape), noise_key
+        return _noise(self.predict, latent_key, self.shape, self.same_noise), noise_key
+
+
+def _noise(predict: Predict, key: Array, shape: tuple[int, ...], same: bool) -> Float32[Array, "B T h w C"]:
+    """Standard normal noise; `same`: the first row for all of the batch."""
+    return jnp.broadcast_to(predict.noise(key, (1, *shape[1:])), shape) if same else predict.noise(key, shape)
 
 
 def noise_key(seed: int) -> Array:

@@ -156,15 +156,19 @@ class RunPrograms:
 
     @property
     def initial_noise(self) -> InitialNoise:
-        return InitialNoise(self.predict, self.size.latent_shape(self.request.batch))
+        return InitialNoise(self.predict, self.size.latent_shape(self.request.batch), self.request.same_noise)
 
     @property
     def denoise(self) -> DenoiseStep | DenoiseLoop:
         """A step, or all of them with `compiled_loop`."""
         seen = window_size(self.model, self.request, self.size)
         tokens = self.denoiser_batch * self.model.workload(seen).tokens
-        step = DenoiseStep(self.predict, self.guidance, self.sampler, tokens=tokens)
+        step = dataclasses.replace(self._step, tokens=tokens)
         return DenoiseLoop(step, tokens=tokens) if self.request.compiled_loop else step
+
+    @property
+    def _step(self) -> DenoiseStep:
+        return DenoiseStep(self.predict, self.guidance, self.sampler, self.request.same_noise)
 
     @property
     def whole_run(self) -> WholeRun:
@@ -172,7 +176,7 @@ class RunPrograms:
         return WholeRun(
             text=tuple(EncodeText(stage.component, stage.encode) for stage in model.text),
             visual=tuple((stage.feature, stage.component, self.encode_visual(stage)) for stage in self.visual),
-            loop=DenoiseLoop(DenoiseStep(self.predict, self.guidance, self.sampler)),
+            loop=DenoiseLoop(self._step),
             decode=Decode(model.codec, request.output_type == "float", request.tiling),
             denoiser=model.denoiser,
             decoder=model.decoder,
@@ -189,7 +193,9 @@ class RunPrograms:
         if stage.noise is None:
             given = np.zeros(noise, np.float32)
         elif given is None:
-            given = standard_normal(encoder_noise_key(request.seed, index), noise)
+            rows = 1 if request.same_noise else noise[0]
+            given = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))
+            given = jnp.broadcast_to(given, noise)
         if stage.mask_channels:
             read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
         else:

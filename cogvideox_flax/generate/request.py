@@ -156,6 +156,7 @@ class GenerationRequest:
         noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
         models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
+    same_noise: each video of the batch gets the noise that it would get alone; else each gets noise of its own.
     The help of the other fields says what they are.
     """
 
@@ -292,6 +293,7 @@ class GenerationRequest:
     fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", group=OUTPUT, stage="decode")
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
+    same_noise: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,12 +101,16 @@ class GenerationResult:
         if self.frames[0].dtype != np.uint8:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
-            each = {key: value[i] for key, value in self.metadata.items() if isinstance(value, list)}
             if hosts.is_first():
-                save_video(name, frames, self.fps, self.metadata | each)
+                save_video(name, frames, self.fps, item_metadata(self.metadata, i))
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
+
+
+def item_metadata(metadata: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """The metadata of one item of a result."""
+    return {key: value[i] if isinstance(value, list) else value for key, value in metadata.items()}
 
 
 @hosts.first_writes

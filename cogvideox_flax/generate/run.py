@@ -39,15 +39,17 @@ def run(
     stages: Sequence[str] = STAGES,
     *,
     text: Conditioning | None = None,
+    keep: bool | None = None,
 ) -> Events[None]:
     """Encode, denoise and decode.
 
     Args:
         request: from `resolve`, for this model.
-        files: keeps what is finished and gives it back; then one stage is done for all videos before the next begins,
-            and each stage's components leave with it. None keeps nothing, and makes one video after the other.
+        files: keeps what is finished and gives it back; then one stage is done for all videos before the next begins.
+            None keeps nothing, and makes one video after the other.
         stages: those to do, of "encode", "denoise", "decode". A stage that is left out before them is in `files`.
         text: features of the prompts that are known already; the rest of a conditioning does not matter.
+        keep: the components of a stage stay when the next begins; default: without files.
 
     Raises:
         InputError: it does not fit into the devices' memory, before anything is loaded; an encoder or the decoder gives
@@ -64,13 +66,13 @@ def run(
     run = RunPrograms(request, pipe.dtype)
     if request.output_type == "latent":
         stages = [stage for stage in stages if stage != "decode"]
-    parts = ["run"] if request.one_program else stages
-    yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=files is None)
+    parts, keep = ["run"] if request.one_program else stages, files is None if keep is None else keep
+    yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=keep)
     if request.one_program:
         for one in request.videos():
             yield from _run_as_one_program(pipe, one)
     else:
-        yield from make_videos(pipe, request, files, stages, text=text)
+        yield from make_videos(pipe, request, files, stages, text=text, keep=keep)
 
 
 def make_videos(
@@ -80,11 +82,13 @@ def make_videos(
     stages: Sequence[str] = STAGES,
     *,
     text: Conditioning | None = None,
+    keep: bool = True,
 ) -> Events[None]:
     """`run` without the check of the devices' memory.
 
     Args:
         text: an earlier conditioning for the same prompts, whose text features are used again.
+        keep: the components of a stage stay when the next begins.
     """
     shared = None if RunPrograms(request, pipe.dtype).encodes_by_seed else _Encoded(pipe, request, files)
     videos = []
@@ -97,7 +101,7 @@ def make_videos(
         order = [(stage, video) for stage in stages for video in videos]
     before = stages[0]
     for stage, video in order:
-        if files is not None and stage != before:
+        if not keep and stage != before:
             pipe.release()
         before = stage
         match stage:
@@ -177,7 +181,7 @@ class _Video:
                 latents = fetch(self._programs().without_extra(self.state.latents))
                 self.files.save_latents(self.request, key, latents)  # before the state is removed
                 self.state = None
-        yield Denoised(self.request, self.files.latents(self.request), _recipe(self.pipe, self.request))
+        yield Denoised(self.request, self.files.latents(self.request), recipe_of(self.pipe, self.request))
 
     def _steps(
         self, states: Generator[DenoiseState], done: int, keep: Callable[[DenoiseState], None] | None = None
@@ -229,10 +233,10 @@ def _decode(
 
 
 def _finished(pipe: Components, request: ResolvedRequest, frames: Any, done: int | None = None) -> Finished:
-    return Finished(request, GenerationResult(frames, request.fps, _recipe(pipe, request, done)))
+    return Finished(request, GenerationResult(frames, request.fps, recipe_of(pipe, request, done)))
 
 
-def _recipe(pipe: Components, request: ResolvedRequest, done: int | None = None) -> dict[str, Any]:
+def recipe_of(pipe: Components, request: ResolvedRequest, done: int | None = None) -> dict[str, Any]:
     """What a result stores of how it was made. done: the steps that were done; None: all."""
     made_of = request_values(request) | {"dtype": pipe.dtype}
     if done is not None and done < request.num_steps:

@@ -156,7 +156,8 @@ class RunFiles:
         parts = request.manifest.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
-        return self._key(deciding(request_values(request), "encode", "denoise"), parts, embeddings=embeddings)
+        more = {"embeddings": embeddings} | _shared_noise(request)
+        return self._key(deciding(request_values(request), "encode", "denoise"), parts, **more)
 
     def has_latents(self, request: ResolvedRequest, key: str) -> bool:
         """Whether stage 2's file is there and has this key."""
@@ -217,9 +218,13 @@ def _prompts(request: ResolvedRequest) -> dict[str, Any]:
     return {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
 
 
+def _shared_noise(request: ResolvedRequest) -> dict[str, Any]:
+    return {"same_noise": True} if request.same_noise else {}
+
+
 def _deciding_visual_latents(run: RunPrograms) -> dict[str, Any]:
     """What the latents of pictures and clips depend on, but for their size; the seed draws the posterior's noise."""
-    seed = {"seed": run.request.seed} if run.encodes_by_seed else {}
+    seed = {"seed": run.request.seed} | _shared_noise(run.request) if run.encodes_by_seed else {}
     return deciding(request_values(run.request), "encode") | seed
 
 
@@ -425,10 +430,10 @@ def run_dir_lock(folder: Path, *, temporary: bool = False) -> Iterator[None]:
                 if kept := finished(folder):
                     log.warning("%s in %s: kept, the same command goes on from there", " and ".join(kept), folder)
                 elif temporary:
-                    _remove_files(folder)
+                    remove_files(folder)
                 raise
             if temporary:
-                _remove_files(folder)
+                remove_files(folder)
     finally:
         if temporary:
             with suppress(OSError):  # not ours alone
@@ -447,7 +452,8 @@ def _directories(folder: Path) -> list[Path]:
     return [folder, *sorted(path for path in folder.glob("seed-*") if path.is_dir())]
 
 
-def _remove_files(folder: Path) -> None:
+def remove_files(folder: Path) -> None:
+    """Remove what a run keeps in its directory; the files of others stay."""
     for at in reversed(_directories(folder)):
         remove_orphans(at)
         for name in (CONFIG_FILE, EMBEDDINGS_FILE, STATE_FILE, LATENTS_FILE):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -36,6 +39,18 @@ def memory_limit(mesh: Mesh | None) -> int | None:
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()] if mesh is not None else []
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices or jax.local_devices()[:1]]
     return None if None in limits else min(limit for limit in limits if limit is not None)
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory that can be used now, within the limit of its container."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = [pages]
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found)
 
 
 def describe_memory() -> str:

@@ -17,6 +17,13 @@ RESEND_S = 0.05
 """Longer than what drops an exception usually takes."""
 
 
+def duration_text(seconds: float) -> str:
+    """Such as "40 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def say(message: str, announce: bool) -> None:
     """Print a message to stderr if `announce`, else log it."""
     if announce:

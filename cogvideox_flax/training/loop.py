@@ -30,6 +30,7 @@ from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
+from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.metrics import Mean, MetricsLog
@@ -164,13 +165,6 @@ def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = 
         )
 
 
-def _duration(seconds: float) -> str:
-    """Such as "40 s", "12 min" or "3.5 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _has_passed(deadline: float) -> bool:
     return time.monotonic() > deadline
 
@@ -218,7 +212,9 @@ class _StepLog:
         self._metrics.write({"step": done, **values})
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         left = values.get("seconds_per_step", 0.0) * (self._last_step - done)
-        log.info("step %d of %d: %s%s", done, self._config.steps, shown, f"; {_duration(left)} left" if left else "")
+        log.info(
+            "step %d of %d: %s%s", done, self._config.steps, shown, f"; {duration_text(left)} left" if left else ""
+        )
 
 
 @contextmanager

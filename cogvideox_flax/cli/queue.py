@@ -1,0 +1,203 @@
+"""`generate` with a file of prompts: one video after the other, each written when it is done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogvideox_flax.cli.setup import check_output, given_options, open_runs, preview_of
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.request import STAGES
+from cogvideox_flax.io.interrupts import loaded
+from cogvideox_flax.runtime import hosts
+
+if TYPE_CHECKING:  # imported where needed, as by the commands
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.generate.page import Shown
+    from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.generate.queue import Job
+    from cogvideox_flax.generate.request import ResolvedRequest
+    from cogvideox_flax.generate.run_files import RunFiles
+
+log = logging.getLogger("cogvideox_flax")
+
+
+def generate_queue(args: argparse.Namespace) -> None:
+    """A video for each line of --prompt-file; those that are there already, made of the same, stay.
+
+    Raises:
+        InputError: at the end, of the lines that could not be made.
+    """
+    import jax
+
+    from cogvideox_flax.checkpoint import hub
+    from cogvideox_flax.generate.page import Shown, check_page, write_page
+    from cogvideox_flax.generate.queue import batches, fields_of, items_of, jobs_of, path_of, read_lines, request_of
+    from cogvideox_flax.generate.run_files import check_folder, remove_files, run_dir_lock, space_needed
+    from cogvideox_flax.io.paths import check_name
+    from cogvideox_flax.runtime.terminal import duration_text, say
+
+    loaded()
+    out: Path = args.out
+    check_name(out)
+    folder = args.dir or out.with_name(out.name + ".stages")
+    lines: dict[int, str] = {}
+    groups: list[list[Job]] = []
+    faults: dict[int, str] = {}
+
+    def refuse(number: int, error: InputError) -> None:
+        faults[number] = "; ".join(str(error).splitlines())
+        log.warning("line %d is left out: %s", number, faults[number])
+
+    def failed() -> InputError:
+        each = [f"line {number}: {faults[number]}" for number in sorted(faults)]
+        return InputError("\n".join([f"of {len(lines)} prompts in {args.prompt_file}, these were not made:", *each]))
+
+    def read() -> dict[str, Any]:
+        if args.prompt:
+            raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
+        lines.update(read_lines(args.prompt_file))
+        check_page(out.absolute().parent)
+        check_folder(folder)
+        if args.model is None and all('"image"' in line and "image" in fields_of(line) for line in lines.values()):
+            args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
+        return {}
+
+    def requests(manifest: Manifest, _: object) -> list[ResolvedRequest]:
+        jobs, wrong = jobs_of(lines, {"lora": [], **given_options(args)}, manifest)
+        for job in jobs:
+            try:
+                check_output([path_of(out, job.line, job.request)], _latents_only(args))
+            except InputError as e:
+                wrong[job.line] = e
+        groups.extend(batches([job for job in jobs if job.line not in wrong], args.batch or 1))
+        if not groups:
+            faults.update({number: str(error) for number, error in wrong.items()})
+            raise failed()
+        for number, error in wrong.items():
+            refuse(number, error)
+        return [request_of(batch) for batch in groups]
+
+    pipe, made, files = open_runs(args, folder, read, requests)
+    keep, checkpoint = pipe.fits_at_once(), _checkpoint(pipe)
+    entries: dict[tuple[int, int], Shown] = {}
+
+    def left() -> list[list[tuple[int, int]]]:
+        """Of each batch, the items that are still to be made: their places and lines."""
+        for job in (job for batch in groups for job in batch):
+            path, key = path_of(out, job.line, job.request), (job.line, job.request.seed)
+            stored = _stored(pipe, path, job.request, checkpoint)
+            entries[key] = Shown(job.line, job.request.prompt[0], path if stored else None, stored)
+        return [
+            [(i, job.line) for i, job in enumerate(batch) if entries[job.line, job.request.seed].path is None]
+            for batch in groups
+        ]
+
+    def show_page() -> None:
+        if hosts.is_first():
+            wrong = [Shown(number, lines[number], fault=fault) for number, fault in faults.items()]
+            failed_lines = {each.line for each in wrong}
+            rest = [each for each in entries.values() if each.path is not None or each.line not in failed_lines]
+            write_page(out.absolute().parent, out.name, sorted([*rest, *wrong], key=lambda each: each.line))
+
+    todo = [(request, items) for request, items in zip(made, hosts.from_first(left), strict=True) if items]
+    count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()
+    if hosts.is_first() and (there := len(entries) - total):
+        log.info("%d of %d videos are there already", there, len(entries))
+    show_page()
+    with run_dir_lock(folder, temporary=True):
+        for batch, items in todo:
+            request = items_of(batch, [i for i, _ in items])
+            rest = (time.monotonic() - started) / count * (total - count) if count else 0
+            later = f", about {duration_text(rest)} left" if count else ""
+            say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, request.prompt))}", not args.quiet)
+            paths = [path_of(out, line, items_of(request, [i])) for i, (_, line) in enumerate(items)]
+            try:
+                check_folder(folder, space_needed(request))
+                stored = _make(args, pipe, request, files, paths, keep, checkpoint)
+            except InputError as e:
+                if jax.process_count() > 1:
+                    raise
+                for _, line in items:
+                    refuse(line, e)
+            else:
+                for (_, line), path, metadata in zip(items, paths, stored, strict=True):
+                    entries[line, request.seed] = Shown(line, metadata["prompt"], path, metadata)
+                    print(path, flush=True)
+                if hosts.is_first():
+                    remove_files(folder)
+            count += len(items)
+            show_page()
+    if faults:
+        raise failed()
+
+
+def _latents_only(args: argparse.Namespace) -> bool:
+    return args.out.suffix.lower() == ".npz"
+
+
+def _make(
+    args: argparse.Namespace,
+    pipe: Pipeline,
+    request: ResolvedRequest,
+    files: RunFiles,
+    paths: Sequence[Path],
+    keep: bool,
+    checkpoint: str,
+) -> list[dict[str, Any]]:
+    """Make a batch and write its videos; returns the metadata of each."""
+    from cogvideox_flax.generate.events import Denoised, Finished, show
+    from cogvideox_flax.generate.result import item_metadata, save_latents
+    from cogvideox_flax.generate.run import run
+
+    start, stored = time.monotonic(), {}
+
+    def described(metadata: dict[str, Any]) -> dict[str, Any]:
+        seconds = float(f"{(time.monotonic() - start) / len(paths):.3g}")
+        return metadata | {"checkpoint": checkpoint, "seconds": seconds}
+
+    stages = STAGES[:-1] if _latents_only(args) else STAGES
+    events = run(pipe, request, files, stages, keep=keep)
+    if (preview := preview_of(args, pipe.manifest)) is not None:
+        events = preview.watch(events)
+    with closing(show(events, not args.quiet)) as shown:
+        for event in shown:
+            match event:
+                case Denoised(_, latents, metadata) if _latents_only(args):
+                    stored = described(metadata)
+                    for i, path in enumerate(paths):
+                        save_latents(path, latents[i : i + 1], item_metadata(stored, i))
+                case Finished(_, result):
+                    stored = described(result.metadata)
+                    replace(result, metadata=stored).save_items(paths)
+    return [item_metadata(stored, i) for i in range(len(paths))]
+
+
+def _checkpoint(pipe: Pipeline) -> str:
+    """A short name of all that the checkpoint computes."""
+    from cogvideox_flax.io.contents import fingerprint
+
+    return fingerprint(pipe.fingerprints())[:12]
+
+
+def _stored(pipe: Pipeline, path: Path, request: ResolvedRequest, checkpoint: str) -> dict[str, Any] | None:
+    """The metadata of a video that is there and was made of the same; None if there is none."""
+    from cogvideox_flax.generate.result import read_latents_metadata
+    from cogvideox_flax.generate.run import recipe_of
+    from cogvideox_flax.io.video import read_metadata
+
+    if not path.exists():
+        return None
+    try:
+        found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+    except InputError:  # damaged
+        return None
+    wanted = json.loads(json.dumps(recipe_of(pipe, request) | {"checkpoint": checkpoint}))
+    return found if found == wanted | {"seconds": found.get("seconds")} else None
