@@ -128,6 +128,22 @@ def test_generate_on_hosts_that_share_a_disk(layout, tmp_path):
     assert len(list(tmp_path.glob("cache/*/config.json"))) == 1
 
 
+def test_a_queue_on_hosts_that_share_no_disk(layout, tmp_path):
+    """Process 0 has the file of prompts, and writes; what is there already is not made again."""
+    (tmp_path / "host 0").mkdir()
+    (tmp_path / "host 0" / "prompts.txt").write_text('a circle\n{"prompt": 3}\n{"prompt": "b", "seed": 2}\n')
+    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 1, "--dtype", "float32", *MESH]
+    command = ["generate", "--prompt-file", "prompts.txt", "--model", layout, *quick, "--out", "x.npz"]
+    for left in (["x-0001-a-circle-seed0.npz", "x-0003-b-seed2.npz"], []):
+        with Hosts(tmp_path, *command) as hosts:
+            codes, (printed, nothing) = hosts.finish()
+        assert codes == [2, 2]
+        assert printed.splitlines() == left
+        assert nothing == ""
+        assert "line 2: prompt is 3" in hosts.said(0)
+    assert not {path.name for path in hosts.folders[1].iterdir()} - {"cache"}
+
+
 def test_a_picture_is_read_by_process_0(paths, tmp_path):
     """It is on no other disk; the result is that of one process."""
     layout = save_layout(tmp_path / "hf", "cogvideox1.5-5b-i2v")
