@@ -124,7 +124,9 @@ def test_places_that_cannot_be_written(refused, layout, staged, tmp_path):
     assert "holds other files" in refused(*generate(layout, tmp_path))
     # with two prompts it is the numbered names that count
     (tmp_path / "two-1.mp4").mkdir()
-    assert "two-1.mp4 is a directory" in refused(*generate(layout, tmp_path / "two.mp4", prompts="ab"))
+    assert "two-1.mp4 is a directory" in refused(
+        *generate(layout, tmp_path / "two.mp4", prompts=["a circle", "b circle"])
+    )
     assert "Not a directory" in refused("decode", "--dir", staged, "--out", file / "v.mp4")
     assert file.read_text() == "mine"
 
@@ -149,7 +151,7 @@ def test_outputs_that_are_no_names(refused, layout, native, staged, tmp_path, mo
     wrong |= {"pipe.mp4": "a named pipe", **special}
     for out, message in wrong.items():
         assert message in refused(*generate(layout, out)), out
-        assert message in refused(*generate(layout, out, prompts="ab")), out
+        assert message in refused(*generate(layout, out, prompts=["a circle", "b circle"])), out
         assert message in refused("decode", "--dir", staged, "--out", out), out
         assert message in refused("upscale", "clip", "--model", native, "--out", out), out
 

@@ -634,7 +634,7 @@ def bad(tmp_path_factory):
         (
             "control",
             ["--control-video", "{bad}/whole.png", "--num-frames", "9"],
-            "controls 1 frames .* has 9",
+            "whole.png is one picture, and a clip was expected",
         ),
         ("image", ["--image", "nowhere.png"], "there is no picture nowhere.png"),
         ("image", ["--image", "{bad}/cut.png"], "cannot read .*cut.png"),

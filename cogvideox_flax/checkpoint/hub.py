@@ -40,11 +40,12 @@ EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
 """The name of the small image-to-video checkpoint that comes with it."""
 
-_BY_NAME: dict[Any, Path] = {
+EMBEDDED_MODELS: dict[Any, Path] = {
     None: EMBEDDED,
     "embedded": EMBEDDED,
     EMBEDDED_IMAGE_TO_VIDEO: EMBEDDED.with_name("embedded_image_to_video"),
 }
+"""The checkpoints that come with the package, by the names that `where` may have."""
 
 
 def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
@@ -120,7 +121,7 @@ def _is_model(folder: Path) -> bool:
 
 def _local(where: str | Path | None, revision: str | None) -> Path | None:
     """The model directory that `where` names, native or in the Hugging Face layout; None: it may be a hub id."""
-    embedded = None if where is not None and os.path.exists(where) else _BY_NAME.get(where)
+    embedded = None if where is not None and os.path.exists(where) else EMBEDDED_MODELS.get(where)
     if where is None or embedded is not None:
         path = embedded or EMBEDDED
         if not is_native(path):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +24,16 @@ from cogvideox_flax.runtime.terminal import reliable_interrupts
 
 STOPPED = "\nstopped; the same command goes on from what was finished"
 
+CLOSED_PIPE = 128 + 13
+"""The exit code where what is printed has no reader, such as `head`, any more: that of a program which SIGPIPE ends."""
+
 LOGGERS = ("cogvideox_flax", "conversion")
 
 
 @reliable_interrupts()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    args = make_parser().parse_args(argv)
+    args = make_parser().read(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
@@ -40,12 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _only_compute(args)
             args.run(args)
     except BaseException as e:
+        if isinstance(e, BrokenPipeError) and _reader_is_gone():
+            return CLOSED_PIPE
         code, message = _outcome(e)
         if message is None:
             raise
         print(message, file=sys.stderr)
         return code
     return 0
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a closed pipe; what is left in it is then dropped."""
+    found = select.poll()
+    found.register(1, 0)  # errors alone
+    if not found.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return True
 
 
 def _place(args: argparse.Namespace) -> Place | None:

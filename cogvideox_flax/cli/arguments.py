@@ -12,6 +12,7 @@ from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
+from cogvideox_flax.cli.parser import Parser, rarely
 from cogvideox_flax.generate.request import (
     DTYPES,
     MAX_VIDEOS,
@@ -48,14 +49,14 @@ def expand_paths(args: argparse.Namespace) -> None:
             setattr(args, name, expand_user(value))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """All commands with their options; what it parses has the name as `command`, its function as `run`."""
-    parser = argparse.ArgumentParser(prog="cogvideox", description="CogVideoX text-to-video in JAX.")
+    parser = Parser(prog="cogvideox", description="Video from text, pictures and clips, in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     known = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
 
-    def command(name: str, run: Any, help: str, *parents: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Any, help: str, *parents: str) -> Parser:
         with_these = [shared[parent] for parent in parents]
         sub = known.add_parser(name, help=help, description=help, parents=with_these)
         sub.set_defaults(run=run, command=name)
@@ -74,16 +75,36 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.commands, parser.overview = known.choices, _OVERVIEW
     return parser
 
 
-def _shared_options() -> dict[str, argparse.ArgumentParser]:
+_OVERVIEW = """\
+cogvideox makes videos from text, pictures and clips, in JAX.
+
+  cogvideox generate "a small red circle moves to the left"      with the model in the box, on any machine
+  cogvideox generate "A panda by a stream" --model zai-org/CogVideoX-2b --out panda.mp4
+  cogvideox generate --prompt-file prompts.txt --out clips/v.mp4  a video for each line
+  cogvideox generate "The sea rolls in" --model zai-org/CogVideoX-5b-I2V --image beach.png
+
+Look:   info     what a checkpoint holds, or how a video was made
+        plan     memory and time of a run on TPUs, without one
+Make:   generate, or in stages: encode, denoise, decode
+        upscale  a clip, enlarged
+Own:    train    fine-tune on a folder of clips
+        quantize weights of 8 bits
+
+cogvideox COMMAND --help says more.
+"""
+
+
+def _shared_options() -> dict[str, Any]:
     """Groups of options that several commands have."""
     groups = {name: argparse.ArgumentParser(add_help=False) for name in ("prompt", "model", "profiling", "profile")}
     prompt, model, profiling, profile = groups.values()
-    prompt.add_argument("prompt", nargs="*", help="one or more prompts")
+    prompt.add_argument("prompt", nargs="*", metavar='"PROMPT"', help="one or more, each in quotes")
     model.add_argument("--model", help=_MODEL)
-    model.add_argument("--revision", help="of a hub id: branch, tag or commit")
+    rarely(model.add_argument("--revision", help="of a hub id: branch, tag or commit"))
     model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     model.add_argument(
         "--mesh",
@@ -101,7 +122,7 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     )
 
     groups["hosts"] = argparse.ArgumentParser(add_help=False)
-    several = groups["hosts"].add_argument_group("several hosts", "the same command on each, see docs/parallelism.md")
+    several = groups["hosts"].add_argument_group("several hosts, the same command on each (docs/parallelism.md)")
     several.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
     several.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
     several.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
@@ -111,6 +132,9 @@ def _shared_options() -> dict[str, argparse.ArgumentParser]:
     wait = f"to wait for the other processes; default: {JOIN_TIMEOUT_S:g}"
     several.add_argument("--join-timeout", type=float, default=JOIN_TIMEOUT_S, metavar="SECONDS", help=wait)
 
+    for each in ("profiling", "profile", "hosts"):
+        for action in groups[each]._actions:
+            rarely(action)
     stages: tuple[Stage, ...] = ("generate", "encode", "denoise", "decode")
     for stage in stages:
         groups[f"request {stage}"] = _grouped(options(stage))
@@ -141,9 +165,12 @@ def add_option(
     elif option.parse is None and of_one is bool:
         how |= {"action": "store_const", "const": True}
     else:
-        how |= {"type": option.parse or _parser_of(of_one), "metavar": option.metavar or name.upper()}
+        kind_of_value = {int: "N", float: "X"}.get(of_one, "TEXT")
+        how |= {"type": option.parse or _parser_of(of_one), "metavar": option.metavar or kind_of_value}
         how |= {"action": "append"} if option.repeat else {}
-    parser.add_argument(f"--{name.replace('_', '-')}", *option.flags, **how)
+    action = parser.add_argument(f"--{name.replace('_', '-')}", *option.flags, **how)
+    if kind is GenerationRequest and not option.common:
+        rarely(action)
 
 
 def _without_none(kind: Any) -> Any:
@@ -165,7 +192,7 @@ def _parser_of(kind: Any) -> Callable[[str], Any]:
     return parse
 
 
-def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_run_commands(command: Callable[..., Parser]) -> None:
     request = [f"request {stage}" for stage in ("encode", "denoise", "decode", "generate")]
     sub = command(
         "generate", commands.generate, "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts"
@@ -173,14 +200,19 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     what = "a video for each line: a prompt, or a JSON object with prompt and any of these options; see docs/queue.md"
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "lines with equal options to make at once; default: 1"
-    sub.add_argument("--batch", type=_count, metavar="N", help=what)
+    rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
     sub.add_argument(
         "--out",
         type=_Path,
         default=Path("video.mp4"),
-        help=".mp4, .gif, frames/%%04d.png, a directory of PNGs, or .npz (latents); several videos number their files",
+        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a directory of PNGs, or .npz (latents)",
     )
-    sub.add_argument("--dir", type=_Path, help="where the stages' files go; default: beside OUT, removed at the end")
+    what = "where the stages' files go; default: beside OUT, removed at the end"
+    rarely(sub.add_argument("--dir", type=_Path, help=what))
+    what = "a video or npz of ours: its prompt, seed and settings, where no others are given"
+    sub.add_argument("--like", type=_Path, metavar="FILE", help=what)
+    overwrite: dict[str, Any] = {"action": "store_true", "help": "replace files that this program did not write"}
+    sub.add_argument("--overwrite", **overwrite)
     what = "a .png or animated .webp of the video as it becomes clear"
     preview: dict[str, Any] = {"type": _Path, "metavar": "FILE", "help": what}
     sub.add_argument("--preview", **preview)
@@ -196,15 +228,19 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
-    what = "stage 3: latents to a video"
+    what = "stage 3: latents to a video; of a directory, or of an npz of `generate`"
     sub = command("decode", commands.decode, what, "model", "request decode", "profiling", "hosts")
-    sub.add_argument("--dir", type=_Path, required=True, help="with stage 2's files")
-    sub.add_argument("--out", type=_Path, help="default: output_video.mp4 in DIR")
+    sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="of `generate --out x.npz`")
+    sub.add_argument("--dir", type=_Path, help="with stage 2's files")
+    sub.add_argument("--out", type=_Path, help="default: output_video.mp4 in DIR, or beside the npz")
+    sub.add_argument("--overwrite", **overwrite)
 
 
 def _add_upscale(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("clip", type=_Path, metavar="CLIP", help="a video file or a folder of PNGs")
-    sub.add_argument("--out", type=_Path, required=True, help=".mp4, .gif, frames/%%04d.png or a directory of PNGs")
+    what = ".mp4, .webm, .gif, .webp, frames/%%04d.png or a directory of PNGs"
+    sub.add_argument("--out", type=_Path, required=True, help=what)
+    sub.add_argument("--overwrite", action="store_true", help="replace a file that this program did not write")
     for name, each in options_of(UpscaleOptions).items():
         add_option(sub, name, each, UpscaleOptions)
 
@@ -226,6 +262,8 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     for name, each in options("encode", "denoise", "decode").items():
         if each.planned:
             add_option(sub, name, each)
+    what = "dollars for an hour of one chip: says what a run costs"
+    sub.add_argument("--price", type=float, metavar="DOLLARS", help=what)
     sub.add_argument("--prompts", type=_count, default=1, help="how many at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(

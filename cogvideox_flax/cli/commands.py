@@ -19,6 +19,7 @@ from cogvideox_flax.cli.queue import generate_queue
 from cogvideox_flax.cli.setup import (
     EMBEDDED,
     automatic_mesh,
+    check_like,
     check_output,
     explicit_mesh,
     given_mesh,
@@ -30,8 +31,10 @@ from cogvideox_flax.cli.setup import (
     placed_model,
     preview_of,
     profiling_options,
+    read_like,
     read_prompts,
     read_settings,
+    use_model,
 )
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES
@@ -60,7 +63,7 @@ def generate(args: argparse.Namespace) -> None:
         generate_queue(args)
         return
     from cogvideox_flax.generate.events import Denoised, Finished, show
-    from cogvideox_flax.generate.resolve import check_num_videos
+    from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
     from cogvideox_flax.generate.result import save_latents
     from cogvideox_flax.generate.run import run
     from cogvideox_flax.generate.run_files import check_folder, run_dir_lock
@@ -77,14 +80,19 @@ def generate(args: argparse.Namespace) -> None:
         return item_paths(args.out, (1 if latents_only else prompts) * videos)  # an npz holds all prompts
 
     def read() -> dict[str, Any]:
-        prompts = read_prompts(args)
+        like = {} if args.like is None else read_like(args)
+        prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
         videos = 1 if args.num_videos is None else args.num_videos
         check_num_videos(videos)
-        check_output(paths(len(prompts), videos), latents_only)
+        check_output(paths(len(prompts), videos), latents_only, args.overwrite)
         check_folder(folder)
-        return {"prompt": prompts}
+        return like | {"prompt": prompts}
 
-    pipe, request, files = open_run(args, folder, read)
+    def check(_: RunFiles, request: ResolvedRequest) -> None:
+        if args.like is not None:
+            check_like(args, request)
+
+    pipe, request, files = open_run(args, folder, read, check)
     each = paths(request.batch, request.num_videos)
     batch = len(each) // request.num_videos
     stages = STAGES[:-1] if latents_only else STAGES
@@ -139,23 +147,35 @@ def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -
 
 
 def decode(args: argparse.Namespace) -> None:
-    """Stage 3 alone: of a directory's latents, whatever system wrote them."""
+    """Stage 3 alone: of a directory's latents, whatever system wrote them; or of an npz of `generate`."""
     from cogvideox_flax.generate.events import result_of
     from cogvideox_flax.generate.predict.windows import in_pieces
     from cogvideox_flax.generate.programs import decode_programs
-    from cogvideox_flax.generate.resolve import check_fps, check_model, check_pieces
-    from cogvideox_flax.generate.result import GenerationResult, recipe
+    from cogvideox_flax.generate.recipe import fields_of, read_latents_npz, read_recipe, recipe
+    from cogvideox_flax.generate.resolve import check_fps, check_model, check_pieces, check_prompts
+    from cogvideox_flax.generate.result import GenerationResult
     from cogvideox_flax.generate.run import decoding
     from cogvideox_flax.generate.run_files import VIDEO_FILE, check_folder, read_latents
     from cogvideox_flax.io.paths import item_paths
 
     loaded()
-    out = args.out or args.dir / VIDEO_FILE
+    if (args.latents is None) == (args.dir is None):
+        raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
+    out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
     settings: dict[str, Any] = {}  # known on process 0 alone, which writes
+    stored: dict[str, Any] = {}  # the recipe of an npz
 
     def decide() -> dict[str, Any]:
-        settings.update(read_settings(args))
-        check_output(item_paths(out, len(settings["prompt"])))
+        if args.dir is None:
+            stored.update(read_recipe(args.latents))
+            if not stored:
+                raise InputError(f"{args.latents} was not made by `cogvideox generate --out x.npz`")
+            settings.update(fields_of(stored, args.latents))
+            settings["prompt"] = check_prompts(settings["prompt"])[0]
+            use_model(args, stored, args.latents)
+        else:
+            settings.update(read_settings(args))
+        check_output(item_paths(out, len(settings["prompt"])), overwrite=args.overwrite)
         check_fps(args.fps)
         check_folder(out.absolute().parent)
         manifest = peek(args)
@@ -167,7 +187,11 @@ def decode(args: argparse.Namespace) -> None:
             check_pieces(manifest.model, bool(args.tiling))
         elif args.tiling:
             manifest.model.codec.check_tiling()
-        latents = read_latents(args.dir, settings, manifest.model.codec.latent_channels)
+        channels = manifest.model.codec.latent_channels
+        if args.dir is None:
+            latents = read_latents_npz(args.latents, len(settings["prompt"]), channels)
+        else:
+            latents = read_latents(args.dir, settings, channels)
         fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
         return placed_model(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
 
@@ -178,7 +202,7 @@ def decode(args: argparse.Namespace) -> None:
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
     frames = result_of(decoding(pipe, latents, **how), not args.quiet)
     made_of = {name: value for name, value in settings.items() if name != "fingerprints"} | {"fps": decided["fps"]}
-    metadata = recipe(made_of, pipe.manifest, pipe.native_dir.name) if settings else {}
+    metadata = stored or (recipe(made_of, pipe.manifest, pipe.native_dir.name) if settings else {})
     print("\n".join(map(str, GenerationResult(frames, decided["fps"], metadata).save(out))))
 
 
@@ -194,7 +218,7 @@ def upscale(args: argparse.Namespace) -> None:
     loaded()
     if args.model is None:
         raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
-    check_output([args.out])
+    check_output([args.out], overwrite=args.overwrite)
     source = HashedVideo(args.clip)
     manifest = peek(args)
     dtype = args.dtype or manifest.default_dtype
@@ -250,7 +274,7 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
-    from cogvideox_flax.plan import Forecast, best_mesh, describe, forecast
+    from cogvideox_flax.plan import Forecast, best_mesh, check_price, describe, forecast
     from cogvideox_flax.sharding import parse_mesh
 
     loaded()
@@ -259,6 +283,7 @@ def plan(args: argparse.Namespace) -> None:
         if not args.quiet:
             print(message, file=sys.stderr, flush=True)
 
+    check_price(args.price)
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
     if (sampler := manifest.model.samplers.get(args.scheduler)) is not None and sampler.needs_video:
@@ -269,15 +294,18 @@ def plan(args: argparse.Namespace) -> None:
         mesh = parse_mesh(args.mesh)
     else:
         mesh = best_mesh(run, args.topology, lambda tried, found: say(_tried(tried, found)))
-    stages = []
-    for stage in forecast(run, args.topology, mesh, args.stages):
+    stages, forecasts = [], forecast(run, args.topology, mesh, args.stages)
+    say(f"compiling for {args.topology}: {', '.join(args.stages)}; about a minute each on two cores")
+    for stage in forecasts:
         say(f"compiled {stage.name} in {stage.compile_s:.0f} s")
         stages.append(stage)
-    found = Forecast(args.topology, mesh, run.size, tuple(stages))
+    found = Forecast(args.topology, mesh, run.size, tuple(stages), args.prompts)
     if args.json:
-        print(json.dumps(dataclasses.asdict(found) | {"fits": found.fits, "estimated_s": found.estimated_s}, indent=2))
+        more = {"fits": found.fits, "estimated_s": found.estimated_s, "chips": found.chips}
+        more |= {} if args.price is None else {"dollars": found.dollars(args.price)}
+        print(json.dumps(dataclasses.asdict(found) | more, indent=2))
     else:
-        print(describe(found))
+        print(describe(found, args.price))
 
 
 def _tried(mesh: MeshShape, found: Any) -> str:
@@ -337,10 +365,9 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
         InputError: this library did not write it.
     """
     from cogvideox_flax.checkpoint import is_native
-    from cogvideox_flax.generate.result import read_latents_metadata
+    from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.io.paths import expand_user
     from cogvideox_flax.io.source import format_of
-    from cogvideox_flax.io.video import read_metadata
 
     if where is None:
         return None
@@ -351,7 +378,7 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
         is_made = path.suffix.lower() == ".npz" or format_of(path) is not None
     if not is_made:
         return None
-    found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+    found = read_recipe(path)
     if not found:
         raise InputError(f"{path} does not say how it was made; this library did not write it")
     return found

@@ -61,6 +61,8 @@ def generate_queue(args: argparse.Namespace) -> None:
         return InputError("\n".join([f"of {len(lines)} prompts in {args.prompt_file}, these were not made:", *each]))
 
     def read() -> dict[str, Any]:
+        if args.like is not None:
+            raise InputError("--like makes one video again; leave it out with a --prompt-file")
         if args.prompt:
             raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
         lines.update(read_lines(args.prompt_file))
@@ -74,7 +76,7 @@ def generate_queue(args: argparse.Namespace) -> None:
         jobs, wrong = jobs_of(lines, {"lora": [], **given_options(args)}, manifest)
         for job in jobs:
             try:
-                check_output([path_of(out, job.line, job.request)], _latents_only(args))
+                check_output([path_of(out, job.line, job.request)], _latents_only(args), overwrite=True)
             except InputError as e:
                 wrong[job.line] = e
         groups.extend(batches([job for job in jobs if job.line not in wrong], args.batch or 1))
@@ -154,7 +156,8 @@ def _make(
 ) -> list[dict[str, Any]]:
     """Make a batch and write its videos; returns the metadata of each."""
     from cogvideox_flax.generate.events import Denoised, Finished, show
-    from cogvideox_flax.generate.result import item_metadata, save_latents
+    from cogvideox_flax.generate.recipe import item_of
+    from cogvideox_flax.generate.result import save_latents
     from cogvideox_flax.generate.run import run
 
     start, stored = time.monotonic(), {}
@@ -173,11 +176,11 @@ def _make(
                 case Denoised(_, latents, metadata) if _latents_only(args):
                     stored = described(metadata)
                     for i, path in enumerate(paths):
-                        save_latents(path, latents[i : i + 1], item_metadata(stored, i))
+                        save_latents(path, latents[i : i + 1], item_of(stored, i))
                 case Finished(_, result):
                     stored = described(result.metadata)
                     replace(result, metadata=stored).save_items(paths)
-    return [item_metadata(stored, i) for i in range(len(paths))]
+    return [item_of(stored, i) for i in range(len(paths))]
 
 
 def _checkpoint(pipe: Pipeline) -> str:
@@ -189,14 +192,13 @@ def _checkpoint(pipe: Pipeline) -> str:
 
 def _stored(pipe: Pipeline, path: Path, request: ResolvedRequest, checkpoint: str) -> dict[str, Any] | None:
     """The metadata of a video that is there and was made of the same; None if there is none."""
-    from cogvideox_flax.generate.result import read_latents_metadata
+    from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.generate.run import recipe_of
-    from cogvideox_flax.io.video import read_metadata
 
     if not path.exists():
         return None
     try:
-        found = read_latents_metadata(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+        found = read_recipe(path)
     except InputError:  # damaged
         return None
     wanted = json.loads(json.dumps(recipe_of(pipe, request) | {"checkpoint": checkpoint}))

@@ -45,6 +45,11 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         prompts += [line for line in lines if line.strip()]
     if not prompts:
         raise InputError('no prompt was given; write one in quotes ("" is one too) or name a --prompt-file')
+    if len(prompts) > 1 and not any(" " in prompt.strip() for prompt in prompts):
+        raise InputError(
+            f"these are {len(prompts)} prompts of one word each; for one prompt write it in quotes: "
+            f'"{" ".join(prompts)}". Several prompts of one word go into a --prompt-file'
+        )
     return prompts
 
 
@@ -60,18 +65,96 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
     return before
 
 
-def check_output(paths: Sequence[Path], latents_only: bool = False) -> None:
-    """Refuse names that could not be written at the end of the run."""
+def check_output(paths: Sequence[Path], latents_only: bool = False, overwrite: bool = False) -> None:
+    """Refuse names that could not be written at the end of the run, and files that this library did not write.
+
+    overwrite: these may be replaced.
+    """
     from cogvideox_flax.io.paths import check_writable
     from cogvideox_flax.io.video import check_output_path
 
     for path in paths:
         if not latents_only:
             check_output_path(path)
-            continue
-        check_writable(path)
-        if path.is_dir():
-            raise InputError(f"{path} is a directory; give the name of a file to write")
+        else:
+            check_writable(path)
+            if path.is_dir():
+                raise InputError(f"{path} is a directory; give the name of a file to write")
+        if not overwrite:
+            _check_own(path)
+
+
+def _check_own(path: Path) -> None:
+    """Say that a file will be replaced.
+
+    Raises:
+        InputError: this library did not write it.
+    """
+    from cogvideox_flax.generate.recipe import read_recipe
+
+    if not (any(path.iterdir()) if path.is_dir() else path.exists()):
+        return
+    try:
+        is_own = bool(read_recipe(path))
+    except InputError:
+        is_own = False
+    if not is_own:
+        raise InputError(
+            f"{path} is there and was not made by this program; give another --out, or --overwrite to replace it"
+        )
+    log.info("%s is replaced", path)
+
+
+def read_like(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the request that --like asks for; its model becomes the command's, unless another is named.
+
+    Raises:
+        InputError: the file holds no usable recipe, or inputs that are not given again.
+    """
+    from cogvideox_flax.generate.media import MEDIA
+    from cogvideox_flax.generate.recipe import fields_of, read_recipe
+
+    path = args.like
+    if not (recipe := read_recipe(path)):
+        raise InputError(f"{path} does not say how it was made; this program did not write it")
+    found = fields_of(recipe, path)
+    use_model(args, recipe, path)
+    if recipe.get("row"):
+        log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
+    for name in (*MEDIA, "lora"):
+        if (records := found.pop(name, None)) and getattr(args, name, None) is None:
+            files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
+            raise InputError(f"{path} was made with more than words; give it again: {files}")
+    return found
+
+
+def use_model(args: argparse.Namespace, recipe: Mapping[str, Any], path: Path) -> None:
+    """Take the model of a recipe where none was named: one that comes with the package.
+
+    Raises:
+        InputError: it is another one, which must be named.
+    """
+    from cogvideox_flax.checkpoint import hub
+
+    made_by, known = recipe.get("release"), {place.name: name for name, place in hub.EMBEDDED_MODELS.items() if name}
+    if args.model is not None:
+        return
+    if made_by not in known:
+        raise InputError(f"{path} was made by {made_by}; name that checkpoint with --model")
+    args.model = known[made_by]
+
+
+def check_like(args: argparse.Namespace, request: ResolvedRequest) -> None:
+    """Say which pictures, clips and adapters are not those that --like was made of."""
+    from cogvideox_flax.generate.media import MEDIA
+    from cogvideox_flax.generate.recipe import read_recipe
+
+    settings = read_recipe(args.like).get("settings", {})
+    for name in (*MEDIA, "lora"):
+        stored = [record.get("sha256") for record in settings.get(name, ())]
+        given = [each["sha256"] if name == "lora" else each.sha256 for each in getattr(request, name) or ()]
+        if stored and given and stored != given:
+            log.warning("--%s is not the one that %s was made of", name.replace("_", "-"), args.like)
 
 
 def open_run(

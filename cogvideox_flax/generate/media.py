@@ -20,7 +20,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.pictures import decoding, read_picture, to_rgb
+from cogvideox_flax.io.pictures import decoding, is_one_picture, read_picture, to_rgb
 from cogvideox_flax.io.source import Frames, format_of
 from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.io.video import HashedVideo
@@ -174,6 +174,8 @@ def _open_picture(value: Any, ground: str) -> Media:
 def _open_clip(value: Any, fps: float, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
+        if path.is_file() and format_of(path) in ("png", "webp", None) and is_one_picture(path):
+            raise InputError(f"{path} is one picture, and a clip was expected; a first frame is given as --image")
         video = HashedVideo(path, ground)
         clip, info = Resampled.at(video, fps), video.info
         return Media(str(path), video.contents.sha256, info.height, info.width, clip.count, clip)
@@ -190,7 +192,7 @@ def _is_picture(mask: Any) -> bool:
     """
     if isinstance(mask, str | os.PathLike):
         path = expand_user(os.fspath(mask))
-        return path.is_file() and format_of(path) in ("png", None)  # None: of no kind of video
+        return path.is_file() and format_of(path) in ("png", "webp", None)  # None: of no kind of video
     if not isinstance(mask, Image.Image | np.ndarray):
         raise InputError(
             f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"

@@ -60,6 +60,7 @@ class Option:
     flags: other names of the flag.
     parse: text -> value; ValueError or InputError where it cannot be; None: by the field's type.
     choices: text -> value, for options of few values.
+    common: whether the short help shows it.
     for_media: whether encoding pictures and clips needs it too.
     planned: whether a forecast depends on it.
     json: the type of its value in a JSON file; None: that of the field.
@@ -75,6 +76,7 @@ class Option:
     choices: Mapping[str, Any] | None = None
     metavar: str | None = None
     repeat: bool = False
+    common: bool = False
     for_media: bool = False
     planned: bool = False
     json: Any = None
@@ -108,10 +110,10 @@ def option(default: Any, help: str, **how: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help, **how)})
 
 
-def _media_option(help: str) -> Any:
+def _media_option(help: str, common: bool = False) -> Any:
     """A field for pictures or clips."""
     how: dict[str, Any] = {"parse": str, "metavar": "FILE", "repeat": True, "json": list[MediaFacts]}
-    return option(None, help, group=INPUTS, stage="encode", **how)
+    return option(None, help, group=INPUTS, stage="encode", common=common, **how)
 
 
 def parse_lora(text: str) -> dict[str, Any]:
@@ -161,21 +163,24 @@ class GenerationRequest:
     """
 
     prompt: str | Sequence[str]
-    negative_prompt: str | Sequence[str] = option("", "what to steer away from", group=WHAT, stage="encode")
+    negative_prompt: str | Sequence[str] = option(
+        "", "what to steer away from", group=WHAT, stage="encode", common=True
+    )
     num_frames: int | None = option(
         None,
         "such as 49; default: the release's, or what the video has",
         group=WHAT,
+        common=True,
         for_media=True,
         planned=True,
     )
-    height: int | None = option(None, _SIDE, group=WHAT, for_media=True, planned=True)
-    width: int | None = option(None, _SIDE, group=WHAT, for_media=True, planned=True)
+    height: int | None = option(None, _SIDE, group=WHAT, common=True, for_media=True, planned=True)
+    width: int | None = option(None, _SIDE, group=WHAT, common=True, for_media=True, planned=True)
     num_inference_steps: int | None = option(
-        None, "default: the release's, such as 50", group=SAMPLING, flags=("--steps",), planned=True
+        None, "default: the release's, such as 50", group=SAMPLING, flags=("--steps",), common=True, planned=True
     )
     guidance_scale: float | None = option(
-        None, "default: the checkpoint's, such as 6; 1 turns guidance off", group=SAMPLING, planned=True
+        None, "default: the checkpoint's, such as 6; 1 turns guidance off", group=SAMPLING, common=True, planned=True
     )
     use_dynamic_cfg: bool | Literal["index"] | None = option(
         None,
@@ -185,9 +190,9 @@ class GenerationRequest:
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
-        None, "the sampler, such as ddim or dpm; default: the release's", group=SAMPLING, planned=True
+        None, "the sampler, such as ddim or dpm; default: the release's", group=SAMPLING, common=True, planned=True
     )
-    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", group=SAMPLING, for_media=True)
+    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", group=SAMPLING, common=True, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
@@ -202,23 +207,31 @@ class GenerationRequest:
         None,
         "an adapter in diffusers' layout and its strength (1); several are added one after the other",
         group=WHAT,
+        common=True,
         parse=parse_lora,
         metavar="FILE[:SCALE]",
         repeat=True,
         json=list[AdapterRecord],
     )
     num_videos: int = option(
-        1, "videos of each prompt, of seed, seed + 1, ...; default: 1", group=WHAT, stage="generate", recorded=False
+        1,
+        "videos of each prompt, of seed, seed + 1, ...; default: 1",
+        group=WHAT,
+        stage="generate",
+        recorded=False,
+        common=True,
     )
     image: Any = _media_option(  # noqa: RUF009
         "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG or "
-        "WebP; once for all prompts, or once for each"
+        "WebP; once for all prompts, or once for each",
+        common=True,
     )
     last_image: Any = _media_option(  # noqa: RUF009
         "the last frame too, for inpainting models and checkpoints trained on both"
     )
     video: Any = _media_option(  # noqa: RUF009
-        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs"
+        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs",
+        common=True,
     )
     control_video: Any = _media_option(  # noqa: RUF009
         "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs"
@@ -231,6 +244,7 @@ class GenerationRequest:
         None,
         "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8, with a mask 1",
         group=INPUTS,
+        common=True,
     )
     fit: str = option(
         "crop",

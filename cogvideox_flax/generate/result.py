@@ -7,9 +7,8 @@ import dataclasses
 import html
 import json
 import tempfile
-import zipfile
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.media import MEDIA, describe_media
-from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.recipe import PER_ITEM, item_of
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import item_paths
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.values import shown
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.version import __version__
-
-PER_ITEM = ("prompt", "negative_prompt", "seed")
-"""What the items of a result may differ in."""
-
 
 MAX_SHOWN = 8
 """Videos that a notebook shows."""
@@ -102,15 +94,10 @@ class GenerationResult:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             if hosts.is_first():
-                save_video(name, frames, self.fps, item_metadata(self.metadata, i))
+                save_video(name, frames, self.fps, item_of(self.metadata, i))
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
-
-
-def item_metadata(metadata: Mapping[str, Any], i: int) -> dict[str, Any]:
-    """The metadata of one item of a result."""
-    return {key: value[i] if isinstance(value, list) else value for key, value in metadata.items()}
 
 
 @hosts.first_writes
@@ -120,51 +107,13 @@ def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata
         np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
 
 
-def read_latents_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of a file that `save_latents` wrote; {} of another npz.
-
-    Raises:
-        InputError: it cannot be read, or is no npz.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            text = str(arrays["metadata"]) if "metadata" in arrays else "{}"
-        found = json.loads(text)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, RecursionError) as e:
-        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
-    return found if isinstance(found, dict) else {}
-
-
-def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:
-    """What is stored with a video, of every front end alike: all that decides it; a list where its items differ.
-
-    Args:
-        made_of: field of the request -> its value, as far as it is known; and what else belongs to the settings.
-        name: of the model, where its architecture is none of a release.
-    """
-    defaults = {field.name: field.default for field in dataclasses.fields(GenerationRequest)}
-    settings = {
-        key: value
-        for key, value in made_of.items()
-        if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
-    }
-    prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
-    return {
-        **{key: texts if len(texts) > 1 else texts[0] for key, texts in prompts.items()},
-        "seed": made_of.get("seed"),
-        "release": manifest.release.name if manifest.release else name,
-        "version": f"cogvideox-flax {__version__}",
-        "settings": settings | describe_media(made_of),
-    }
-
-
 def join(results: Sequence[GenerationResult]) -> GenerationResult:
     """The results of several seeds as one, with all frames at hand."""
     frames = [_in_memory(each.frames) for each in results]
     if len(results) == 1:
         return dataclasses.replace(results[0], frames=frames[0])
     metadata = dict(results[0].metadata)
-    for key in PER_ITEM:
+    for key in (name for name in PER_ITEM if name in metadata):
         each = [(result.metadata[key], len(own)) for result, own in zip(results, frames, strict=True)]
         metadata[key] = [x for value, n in each for x in (value if isinstance(value, list) else [value] * n)]
     return GenerationResult(np.concatenate(frames), results[0].fps, metadata)

@@ -24,8 +24,9 @@ from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_ke
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
 from cogvideox_flax.generate.programs import RunPrograms, decode_programs
+from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import STAGES, ResolvedRequest
-from cogvideox_flax.generate.result import GenerationResult, recipe
+from cogvideox_flax.generate.result import GenerationResult
 from cogvideox_flax.generate.run_files import RunFiles, request_values
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.models.model import VisualStage
@@ -241,6 +242,8 @@ def recipe_of(pipe: Components, request: ResolvedRequest, done: int | None = Non
     made_of = request_values(request) | {"dtype": pipe.dtype}
     if done is not None and done < request.num_steps:
         made_of["steps_done"] = done
+    if request.batch > 1 and not request.same_noise:
+        made_of["row"] = list(range(request.batch))
     return recipe(made_of, pipe.manifest, pipe.native_dir.name)
 
 

@@ -25,9 +25,9 @@ from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of, result_of
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.result import recipe
 from cogvideox_flax.generate.run import encoding_text, make_videos
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions

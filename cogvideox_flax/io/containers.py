@@ -36,6 +36,7 @@ from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 log = logging.getLogger(__name__)
 
 _CRF = 17  # x264's scale, 0 to 51; at 17 or 18 the loss is about invisible
+_CRF_VP9 = 15  # of 0 to 63
 _EXACT = "accurate_rnd+full_chroma_int+full_chroma_inp"  # ffmpeg's default colour arithmetic darkens by about a level
 _LEAD_SECONDS, _LEAD_FRAMES = 1, 20
 """How long before the first requested frame decoding begins: more than H.264 and HEVC reorder (16 frames), so that no
@@ -239,7 +240,20 @@ class Container:
 
 
 def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
-    """H.264 in yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
+    """H.264 in an MP4; see `_write`."""
+    _write(path, frames, fps, comment, "mp4", ("-c:v", "libx264", "-crf", str(_CRF), "-movflags", "+faststart"))
+
+
+def write_webm(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
+    """VP9 in a WebM; see `_write`."""
+    codec = ("-c:v", "libvpx-vp9", "-crf", str(_CRF_VP9), "-b:v", "0", "-row-mt", "1", "-deadline", "good")
+    _write(path, frames, fps, comment, "webm", (*codec, "-cpu-used", "4"))
+
+
+def _write(
+    path: Path, frames: Frames | FrameStream, fps: float, comment: str, container: str, codec: tuple[str, ...]
+) -> None:
+    """yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
 
     Args:
         comment: of any length; ffmpeg reads it from a file, since a command line is limited.
@@ -259,8 +273,8 @@ def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str
             # Players take untagged HD video for BT.709, ffmpeg converts to BT.601 unless told: be explicit in both.
             *("-vf", f"scale=out_color_matrix=bt709:out_range=tv:flags={_EXACT}", "-pix_fmt", "yuv420p"),
             *("-colorspace", "bt709", "-color_primaries", "bt709", "-color_trc", "bt709", "-color_range", "tv"),
-            *("-c:v", "libx264", "-crf", str(_CRF), "-movflags", "+faststart"),
-            *("-f", "mp4", f"file:{path.absolute()}"),
+            *codec,
+            *("-f", container, f"file:{path.absolute()}"),
         ]
         with Ffmpeg(arguments, feed=True) as process:
             for frame in frames:

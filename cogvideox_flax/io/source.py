@@ -95,7 +95,7 @@ class VideoSource(Protocol):
 
 
 def format_of(path: Path) -> str | None:
-    """ "mov" (all ISO base media: MP4, MOV), "matroska" (MKV, WebM), "avi", "gif", "png" or None.
+    """ "mov" (all ISO base media: MP4, MOV), "matroska" (MKV, WebM), "avi", "gif", "png", "webp" or None.
 
     Raises:
         InputError: the file cannot be opened.
@@ -107,6 +107,8 @@ def format_of(path: Path) -> str | None:
         return "matroska"
     if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
         return "avi"
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return "webp"
     if head.startswith((b"GIF87a", b"GIF89a")):
         return "gif"
     if head.startswith(PNG_SIGNATURE):

@@ -1,7 +1,8 @@
-"""Reading and writing videos: MP4, GIF, PNG sequences, contact sheets, with the run's metadata inside the file.
+"""Reading and writing videos: MP4, WebM, GIF, WebP, PNG sequences, contact sheets, with the run's metadata inside.
 
-The output path gives the format: `.mp4`; `.gif`; `.png` with a number field (`frames/%04d.png`); no suffix, a directory
-of PNGs. The format of an input file is detected from its contents. Files are written atomically.
+The output path gives the format: `.mp4`; `.webm`; `.gif`; `.webp`, which is written only; `.png` with a number field
+(`frames/%04d.png`); no suffix, a directory of PNGs. The format of an input file is detected from its contents. Files are
+written atomically.
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ from jaxtyping import Array, Float, Float32, UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.containers import Container, find_ffmpeg, write_mp4
+from cogvideox_flax.io.containers import Container, find_ffmpeg, write_mp4, write_webm
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_name, check_writable
-from cogvideox_flax.io.pictures import NUMBER, PngSequence, write_directory, write_picture, write_sequence
+from cogvideox_flax.io.pictures import (
+    NUMBER,
+    PngSequence,
+    webp_comment,
+    write_directory,
+    write_picture,
+    write_sequence,
+    write_webp,
+)
 from cogvideox_flax.io.source import EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
 
 log = logging.getLogger(__name__)
 
-FORMATS = ".mp4, .gif, .png with a number field (frames/%04d.png), or no suffix for a directory of PNGs"
+FORMATS = ".mp4, .webm, .gif, .webp, .png with a number field (frames/%04d.png), or no suffix for a directory of PNGs"
 _SHEET_GAP = 2
 
 
@@ -68,7 +77,7 @@ def check_output_path(path: str | Path) -> None:
         raise InputError(f"{path} is a file; a path without a suffix is a directory of frames. Known are {FORMATS}")
     elif suffix == ".png" and len(NUMBER.findall(path.name)) != 1:
         raise InputError(f"{path} names one picture; known are {FORMATS}")
-    if suffix == ".mp4":
+    if suffix in (".mp4", ".webm"):
         find_ffmpeg()
 
 
@@ -77,13 +86,13 @@ def save_video(
 ) -> None:
     """Write one video, atomically. Missing directories are created.
 
-    An mp4 is H.264 in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one repeated line.
-    A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as one picture, which
-    reading repeats.
+    An mp4 is H.264, a webm VP9, both in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one
+    repeated line. A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as one
+    picture, which reading repeats.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
-        frames: uint8; or a stream of them, of which an mp4 or PNGs hold one part in memory.
+        frames: uint8; or a stream of them, of which an mp4, a webm or PNGs hold one part in memory.
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
@@ -215,7 +224,8 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         InputError: there is no such file, or it is not a video or picture.
     """
     try:
-        metadata = json.loads(open_video(path).comment())
+        is_webp = Path(path).is_file() and format_of(Path(path)) == "webp"
+        metadata = json.loads(webp_comment(Path(path)) if is_webp else open_video(path).comment())
     except InputError:
         raise
     except (ValueError, RecursionError):
@@ -240,7 +250,9 @@ def _atomic(write: Callable[[Path, Any, float, str], None]) -> Callable[[Path, A
 
 _WRITERS: dict[str, Callable[[Path, Any, float, str], None]] = {
     ".mp4": _atomic(write_mp4),
+    ".webm": _atomic(write_webm),
     ".gif": _atomic(write_gif),
+    ".webp": _atomic(write_webp),
     ".png": write_sequence,
     "": write_directory,
 }

@@ -1,7 +1,7 @@
 """Forecasts of a run's memory, work and time, from programs compiled for chips without having the chips."""
 
 from cogvideox_flax.plan.chips import topology_devices
-from cogvideox_flax.plan.forecasting import Forecast, StageForecast, best_mesh, describe, forecast
+from cogvideox_flax.plan.forecasting import Forecast, StageForecast, best_mesh, check_price, describe, forecast
 from cogvideox_flax.plan.layout import Layout, chip_of_device, choose_mesh, layouts, meshes
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Layout",
     "StageForecast",
     "best_mesh",
+    "check_price",
     "chip_of_device",
     "choose_mesh",
     "describe",

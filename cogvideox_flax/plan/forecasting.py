@@ -6,6 +6,7 @@ times are modelled, as `METHOD` says.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.programs import ProgramCall, RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import check_dtype, check_model
+from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
@@ -72,12 +74,13 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """All stages of a run on one mesh."""
+    """All stages of a run on one mesh, which makes so many videos."""
 
     topology: str
     mesh: sharding.MeshShape
     size: Size
     stages: tuple[StageForecast, ...]
+    videos: int = 1
 
     @property
     def fits(self) -> bool:
@@ -87,11 +90,29 @@ class Forecast:
     def estimated_s(self) -> float:
         return sum(stage.estimated_s for stage in self.stages)
 
+    @property
+    def chips(self) -> int:
+        return math.prod(self.mesh[:3])
+
+    def dollars(self, price: float) -> float:
+        """What a video costs at this price of a chip's hour."""
+        return self.estimated_s / self.videos / 3600 * self.chips * price
+
+
+def check_price(price: float | None) -> None:
+    """Refuse a price that is none.
+
+    Raises:
+        InputError: it is not a finite number of 0 or more.
+    """
+    if price is not None and not (is_finite_number(price) and price >= 0):
+        raise InputError(f"the price is {shown(price)}; expected the dollars of a chip's hour, 0 or more")
+
 
 def forecast(
     run: RunPrograms, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
 ) -> Iterator[StageForecast]:
-    """Yields the forecast of each stage when it is compiled.
+    """The forecast of each stage, when it is compiled; what cannot be forecast is refused at once.
 
     Raises:
         InputError: the model or the mesh is not supported; nothing is compiled.
@@ -100,13 +121,17 @@ def forecast(
     on = sharding.make_mesh(*mesh, devices=devices)
     check_model(run.manifest, "the model", run.dtype, on)
     sharding.check_batch(on, run.denoiser_batch)
-    for stage in stages:
-        compiled = run.abstract(stage, on)
-        # work is counted without a mesh, which pads tokens
-        for each, (_, args, _) in zip(compiled, run.abstract(stage), strict=True):
-            name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
-            flops = count_flops(each[0], *args, shares=_shares(run)).total
-            yield _compile(name, each, flops, run, on, chip_of(topology))
+
+    def each_stage() -> Iterator[StageForecast]:
+        for stage in stages:
+            compiled = run.abstract(stage, on)
+            # work is counted without a mesh, which pads tokens
+            for each, (_, args, _) in zip(compiled, run.abstract(stage), strict=True):
+                name = stage if len(compiled) == 1 else f"{stage} {each[0].name}"
+                flops = count_flops(each[0], *args, shares=_shares(run)).total
+                yield _compile(name, each, flops, run, on, chip_of(topology))
+
+    return each_stage()
 
 
 def best_mesh(
@@ -180,8 +205,11 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     )
 
 
-def describe(forecast: Forecast) -> str:
-    """The stages as a table, for people."""
+def describe(forecast: Forecast, price: float | None = None) -> str:
+    """The stages as a table, for people; and what a video takes.
+
+    price: dollars of a chip's hour; None leaves out what it costs.
+    """
     size, mesh = forecast.size, forecast.mesh
     head = (
         f"{size.num_frames} frames of {size.height}x{size.width} on {forecast.topology}, "
@@ -204,4 +232,7 @@ def describe(forecast: Forecast) -> str:
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}"
+    takes = f"{forecast.estimated_s / forecast.videos:.1f} s of {forecast.chips} chips"
+    if price is not None:
+        takes += f", ${forecast.dollars(price):.4f} at ${price:g} for an hour of each"
+    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}\na video takes {takes}"

@@ -1,0 +1,136 @@
+"""The recipe that is stored with a video or its latents: all that decides it. Written, read, and turned back into a
+request."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import MEDIA, describe_media
+from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
+from cogvideox_flax.io.values import shown, typed
+from cogvideox_flax.io.video import read_metadata
+from cogvideox_flax.version import __version__
+
+log = logging.getLogger(__name__)
+
+PER_ITEM = ("prompt", "negative_prompt", "seed", "row")
+"""What the items of a result may differ in."""
+
+_PROGRAM = "cogvideox-flax"
+
+
+def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:
+    """What is stored with a video, of every front end alike: all that decides it; a list where its items differ.
+
+    Args:
+        made_of: field of the request -> its value, as far as it is known; and what else belongs to the settings.
+        name: of the model, where its architecture is none of a release.
+
+    Returns:
+        prompt, negative_prompt, seed, release, version and settings; of several prompts at once whose noise differs
+        also `row`, which of the noise's rows each has.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(GenerationRequest)}
+    settings = {
+        key: value
+        for key, value in made_of.items()
+        if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
+    }
+    prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
+    rows = {} if made_of.get("row") is None else {"row": made_of["row"]}
+    return {
+        **{key: texts if len(texts) > 1 else texts[0] for key, texts in prompts.items()},
+        "seed": made_of.get("seed"),
+        **rows,
+        "release": manifest.release.name if manifest.release else name,
+        "version": f"{_PROGRAM} {__version__}",
+        "settings": settings | describe_media(made_of),
+    }
+
+
+def item_of(recipe: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """The recipe of one item of a result."""
+    return {key: value[i] if isinstance(value, list) else value for key, value in recipe.items()}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The recipe in a video, a folder of PNGs or an npz of latents; {} where this library wrote none.
+
+    Raises:
+        InputError: it cannot be read, or is none of these.
+    """
+    found = _read_npz(path) if path.suffix.lower() == ".npz" else read_metadata(path)
+    return found if str(found.get("version", "")).startswith(_PROGRAM) else {}
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            text = str(arrays["metadata"]) if "metadata" in arrays else "{}"
+        found = json.loads(text)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, RecursionError) as e:
+        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
+    return found if isinstance(found, dict) else {}
+
+
+def read_latents_npz(path: Path, count: int, channels: int) -> Float32[np.ndarray, "B T h w C"]:
+    """The latents of an npz that `result.save_latents` wrote.
+
+    Args:
+        count: of its prompts.
+        channels: of the latents that the decoder takes.
+
+    Raises:
+        InputError: it cannot be read, or holds none of this shape, or NaN or infinity.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            latents = np.asarray(arrays["latents"], np.float32)
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
+        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
+    if latents.ndim != 5 or 0 in latents.shape or (len(latents), latents.shape[4]) != (count, channels):
+        raise InputError(f"{path}: latents are {list(latents.shape)}, expected [{count}, T, h, w, {channels}]")
+    if not np.isfinite(latents).all():
+        raise InputError(f"{path}: the latents hold NaN or infinity; make them again")
+    return latents
+
+
+def fields_of(recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of the request that made it, and its `dtype`; pictures, clips and adapters as records with `file` and
+    `sha256`. What else the recipe holds is left out with a warning.
+
+    Args:
+        path: where the recipe was read, for messages.
+
+    Raises:
+        InputError: a value of another type than the field's.
+    """
+    kinds: dict[str, Any] = {name: json_type(name) for name in recorded("encode", "denoise", "decode")}
+    kinds |= dict.fromkeys(MEDIA, list[dict])
+    kinds |= dict.fromkeys(("prompt", "negative_prompt"), str | list[str]) | {"dtype": str}
+    settings = recipe.get("settings")
+    given = {name: recipe[name] for name in PER_ITEM if name in recipe and name != "row"}
+    given |= settings if isinstance(settings, dict) else {}
+    if other := [name for name in given if name not in kinds]:
+        log.warning("%s states %s, which is no option of a run; it is left out", path, ", ".join(other))
+    found = {}
+    for name, value in given.items():
+        try:
+            if name in kinds:
+                found[name] = typed(kinds[name], value)
+        except ValueError as e:
+            raise InputError(f"{path} states {name} {shown(value)}; expected {e}. Its recipe cannot be used") from e
+    if "prompt" not in found:
+        raise InputError(f"{path} states no prompt; its recipe cannot be used")
+    return found
