@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -11,7 +12,9 @@ import pytest
 from commands import PROMPT, QUICK, ROOT
 from PIL import Image
 
+from cogvideox_flax.cli.doctor import _fits
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
+from cogvideox_flax.models.registry import RELEASES
 
 pytest_plugins = ["commands"]
 
@@ -93,6 +96,33 @@ def test_what_a_run_costs(run):
         code, _, err = run(*plan, "--price", price)
         assert code == 2
         assert "expected the dollars of a chip's hour" in err
+
+
+def test_the_doctor(run, home, tmp_path):
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    for word in ("jax ", "ffmpeg", "8 x cpu", "cores", str(home), "cogvideox-2b", "next"):
+        assert word in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+    found = json.loads(run("doctor", "--json")[1])
+    assert found["devices"]["count"] == 8
+    assert found["host"]["bytes"] > 2**28
+    assert found["caches"]["compiled programs"]["folder"] == str(home / "programs")
+    assert set(found["fits"]) == set(RELEASES)
+    assert set(found["fits"].values()) <= {"whole", "in stages", "no"}
+    words = shlex.split(found["next"])
+    assert words[:2] == ["cogvideox", "generate"]
+
+
+def test_what_fits():
+    gib = 2**30
+    assert set(_fits(4 * gib).values()) == {"no"}
+    assert set(_fits(400 * gib).values()) == {"whole"}
+    # T5-XXL 8.9 GiB, the transformers 3.2 and 10.4 GiB
+    assert _fits(12 * gib)["cogvideox-2b"] == "in stages"
+    assert _fits(12 * gib)["cogvideox-5b"] == "no"
+    assert _fits(16 * gib)["cogvideox-2b"] == "whole"
+    assert _fits(16 * gib)["cogvideox-5b"] == "in stages"
 
 
 # --- what is there already

@@ -12,6 +12,7 @@ from typing import Any
 
 from cogvideox_flax.cli import commands
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
+from cogvideox_flax.cli.doctor import doctor
 from cogvideox_flax.cli.parser import Parser, rarely
 from cogvideox_flax.generate.request import (
     DTYPES,
@@ -75,6 +76,9 @@ def make_parser() -> Parser:
     sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    what = "what is installed, what this machine has, what fits, and what to try next"
+    sub = command("doctor", doctor, what)
+    sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.commands, parser.overview = known.choices, _OVERVIEW
     return parser
 
@@ -87,7 +91,8 @@ cogvideox makes videos from text, pictures and clips, in JAX.
   cogvideox generate --prompt-file prompts.txt --out clips/v.mp4  a video for each line
   cogvideox generate "The sea rolls in" --model zai-org/CogVideoX-5b-I2V --image beach.png
 
-Look:   info     what a checkpoint holds, or how a video was made
+Look:   doctor   what this machine has, and what fits
+        info     what a checkpoint holds, or how a video was made
         plan     memory and time of a run on TPUs, without one
 Make:   generate, or in stages: encode, denoise, decode
         upscale  a clip, enlarged

@@ -1,8 +1,8 @@
 """Reading and writing videos: MP4, WebM, GIF, WebP, PNG sequences, contact sheets, with the run's metadata inside.
 
 The output path gives the format: `.mp4`; `.webm`; `.gif`; `.webp`, which is written only; `.png` with a number field
-(`frames/%04d.png`); no suffix, a directory of PNGs. The format of an input file is detected from its contents. Files are
-written atomically.
+(`frames/%04d.png`); no suffix, a directory of PNGs. The format of an input file is detected from its contents. Files
+are written atomically.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def save_video(
 ) -> None:
     """Write one video, atomically. Missing directories are created.
 
-    An mp4 is H.264, a webm VP9, both in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by one
-    repeated line. A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as one
-    picture, which reading repeats.
+    An mp4 is H.264, a webm VP9, both in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by
+    one repeated line. A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as
+    one picture, which reading repeats.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
