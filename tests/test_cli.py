@@ -184,7 +184,9 @@ def test_mesh(paths, native, tmp_path, caplog):
 def test_processes_and_exit_codes(native, layout, tmp_path):
     done = python("-m", "cogvideox_flax", *generate(native, "x.npz"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "x.npz\n")
-    assert "denoising: 100%" in done.stderr
+    assert "denoising: 0 of 2 steps\n" in done.stderr
+    assert "denoising: 2 of 2 steps in " in done.stderr
+    assert "\r" not in done.stderr, "no bar where nobody watches it"
     done = python("-m", "cogvideox_flax", "info", tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")

@@ -126,6 +126,9 @@ def test_a_resumed_run_gives_the_same_weights(started, method):
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
     ours, theirs = (read_metrics(path.parent / "training" / "metrics.jsonl") for path in (whole, stopped))
+    fixed = [[line["fixed_noise_loss"] for line in each if "fixed_noise_loss" in line] for each in (ours, theirs)]
+    assert fixed[0] == fixed[1] and len(fixed[0]) == 2  # before the first step and after the last
+    ours, theirs = ([line for line in each if "loss" in line] for each in (ours, theirs))
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] == [2, 4]
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
 
@@ -188,9 +191,24 @@ def test_command_saves_samples_and_plots(write, run, started, tmp_path):
     other = write(CONFIG + sample.replace("{prompt}", "a red square"))
     assert run("train", "--config", other)[0] == 0
     assert tree(tmp_path / "run" / "training").keys() == before.keys()
-    code, _, err = run("train", "--config", path, "--steps", 5)
+    code, _, err = run("train", "--config", path, "--steps", 3)
     assert code == 2
-    assert "steps: there 4, now 5" in err
+    assert "steps: there 4, now 3" in err
+    before = (tmp_path / "run" / FILE_NAME).read_bytes()
+    assert run("train", "--config", path, "--steps", 5)[0] == 0, "it goes on"
+    assert (tmp_path / "run" / FILE_NAME).read_bytes() != before
+
+
+def test_clips_that_are_held_out(write, tmp_path, clips, caplog):
+    config = read_config(write(CONFIG + "[validation]\nclips = 2\nevery = 3\n"))
+    job = check(config)
+    assert len(job.held_out) == 2
+    assert sorted(job.held_out + job.trained_on) == list(range(len(job.clips)))
+    finetune(job, progress=False)
+    lines = read_metrics(tmp_path / "run" / "training" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "validation_loss" in line] == [0, 3, 4]
+    with pytest.raises(InputError, match="held out: there 2, now None"):
+        finetune(check(read_config(write())), progress=False)
 
 
 def test_a_full_disk_ends_the_command_in_a_message(write, run, tmp_path, monkeypatch):

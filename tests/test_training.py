@@ -33,14 +33,17 @@ from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
 from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from cogvideox_flax.training import loop, snapshots
+from cogvideox_flax.sharding import make_mesh
+from cogvideox_flax.training import snapshots
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
 from cogvideox_flax.training.latent_cache import prepare
-from cogvideox_flax.training.loop import Trainer
+from cogvideox_flax.training.loop import Trainer, Validation
 from cogvideox_flax.training.metrics import MetricsLog, plot_metrics, read_metrics
 from cogvideox_flax.training.objectives import velocity_loss
+from cogvideox_flax.training.optimizer import learning_rate
 from cogvideox_flax.training.step import init_state, train_step
 
 TEXT = TextEncoderConfig(vocab_size=32, width=32, layers=1, heads=2, head_dim=16, mlp_width=32)
@@ -106,9 +109,9 @@ def test_the_log_says_what_takes_time_and_the_mean_loss(tmp_path, caplog):
     assert sum(" left" in line for line in said) == 7  # but not after the last step
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(40, "40 s"), (130, "2 min"), (9000, "2.5 h")])
+@pytest.mark.parametrize(("seconds", "text"), [(1.23, "1.2 s"), (40, "40 s"), (130, "2 min"), (9000, "2.5 h")])
 def test_durations(seconds, text):
-    assert loop._duration(seconds) == text
+    assert duration_text(seconds) == text
 
 
 def test_stopped_and_resumed_is_the_same_run(tmp_path):
@@ -126,8 +129,80 @@ def test_stopped_and_resumed_is_the_same_run(tmp_path):
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     train(START, pull, some_batches, QUICK, tmp_path, stop_after=2)
-    with pytest.raises(InputError, match="steps: there 30, now 31"):
-        train(START, pull, some_batches, replace(QUICK, steps=31), tmp_path)
+    with pytest.raises(InputError, match="steps: there 30, now 29"):
+        train(START, pull, some_batches, replace(QUICK, steps=29), tmp_path)
+    with pytest.raises(InputError, match="seed: there 0, now 1"):
+        train(START, pull, some_batches, replace(QUICK, steps=31, seed=1), tmp_path)
+
+
+@pytest.mark.parametrize("first", [11, None])
+def test_a_run_goes_on_with_more_steps(tmp_path, caplog, first):
+    """Stopped or finished; with the learning rates of the longer schedule."""
+    train(START, pull, some_batches, QUICK, tmp_path, stop_after=first)
+    with caplog.at_level(logging.INFO):
+        state = train(START, pull, some_batches, replace(QUICK, steps=40), tmp_path)
+    assert int(state.step) == 40
+    assert "steps was raised from 30 to 40" in caplog.text
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    rate = learning_rate(QUICK.optimizer, 40)
+    for line in lines[first or 30 :]:
+        np.testing.assert_allclose(line["learning_rate"], float(rate(line["step"] - 1)), rtol=1e-5)
+    caplog.clear()
+    train(START, pull, some_batches, replace(QUICK, steps=40), tmp_path)
+    assert "raised" not in caplog.text, "the record knows it now"
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 1, 1)])
+def test_the_validation_loss_has_the_same_noise_each_time(tmp_path, mesh):
+    seen = []
+
+    def noisy(params, _, batch, key):
+        return pull(params, _, batch, key)[0] + jax.random.uniform(key), {}
+
+    batches = [some_batches(1000 + i) for i in range(3)]
+    frozen = {"frozen": np.zeros(2, np.float32)}
+    for folder, stop_after in (("whole", None), ("cut", 7), ("cut", None)):
+        trainer = Trainer(
+            loss=noisy,
+            batches=some_batches,
+            config=replace(QUICK, log_every=100),
+            folder=tmp_path / folder,
+            frozen=frozen,
+            mesh=None if mesh is None else make_mesh(*mesh),
+            rows=ROWS,
+            validation=Validation("validation_loss", batches, 5),
+        )
+        state = trainer.train(START, lambda done, _, last=stop_after: done == last)
+        seen.append(state)
+    lines = [read_metrics(tmp_path / folder / "metrics.jsonl") for folder in ("whole", "cut")]
+    found = [{x["step"]: x["validation_loss"] for x in each if "validation_loss" in x} for each in lines]
+    assert found[0] == found[1]
+    assert list(found[0]) == [0, 5, 10, 15, 20, 25, 30]
+    keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(3)]
+    for step, params in ((0, START), (30, seen[0].ema)):
+        losses = [float(noisy(params, None, batch, key)[0]) for batch, key in zip(batches, keys, strict=True)]
+        np.testing.assert_allclose(found[0][step], np.mean(losses), rtol=1e-4)
+    assert found[0][30] < found[0][0] - 0.5
+
+
+def test_metrics_for_tensorboard(tmp_path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    train(START, pull, some_batches, replace(QUICK, tensorboard=True), tmp_path, stop_after=3)
+    train(START, pull, some_batches, replace(QUICK, steps=30, tensorboard=True), tmp_path, stop_after=5)
+    values = {}
+    for file in sorted((tmp_path / "tensorboard").iterdir()):
+        data = file.read_bytes()
+        while data:  # a length, its checksum, an event, its checksum
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            values |= {(event.step, each.tag): each.simple_value for each in event.summary.value}
+            data = data[16 + size :]
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        for name in line.keys() - {"step"}:
+            np.testing.assert_allclose(values[line["step"], name], line[name], rtol=1e-4)
+    assert {step for step, _ in values} == {1, 2, 3, 4, 5}
 
 
 def test_divergence_is_reported_and_not_saved(tmp_path):

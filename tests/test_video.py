@@ -172,7 +172,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.mov", r"suffix '\.mov'; known are \.mp4, \.gif, \.png"),
+        ("a.mov", r"suffix '\.mov'; known are \.mp4, \.webm"),
         ("v1.5", r"suffix '\.5'"),
         ("a.png", "names one picture; known are"),
         ("%d-%d.png", "names one picture"),

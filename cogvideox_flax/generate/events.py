@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator
 from contextlib import closing
@@ -9,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jaxtyping import Float32
-from tqdm import tqdm
 
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult
-from cogvideox_flax.runtime.terminal import reliable_interrupts, say
+from cogvideox_flax.runtime.terminal import Progress, duration_text, reliable_interrupts, say
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
     progress: whether anything is shown; else what is compiled is logged.
     bar: whether the steps are.
     """
-    steps = tqdm(disable=True)
+    steps, start, compiling = None, time.monotonic(), 0.0
     with reliable_interrupts():
         try:
             while True:
@@ -94,19 +94,21 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                 match event:
                     case Compiling(program, None):
                         say(f"compiling the {program} ...", progress)
-                    case Compiling(program, seconds):
+                    case Compiling(program, float() as seconds):
                         say(f"compiled the {program} in {seconds:.1f} s", progress)
+                        compiling += seconds
                     case LoopBegan(_, total, done):
-                        steps.close()
-                        hidden = not (progress and bar)
-                        steps = tqdm(total=total, initial=done, desc="denoising", unit="step", disable=hidden)
-                    case Step(_, state):
-                        steps.update(int(state.step) - steps.n)
-                        if steps.n == steps.total:  # so that its time is that of the steps
-                            steps.close()
+                        steps = Progress("denoising", total, done, shown=progress and bar)
+                    case Step(_, state) if steps is not None:
+                        steps.advance_to(int(state.step))
+                    case Finished() if progress:
+                        part = f", {duration_text(compiling)} of it compiling" if compiling >= 1 else ""
+                        say(f"made in {duration_text(time.monotonic() - start)}{part}", progress)
+                        start, compiling = time.monotonic(), 0.0
                 yield event
         finally:
-            steps.close()
+            if steps is not None:
+                steps.close()
             events.close()
 
 

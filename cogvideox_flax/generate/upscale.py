@@ -11,13 +11,13 @@ seams lie in the middle of overlaps, and the last tile of a row is larger.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Num, UInt8
-from tqdm import tqdm
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
@@ -35,7 +35,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, shown
 from cogvideox_flax.io.video import HashedVideo
-from cogvideox_flax.runtime.terminal import reliable_interrupts
+from cogvideox_flax.runtime.terminal import Progress, reliable_interrupts
 
 SIDE_STEP, FRAME_STEP = 16, 8
 """The clip is padded to a multiple of 16 pixels before it is enlarged, and to 8 n + 1 frames, as in the source."""
@@ -235,12 +235,12 @@ def upscale_frames(
     count, height, width, _ = plan.shape
     pending = np.zeros((0, height, width, 3), np.float32)
     total = len(starts) * len(tops) * len(lefts)
-    with reliable_interrupts(), tqdm(total=total, desc="upscaling", unit="tile", disable=not progress) as bar:
+    with reliable_interrupts(), closing(Progress("upscaling", total, unit="tile", shown=progress)) as bar:
         for i, start in enumerate(starts):
 
             def run(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
                 done = run_tile(tile)
-                bar.update()
+                bar.advance_to(bar.done + 1)
                 return done
 
             clip = _read(source, plan, start)

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +19,9 @@ RESEND_S = 0.05
 
 
 def duration_text(seconds: float) -> str:
-    """Such as "40 s", "12 min" or "3.5 h"."""
+    """Such as "1.2 s", "40 s", "12 min" or "3.5 h"."""
     if seconds < 120:
-        return f"{seconds:.0f} s"
+        return f"{seconds:.{int(seconds < 10)}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
@@ -30,6 +31,50 @@ def say(message: str, announce: bool) -> None:
         tqdm.write(message, file=sys.stderr)
     else:
         log.info(message)
+
+
+class Progress:
+    """How far something is, on stderr: a bar on a terminal or in a notebook; elsewhere, such as in a log, a line at the
+    beginning, at the end, and every `LINE_EVERY_S` between them.
+
+    done: how many are done already.
+    unit: such as "step".
+    shown: nothing is printed otherwise.
+    """
+
+    LINE_EVERY_S = 10.0
+
+    def __init__(self, what: str, total: int, done: int = 0, unit: str = "step", *, shown: bool = True):
+        self._what, self._total, self._unit = what, total, unit
+        self._first = self.done = done
+        is_live = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self._bar = tqdm(total=total, initial=done, desc=what, unit=unit, disable=not (shown and is_live))
+        self._lines = shown and not is_live
+        self._begun = self._said = time.monotonic()
+        if self._lines:
+            self._say("")
+
+    def advance_to(self, done: int) -> None:
+        """So many are done in all."""
+        self._bar.update(done - self.done)
+        self.done, now = done, time.monotonic()
+        if done == self._total:
+            self.close()
+        elif self._lines and now - self._said >= self.LINE_EVERY_S and done > self._first:
+            passed = now - self._begun
+            left = passed / (done - self._first) * (self._total - done)
+            self._say(f", {duration_text(passed)}, about {duration_text(left)} left")
+            self._said = now
+
+    def close(self) -> None:
+        """End it, at the time of the last that was done."""
+        self._bar.close()
+        if self._lines and self.done == self._total:
+            self._say(f" in {duration_text(time.monotonic() - self._begun)}")
+        self._lines = False
+
+    def _say(self, more: str) -> None:
+        say(f"{self._what}: {self.done} of {self._total} {self._unit}s{more}", True)
 
 
 @contextmanager

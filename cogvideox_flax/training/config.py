@@ -102,12 +102,13 @@ class OptimizerConfig:
 class LoopTable:
     """[loop] of the file: the training loop.
 
-    steps: optimizer steps in all. The learning rate schedule has this length.
+    steps: optimizer steps in all. The learning rate schedule has this length. A run may go on with more of them.
     accumulate: micro-batches per step, whose gradients are averaged.
     dtype: of the weights in the forward and backward pass. The trained weights themselves are float32.
     ema_decay: of the moving average of the weights: min(ema_decay, (1 + n) / (10 + n)) after n steps. 0: no average.
     save_minutes: time between two training states on disk. One is also written at the end and when the run is stopped.
     keep: how many training states stay on disk.
+    tensorboard: write the metrics for TensorBoard too, which needs the package tensorboardX.
     """
 
     steps: int
@@ -117,6 +118,7 @@ class LoopTable:
     log_every: int = 10
     save_minutes: float = 5.0
     keep: int = 2
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -173,6 +175,18 @@ class SampleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """The loss with noise, timesteps and dropped captions that are always the same: its curve is smooth.
+
+    clips: so many are held out from training, and the loss is theirs; 0: it is that of clips that are trained on.
+    every: steps between two measurements. There is one before the first step and one after the last too.
+    """
+
+    clips: int = 0
+    every: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """A fine-tuning run: the tables and keys of the file.
 
@@ -204,6 +218,7 @@ class TrainingConfig:
     remat: bool = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     loop: LoopTable
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -225,6 +240,8 @@ class TrainingConfig:
             ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),
             ("sample.every", is_count(self.sample.every, MAX_COUNT), COUNT),
             ("sample.frames", is_count(self.sample.frames, MAX_COUNT), COUNT),
+            ("validation.clips", 0 <= self.validation.clips <= MAX_COUNT, f"0 to {MAX_COUNT}"),
+            ("validation.every", is_count(self.validation.every, MAX_COUNT), COUNT),
         )
 
 

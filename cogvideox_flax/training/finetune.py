@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Key, UInt8
+from jaxtyping import Array, Float32, Int, Key, UInt8
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest, hub
@@ -38,7 +38,7 @@ from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
-from cogvideox_flax.training.loop import METRICS_FILE, Trainer, match_run
+from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.prepare import clip_features, clip_latents, prompt_features
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_DIR = "checkpoint"
 TRAINING_DIR = "training"
+VALIDATION_SAMPLES = 8
+"""Noised clips that a validation loss is the mean over, at least."""
 
 
 def finetune(
@@ -105,8 +107,9 @@ def finetune(
             frozen=frozen,
             mesh=job.mesh,
             rows={name: job.model.components[name].sharding},
+            validation=_validation(job, latents, captions),
         )
-        state = trainer.train(_initial_params(job, pipe.native_dir, frozen), on_step)
+        state = trainer.train(_initial_params(job, pipe.native_dir, frozen), on_step, progress=progress)
         if int(state.step) < config.loop.steps:
             return None
         trained = fetch_on_first(state.trained)
@@ -129,9 +132,29 @@ def _assemble(job: FinetuneJob, params: dict[str, Any], frozen: dict[str, Any]) 
 
 def _batch(step: int, *, job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
     """`mean`, `std`, and `text` (features by name) of the clips of one step."""
-    config = job.config
-    indices = shuffled_indices(step, batch=config.batch, count=len(job.clips), seed=config.seed)
+    config, clips = job.config, np.asarray(job.trained_on)
+    return _gather(
+        clips[shuffled_indices(step, batch=config.batch, count=len(clips), seed=config.seed)], latents, captions
+    )
+
+
+def _gather(indices: Int[np.ndarray, " B"], latents: LatentCache, captions: LatentCache) -> dict[str, Any]:
     return {**latents.gather(indices), "text": captions.gather(indices)}
+
+
+def _validation(job: FinetuneJob, latents: LatentCache, captions: LatentCache) -> Validation:
+    """All clips that are held out, else the first that are trained on, at `VALIDATION_SAMPLES` noises or more."""
+    config, clips = job.config, job.held_out or job.trained_on[:VALIDATION_SAMPLES]
+    micro = config.batch // config.loop.accumulate
+    count = -(-max(len(clips), VALIDATION_SAMPLES) // micro)
+    places = np.resize(np.asarray(clips), (count, micro))
+    return Validation(
+        _validation_name(job), [_gather(place, latents, captions) for place in places], config.validation.every
+    )
+
+
+def _validation_name(job: FinetuneJob) -> str:
+    return "validation_loss" if job.held_out else "fixed_noise_loss"
 
 
 def _loss(
@@ -161,6 +184,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
             {"lora": dataclasses.asdict(config.lora) | {"targets": job.lora_targets}} if config.method == "lora" else {}
         ),
         "clips": job.clips_fingerprint,
+        "held out": len(job.held_out) or None,
         "size": [size.num_frames, size.height, size.width],
         "fps": job.fps,
         **{name.replace("_", " "): value for name, value in pipe.fingerprints().items()},
@@ -214,7 +238,8 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
         result = save_lora(job.model, job.config.out, denoiser)
     try:
         metrics = job.config.out / TRAINING_DIR / METRICS_FILE
-        plot_metrics([metrics], ("loss", "mean_loss", "gradient_norm"), job.config.out / "loss.png")
+        names = ("loss", "mean_loss", _validation_name(job), "gradient_norm")
+        plot_metrics([metrics], names, job.config.out / "loss.png")
     except ImportError:
         log.warning("there is no plot of the loss, since matplotlib is not installed: pip install matplotlib")
     return result

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -28,6 +29,7 @@ from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
+from cogvideox_flax.training.metrics import check_tensorboard
 
 RECORD_FILE = "finetune.json"
 
@@ -80,6 +82,17 @@ class FinetuneJob:
     def tokens(self) -> int:
         """Tokens of one clip, its text included."""
         return self.model.workload(self.size).tokens
+
+    @cached_property
+    def held_out(self) -> list[int]:
+        """Clips that are not trained on, by their place: so many of a shuffle of all."""
+        order = np.random.default_rng([self.config.seed, len(self.clips)]).permutation(len(self.clips))
+        return sorted(order[: self.config.validation.clips].tolist())
+
+    @cached_property
+    def trained_on(self) -> list[int]:
+        """The other clips."""
+        return [i for i in range(len(self.clips)) if i not in set(self.held_out)]
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
@@ -229,6 +242,10 @@ def check(config: TrainingConfig) -> FinetuneJob:
     if config.sample.prompts:
         sharding.check_batch(job.mesh, request.batch * (2 if request.guided else 1))
     job = dataclasses.replace(job, clips=find_clips(config.clips, job.size.num_frames, job.fps))
+    most = len(job.clips) - 1
+    require(config, ("validation.clips", config.validation.clips <= most, f"0 to {most}: some must be trained on"))
+    if loop.tensorboard:
+        check_tensorboard()
     check_writable(config.out / RECORD_FILE)
     check_free_space(config.out, job.disk())
     return job

@@ -12,11 +12,12 @@ import dataclasses
 import json
 import logging
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float32, Int32
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cogvideox_flax.errors import DivergedError, InputError
-from cogvideox_flax.io.contents import match_record
+from cogvideox_flax.io.contents import match_record, write_record
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.runtime.terminal import duration_text
@@ -37,14 +41,29 @@ from cogvideox_flax.training.metrics import Mean, MetricsLog
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.optimizer import learning_rate
 from cogvideox_flax.training.snapshots import Snapshots
-from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, init_state, put_batch, train_step
+from cogvideox_flax.training.step import Batch, Loss, Params, TrainState, cast, init_state, put_batch, train_step
 
 log = logging.getLogger(__name__)
 
 SETTINGS_FILE = "settings.json"
 METRICS_FILE = "metrics.jsonl"
-MAY_CHANGE = ("log_every", "save_minutes", "keep")
-"""Settings that may differ when a run is resumed."""
+_VALIDATION_SEED = 0
+MAY_CHANGE = ("log_every", "save_minutes", "keep", "tensorboard")
+"""Settings that may differ when a run is resumed. `steps` may grow."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A loss that is measured now and then with the same noise.
+
+    name: of the metric.
+    batches: micro-batches on the host, each as one of a training batch; the loss is the mean over them.
+    every: steps between two measurements.
+    """
+
+    name: str
+    batches: Sequence[Batch]
+    every: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +79,7 @@ class Trainer:
     mesh: from `sharding.make_mesh`; None for one device. Batches are split over dp.
     rows: component name -> the sharding of its parameters on the mesh.
     stop_at: end after this many of `config.steps`, to continue with another schedule; None: all of them.
+    validation: a loss to measure besides.
     recorded: what else decides the result, as JSON values. Compared with the run in `folder`, like the settings.
     """
 
@@ -71,6 +91,7 @@ class Trainer:
     mesh: Mesh | None = None
     rows: Mapping[str, ParameterRows] = field(default_factory=dict)
     stop_at: int | None = None
+    validation: Validation | None = None
     recorded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,7 +99,13 @@ class Trainer:
         """The number of steps after which the run is done."""
         return min(self.config.steps, self.stop_at or self.config.steps)
 
-    def train(self, params: Params, on_step: Callable[[int, TrainState], bool | None] | None = None) -> TrainState:
+    def train(
+        self,
+        params: Params,
+        on_step: Callable[[int, TrainState], bool | None] | None = None,
+        *,
+        progress: bool = False,
+    ) -> TrainState:
         """Train from `params`, or resume from the last training state in `folder`.
 
         Args:
@@ -86,6 +113,7 @@ class Trainer:
                 their memory.
             on_step: called after each step with the number of steps done; True stops the run there. SIGTERM and Ctrl-C
                 stop it too, on any host.
+            progress: a bar of the steps on a terminal.
 
         Returns:
             The state after the last step done.
@@ -95,7 +123,7 @@ class Trainer:
             DivergedError: the loss is NaN or infinite. The last training state on disk is from before that.
         """
         config = self.config
-        match_run(self.folder / SETTINGS_FILE, dataclasses.asdict(config) | dict(self.recorded), MAY_CHANGE)
+        self._match_run()
         with (
             compiling_on(self.mesh),
             Snapshots(self.folder / "states", config.keep) as snapshots,
@@ -107,12 +135,22 @@ class Trainer:
             if start:
                 log.info("resuming from step %d of %d in %s", start, config.steps, self.folder)
             step = self._jit_step(state)
-            step_log = _StepLog(self.folder, config, start, self.last_step)
+            step_log, measure = _StepLog(self.folder, config, start, self.last_step), self._jit_validation()
+            if self.validation is not None and not start:
+                log.info("compiling and measuring the %s ...", self.validation.name)
+                step_log.write_one(0, self.validation.name, measure(state))
             last_save = time.monotonic()
             todo = range(start, self.last_step)
             if todo:
                 log.info("compiling the training step ...")
-            with _stop_signals() as stopped, prefetch(self.batches, todo) as batches:
+            bar = tqdm(total=self.last_step, initial=start, unit="step", disable=not (progress and sys.stderr.isatty()))
+            with (
+                closing(step_log),
+                _stop_signals() as stopped,
+                prefetch(self.batches, todo) as batches,
+                bar,
+                logging_redirect_tqdm(),
+            ):
                 for done, batch in enumerate(batches, start + 1):
                     state, metrics = step(state, self.frozen, put_batch(batch, config, self.mesh))
                     if done == start + 1:
@@ -120,6 +158,9 @@ class Trainer:
                         log.info("compiled it and did the first step in %.1f s", time.monotonic() - last_save)
                         step_log.reset_clock(done)  # the first step's time is mostly compilation
                     step_log.add(metrics)
+                    bar.update()
+                    if self.validation is not None and self._is_validated(done, self.validation.every):
+                        step_log.write_one(done, self.validation.name, measure(state))
                     stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
                     is_due = partial(_has_passed, last_save + 60 * config.save_minutes)
                     save = hosts.from_first(is_due) or stop or done == self.last_step
@@ -132,6 +173,40 @@ class Trainer:
                         log.warning("stopped after step %d of %d; the same command resumes it", done, config.steps)
                         break
             return state
+
+    def _match_run(self) -> None:
+        """Compare the settings with those of the run in `folder`, which may have had fewer steps."""
+        record, ours = self.folder / SETTINGS_FILE, dataclasses.asdict(self.config) | dict(self.recorded)
+        theirs = hosts.from_first(lambda: match_record(record, json.loads(json.dumps(ours))))
+        before, now = theirs.get("steps"), self.config.steps
+        is_longer = isinstance(before, int) and before < now
+        match_run(record, ours, (*MAY_CHANGE, "steps") if is_longer else MAY_CHANGE)
+        if is_longer:
+            log.info("steps was raised from %d to %d; the learning rate follows the schedule of %d", before, now, now)
+            hosts.first_writes(write_record)(record, ours)
+
+    def _is_validated(self, done: int, every: int) -> bool:
+        return done % every == 0 or done == self.last_step
+
+    def _jit_validation(self) -> Callable[[TrainState], float]:
+        """A state to its validation loss."""
+        dtype, alone = self.config.dtype, dataclasses.replace(self.config, accumulate=1)
+
+        @partial(jax.jit, compiler_options=compiler_options(dtype))
+        def one(params: Params, frozen: Any, batch: Batch, i: Int32[Array, ""]) -> Float32[Array, ""]:
+            batch = jax.tree.map(lambda x: x[0], batch)
+            key = jax.random.fold_in(jax.random.key(_VALIDATION_SEED), i)
+            return self.loss(cast(params, dtype), cast(frozen, dtype), batch, key)[0]
+
+        def measure(state: TrainState) -> float:
+            assert self.validation is not None
+            batches = enumerate(self.validation.batches)
+            losses = [
+                one(state.trained, self.frozen, put_batch(batch, alone, self.mesh), np.int32(i)) for i, batch in batches
+            ]
+            return float(np.mean([float(loss) for loss in losses]))
+
+        return measure
 
     def _jit_step(self, state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
         return jax.jit(
@@ -178,9 +253,13 @@ class _StepLog:
     def __init__(self, folder: Path, config: LoopConfig, start: int, last_step: int):
         self._folder, self._config, self._last_step = folder, config, last_step
         self._losses: list[Any] = []  # on the devices
-        self._metrics = MetricsLog(folder / METRICS_FILE, last_step=start)
+        self._metrics = MetricsLog(folder / METRICS_FILE, start, config.tensorboard)
         self._rate = learning_rate(config.optimizer, config.steps)
         self.reset_clock(start)
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        self._metrics.close()
 
     def reset_clock(self, done: int) -> None:
         """Measure the time per step from here on."""
@@ -189,6 +268,11 @@ class _StepLog:
     def add(self, metrics: Metrics) -> None:
         """Note the loss of a step, without waiting for it."""
         self._losses.append(metrics["loss"])
+
+    def write_one(self, done: int, name: str, value: float) -> None:
+        """Write a metric of its own."""
+        self._metrics.write({"step": done, name: value})
+        log.info("step %d of %d: %s %.4g", done, self._config.steps, name, value)
 
     def write(self, done: int, metrics: Metrics) -> None:
         """Wait for the step's metrics and write them.

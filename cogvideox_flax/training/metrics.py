@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,12 +34,19 @@ class MetricsLog:
 
     Args:
         path: the file; lines are appended.
-        last_step: lines of later steps are removed, so that a resumed run leaves one line per step.
+        last_step: lines of later steps are removed, so that a resumed run leaves none twice.
+        tensorboard: write them to a folder for TensorBoard too, beside the file.
     """
 
-    def __init__(self, path: Path, last_step: int):
-        self._path = path
+    def __init__(self, path: Path, last_step: int, tensorboard: bool = False):
+        self._path, self._board = path, None
         self._remove_after(last_step)
+        if tensorboard and hosts.is_first():
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(
+                str(path.parent / "tensorboard"), purge_step=last_step + 1, filename_suffix=f".{last_step}"
+            )
 
     @hosts.first_writes
     def _remove_after(self, last_step: int) -> None:
@@ -55,6 +63,14 @@ class MetricsLog:
             raise InputError(
                 f"writing {self._path} failed: {e.strerror}; free some space; the same command resumes the run"
             ) from e
+        if self._board is not None:
+            for name in values.keys() - {"step"}:
+                self._board.add_scalar(name, values[name], values["step"])
+
+    def close(self) -> None:
+        """Wait until TensorBoard's file is written."""
+        if self._board is not None:
+            self._board.close()
 
 
 def _rounded(value: float) -> float:
@@ -72,6 +88,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         if isinstance(line, dict) and all(type(value) in (int, float) for value in line.values()) and "step" in line:
             lines.append(line)
     return lines
+
+
+def check_tensorboard() -> None:
+    """Refuse to write for TensorBoard where that is not possible.
+
+    Raises:
+        InputError: tensorboardX is not installed.
+    """
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise InputError("loop.tensorboard needs tensorboardX: pip install tensorboardX; or leave it out")
 
 
 def plot_metrics(paths: Sequence[Path], names: Sequence[str], out: Path) -> None:

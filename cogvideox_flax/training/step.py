@@ -97,7 +97,7 @@ def train_step(
         batch, i = micro
 
         def mean_loss(params: Params) -> tuple[Array, Metrics]:
-            return loss(_cast(params, config.dtype), _cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
+            return loss(cast(params, config.dtype), cast(frozen, config.dtype), batch, jax.random.fold_in(key, i))
 
         (value, metrics), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
         return grads, {"loss": value} | metrics
@@ -152,7 +152,7 @@ def _placements(params: Params, mesh: Mesh, rows: Mapping[str, ParameterRows]) -
     return jax.tree_util.tree_map_with_path(place, params)
 
 
-def _cast(tree: Any, dtype: str) -> Any:
+def cast(tree: Any, dtype: str) -> Any:
     """The tree with its floating-point arrays in this dtype."""
     target = jnp.dtype(dtype)
     return jax.tree.map(lambda x: x.astype(target) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
