@@ -72,6 +72,9 @@ def test_the_call_shows_every_option_with_its_type_and_help(pipe):
 def test_an_unknown_keyword_is_answered(pipe):
     with pytest.raises(TypeError, match="there is no option 'sede'; did you mean 'seed'"):
         pipe(PROMPT, sede=1)
+    for name in ("steps", "stepz"):
+        with pytest.raises(TypeError, match=f"there is no option '{name}'; did you mean 'num_inference_steps'"):
+            pipe("x", **{name: 3})
     with pytest.raises(TypeError, match="a prompt is missing"):
         pipe()
     with pytest.raises(TypeError, match="says everything"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from cogvideox_flax.generate.request import GenerationRequest, options_of
+from cogvideox_flax.generate.request import GenerationRequest, option_names, options_of
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -88,8 +88,9 @@ def check_keywords(named: Mapping[str, Any]) -> None:
         if name in CALL:
             faults.append(f"{name} is diffusers' name; here: {CALL[name]}")
         elif name not in known:
-            near = get_close_matches(name, known, 1)
-            faults.append(f"there is no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            names = {each: each for each in known} | option_names()
+            near = get_close_matches(name, names, 1)
+            faults.append(f"there is no option {name!r}" + (f"; did you mean {names[near[0]]!r}?" if near else ""))
     if faults:
         raise TypeError("\n".join(faults))
 

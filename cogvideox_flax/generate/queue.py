@@ -21,7 +21,7 @@ from cogvideox_flax.generate.request import (
     GenerationRequest,
     ResolvedRequest,
     json_type,
-    options_of,
+    option_names,
 )
 from cogvideox_flax.generate.run_files import request_json
 from cogvideox_flax.io.values import shown, typed
@@ -89,9 +89,7 @@ def fields_of(line: str) -> dict[str, Any]:
         raise InputError(f"it is not JSON: {e.msg} at character {e.pos + 1}") from e
     except (ValueError, RecursionError) as e:
         raise InputError(f"it is not JSON: {e}") from e
-    options = options_of(GenerationRequest)
-    known = {"prompt": "prompt", **{name: name for name in options}}
-    known |= {flag.lstrip("-").replace("-", "_"): name for name, each in options.items() for flag in each.flags}
+    known = {"prompt": "prompt", **option_names()}
     faults, fields = [], {}
     for key, value in raw.items():
         if (name := known.get(key.replace("-", "_"))) is None:

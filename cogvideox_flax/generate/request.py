@@ -392,6 +392,14 @@ def options(*stages: Stage) -> dict[str, Option]:
 
 
 @cache
+def option_names() -> dict[str, str]:
+    """Every name of an option of the request, such as `num_inference_steps` and `steps`, to its field."""
+    names = {name: name for name in options_of(GenerationRequest)}
+    flags = [(flag, name) for name, each in options_of(GenerationRequest).items() for flag in each.flags]
+    return names | {flag.lstrip("-").replace("-", "_"): name for flag, name in flags}
+
+
+@cache
 def types_of(kind: type) -> dict[str, Any]:
     """Field of a dataclass of options -> its type; a sampler is held by its name."""
     return typing.get_type_hints(kind, localns={"Scheduler": str})
