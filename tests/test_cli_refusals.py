@@ -63,7 +63,7 @@ def option(*argv, message):
         option("--mesh", "1,1,8", message="does not divide over mesh axis tp of size 8"),
         option("--mesh", "2,1,1", "--guidance-scale", "1", message="1 does not divide over mesh axis dp of size 2"),
         option("--dtype", "float8", message="invalid choice: 'float8'"),
-        option("--scheduler", "euler", message="unknown scheduler 'euler'; known are ddim, dpm"),
+        option("--scheduler", "heun", message="unknown scheduler 'heun'; known are ddim, dpm, euler"),
         option("--revision", "main", message="a revision belongs to a hub id"),
         option("--tiling", message="tiles would not add up to the picture"),
         option("--prompt-file", "nowhere.txt", message="prompts were given beside --prompt-file"),

@@ -301,7 +301,7 @@ def test_video_is_saved_with_its_metadata(pipe, tmp_path):
         ({"width": 8}, "width is 8"),
         ({"height": 60, "width": 61, "num_frames": 4}, "(?s)num_frames.*height.*width"),
         ({"num_inference_steps": 0}, "num_inference_steps"),
-        ({"scheduler": "euler"}, "known are ddim, dpm"),
+        ({"scheduler": "heun"}, "known are ddim, dpm"),
         ({"output_type": "pt"}, "known are uint8"),
         ({"latents": np.zeros((1, 3, 8, 12, 15))}, r"latents must be .* \(1, 3, 8, 12, 16\)"),
         ({"noise": np.zeros((3, 1, 3, 8, 12, 16))}, "ddim does not"),

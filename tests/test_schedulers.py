@@ -243,8 +243,8 @@ def test_bad_step_count(steps):
 def test_bad_start_and_kind():
     with pytest.raises(InputError, match="leaves none of 10 steps"):
         DDIMScheduler(SchedulerConfig()).plan(10, start=10)
-    with pytest.raises(InputError, match=r"unknown scheduler 'euler'; known are ddim, dpm"):
-        CogVideoX({"scheduler": SchedulerConfig()}).sampler("euler")
+    with pytest.raises(InputError, match=r"unknown scheduler 'heun'; known are ddim, dpm, euler"):
+        CogVideoX({"scheduler": SchedulerConfig()}).sampler("heun")
 
 
 def test_class_and_config_agree_on_the_kind():

@@ -72,9 +72,7 @@ class Preview:
                     return end.value
                 if isinstance(event, LoopBegan):
                     self._before = self.latest = None
-                    self._tables = event.request.sampler.plan(
-                        event.request.num_inference_steps, start=event.request.first_step
-                    )
+                    self._tables = event.request.plan()
                 elif isinstance(event, Step):
                     self._see(event)
                 yield event
@@ -95,8 +93,8 @@ class Preview:
         before, self._before = self._before, latents
         if row + 1 == step.request.num_steps:
             x0 = latents
-        elif step.state.sampler is not None:
-            x0 = fetch(step.state.sampler)  # the DPM sampler keeps it for its next step
+        elif (kept := step.request.sampler.x0_of(step.state.sampler)) is not None:
+            x0 = fetch(kept)
         elif before is not None:
             x0 = (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]
         else:

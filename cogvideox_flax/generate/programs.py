@@ -79,7 +79,7 @@ class RunPrograms:
     @cached_property
     def steps(self) -> StepTable:
         """The sampler's tables of the steps that are done, on the host."""
-        return self.sampler.plan(self.request.num_inference_steps, start=self.request.first_step)
+        return self.request.plan()
 
     @cached_property
     def windows(self) -> Windows | None:

@@ -21,7 +21,7 @@ from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 if TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.media import Media
-    from cogvideox_flax.schedulers import Scheduler
+    from cogvideox_flax.schedulers import Scheduler, StepTable
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -190,12 +190,24 @@ class GenerationRequest:
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
-        None, "the sampler, such as ddim or dpm; default: the release's", group=SAMPLING, common=True, planned=True
+        None,
+        "the sampler, such as ddim, dpm, euler, uni_pc; default: the release's",
+        group=SAMPLING,
+        common=True,
+        planned=True,
     )
     seed: int = option(0, f"0 to {MAX_SEED}; default: 0", group=SAMPLING, common=True, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
+    timesteps: Sequence[float] | None = option(
+        None,
+        "those that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to the "
+        "next of them; for models that were distilled to a few",
+        group=SAMPLING,
+        metavar="T,T,...",
+        planned=True,
+    )
     force: bool = option(
         False,
         "go on at a size at which the model gives no usable video",
@@ -369,6 +381,15 @@ class ResolvedRequest(GenerationRequest):
         if isinstance(self.scheduler, str):
             return self.manifest.model.sampler(self.scheduler)
         return self.scheduler
+
+    def plan(self) -> StepTable:
+        """The sampler's tables of the steps that are done, on the host.
+
+        Raises:
+            InputError: a number of steps, or timesteps, that it does not have.
+        """
+        own = {} if self.timesteps is None else {"timesteps": self.timesteps}
+        return self.sampler.plan(self.num_inference_steps, start=self.first_step, **own)
 
     def videos(self) -> list[ResolvedRequest]:
         """One request for each seed that is asked for."""

@@ -56,6 +56,9 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     manifest.check_complete("the model")
     model, faults = manifest.model, Faults()
     filled = _recommended(request, manifest)
+    filled["timesteps"] = None
+    with faults.caught():
+        filled |= _given_timesteps(request)
     filled |= _fixed_settings(request, model, faults)
     with faults.caught():
         filled["prompt"], filled["negative_prompt"] = check_prompts(request.prompt, request.negative_prompt)
@@ -88,7 +91,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         _check_values(result)
     with faults.caught():
         sampler = result.sampler
-        sampler.plan(result.num_inference_steps)
+        result.plan()
         if size is not None and not faults:
             _check_step_cache(result)
             _check_arrays(result, size, sampler)
@@ -117,6 +120,23 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
     if is_finite_number(request.guidance_scale):
         filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
     return filled
+
+
+def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
+    """Timesteps as a list of numbers, and how many they are; {} where none were given.
+
+    Raises:
+        InputError: they are something else.
+    """
+    if request.timesteps is None:
+        return {}
+    steps = np.asarray(request.timesteps).tolist()
+    if not isinstance(steps, list) or not steps or not all(map(is_finite_number, steps)):
+        raise InputError(
+            f"timesteps are {shown(request.timesteps)}; expected a list of numbers, such as 999,749,499,249"
+        )
+    count = len(steps) if request.num_inference_steps is None else request.num_inference_steps
+    return {"timesteps": steps, "num_inference_steps": count}
 
 
 def _outside(request: ResolvedRequest, domain: Domain) -> list[str]:

@@ -1,5 +1,5 @@
-"""The samplers: DDIM, the second-order DPM solver and one of a single step, on CogVideoX's noise schedule, which is
-shifted, with zero terminal SNR; and Euler's method for flow matching.
+"""The samplers: those of the releases (DDIM, the second-order DPM solver, flow matching), one of a single step, and the
+usual ones by ComfyUI's names (`solvers`). CogVideoX's noise schedule is shifted, with zero terminal SNR.
 
 Everything that depends on the schedule is computed once, in float64, on the host (`Scheduler.plan`); a step is then one
 linear combination with coefficients looked up by the step's index. Notation: abar is the cumulative product of 1 -
@@ -15,12 +15,44 @@ from cogvideox_flax.schedulers.ddim import DDIMScheduler
 from cogvideox_flax.schedulers.dpm import DPMScheduler
 from cogvideox_flax.schedulers.flow_match import FlowMatchConfig, FlowMatchScheduler
 from cogvideox_flax.schedulers.one_step import OneStepScheduler
+from cogvideox_flax.schedulers.solvers import (
+    DPM2MScheduler,
+    DPM2MSDEScheduler,
+    EulerAncestralScheduler,
+    EulerScheduler,
+    FlowDPM2MScheduler,
+    FlowDPM2MSDEScheduler,
+    FlowEulerAncestralScheduler,
+    FlowUniPCScheduler,
+    LCMScheduler,
+    UniPCScheduler,
+)
 
-SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in (DDIMScheduler, DPMScheduler, OneStepScheduler)}
+_DIFFUSION = (
+    DDIMScheduler,
+    DPMScheduler,
+    EulerScheduler,
+    EulerAncestralScheduler,
+    DPM2MScheduler,
+    DPM2MSDEScheduler,
+    UniPCScheduler,
+    LCMScheduler,
+    OneStepScheduler,
+)
+SCHEDULERS: dict[str, type[Scheduler]] = {cls.kind: cls for cls in _DIFFUSION}
 """Those on a diffusion schedule, by name."""
+
+_FLOW = (FlowEulerAncestralScheduler, FlowDPM2MScheduler, FlowDPM2MSDEScheduler, FlowUniPCScheduler)
+FLOW_SCHEDULERS: dict[str, type[Scheduler]] = {
+    FlowMatchScheduler.kind: FlowMatchScheduler,
+    EulerScheduler.kind: FlowMatchScheduler,
+    **{cls.kind: cls for cls in _FLOW},
+}
+"""Those of flow matching, by name."""
 
 
 __all__ = [
+    "FLOW_SCHEDULERS",
     "SCHEDULERS",
     "DDIMScheduler",
     "DPMScheduler",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.values import shown
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 Table = Float32[np.ndarray, " N"]
@@ -29,6 +31,8 @@ class StepTable:
     x        <- from_sample x + from_x0 x0 + from_previous_x0 (x0 of the step before) + from_noise noise
 
     The last two are zero for DDIM and flow matching. All entries are finite, so the same equations serve every row.
+
+    corrector: of samplers that correct x before the step, see `solvers`.
     """
 
     timesteps: Int32[np.ndarray, " N"] | Float32[np.ndarray, " N"]
@@ -39,6 +43,7 @@ class StepTable:
     from_x0: Table
     from_previous_x0: Table
     from_noise: Table
+    corrector: Float32[np.ndarray, "N 5"] | None = None
 
     def __len__(self) -> int:
         return self.timesteps.shape[0]
@@ -49,17 +54,20 @@ class StepTable:
 
 
 class Scheduler:
-    """The base of the samplers. A first-order one without noise defines its `plan`, `add_noise` and `velocity` alone.
+    """The base of the samplers. One whose step is a row of its table defines its `plan`, `add_noise` and `velocity`
+    alone.
 
     Attributes:
         config: the noise schedule; its `kind` is that of the class.
         needs_noise: whether `step` consumes fresh noise.
+        keeps_x0: whether the state is the x0 of the step before; else there is none.
         needs_video: whether a run starts from a clip, never from noise.
         fixed: field of a request -> the only value that it serves, for those of which there is one.
     """
 
     kind: ClassVar[str]
     needs_noise: ClassVar[bool] = False
+    keeps_x0: ClassVar[bool] = False
     needs_video: ClassVar[bool] = False
     fixed: ClassVar[Mapping[str, Any]] = {}
     config: Any
@@ -71,17 +79,32 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 
-    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+    def plan(self, num_inference_steps: int, *, start: int = 0, timesteps: Sequence[float] | None = None) -> StepTable:
         """The tables of a run of `num_inference_steps` steps, on the host.
 
         Args:
             num_inference_steps: 1 to num_train_timesteps.
             start: skip this many steps at the noisy end, as video-to-video does.
+            timesteps: so many, in place of the sampler's own; each step leads to the next of them, the last to x0.
 
         Raises:
-            InputError: either number is out of range.
+            InputError: a number is out of range.
         """
         raise NotImplementedError
+
+    def check_timesteps(self, timesteps: Sequence[float], num_inference_steps: int, most: float, whole: bool) -> None:
+        """Refuse timesteps that do not fall from `most` or less to 0 or more, or are not as many as the steps.
+
+        Raises:
+            InputError: with what is expected.
+        """
+        falls = all(a > b for a, b in pairwise(timesteps))
+        if len(timesteps) != num_inference_steps or not falls or not 0 <= timesteps[-1] <= timesteps[0] <= most:
+            raise InputError(
+                f"timesteps are {shown(list(timesteps))}; expected {num_inference_steps} that fall, from {most:g} to 0"
+            )
+        if whole and any(t != int(t) for t in timesteps):
+            raise InputError(f"timesteps are {shown(list(timesteps))}; those of this model are whole numbers")
 
     def check_steps(self, num_inference_steps: int, start: int) -> None:
         """Refuse the arguments of `plan` that are out of range.
@@ -98,9 +121,13 @@ class Scheduler:
                 f" {num_inference_steps - 1} (for video-to-video: raise the strength or the number of steps)"
             )
 
-    def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"] | None:
-        """The state of the first `step`."""
-        return None
+    def init_state(self, sample: Float[Array, "*shape"]) -> Any:
+        """The state of the first `step`, a pytree of arrays: zeros, float32 [*shape]; None without one."""
+        return jnp.zeros(sample.shape, jnp.float32) if self.keeps_x0 else None
+
+    def x0_of(self, state: Any) -> Float32[Any, "*shape"] | None:
+        """The x0 of the step before, where the state holds it."""
+        return state
 
     def step(
         self,
@@ -108,9 +135,9 @@ class Scheduler:
         i: int | Int[Array, ""],
         prediction: Float[Array, "*shape"],
         sample: Float[Array, "*shape"],
-        state: Float32[Array, "*shape"] | None = None,
+        state: Any = None,
         noise: Float[Array, "*shape"] | None = None,
-    ) -> tuple[Float[Array, "*shape"], Float32[Array, "*shape"] | None]:
+    ) -> tuple[Float[Array, "*shape"], Any]:
         """One denoising step, in float32.
 
         Args:
@@ -124,10 +151,18 @@ class Scheduler:
         Returns:
             The sample at the next timestep, in the dtype of `sample`, and the state for the next step.
         """
+        if (self.keeps_x0 and state is None) or (self.needs_noise and noise is None):
+            raise TypeError(f"a step of {self.kind} needs the state of the one before (init_state at first), and noise")
         c = plan.row(i)
         x = sample.astype(jnp.float32)
         x0 = c.signal * x - c.sigma * prediction.astype(jnp.float32)
-        return (c.from_sample * x + c.from_x0 * x0).astype(sample.dtype), None
+        x = c.from_sample * x + c.from_x0 * x0
+        if self.keeps_x0:
+            x = x + c.from_previous_x0 * state
+        if self.needs_noise:
+            assert noise is not None
+            x = x + c.from_noise * noise.astype(jnp.float32)
+        return x.astype(sample.dtype), x0 if self.keeps_x0 else None
 
     def add_noise(
         self,
@@ -159,38 +194,47 @@ class DiffusionScheduler(Scheduler):
 
     Attributes:
         alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].
+        to_next: whether a step leads to the next timestep of the list; else to t - 1000 // N, as in the reference's
+            DDIM and DPM, which is not the next entry when N does not divide 1000.
     """
 
+    to_next: ClassVar[bool] = False
     config: SchedulerConfig
 
     def __init__(self, config: SchedulerConfig):
         self.config = replace(config, kind=self.kind)
         self.alphas_cumprod = _alphas_cumprod(config)
 
-    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
-        """As for `Scheduler.plan`.
-
-        Timesteps are spaced as in the reference ("trailing"). As in the reference, a step leads to timestep
-        t - 1000 // N, which is not the next entry when N does not divide 1000.
-        """
+    def plan(self, num_inference_steps: int, *, start: int = 0, timesteps: Sequence[float] | None = None) -> StepTable:
+        """As for `Scheduler.plan`; timesteps are spaced as in the reference ("trailing")."""
         self.check_steps(num_inference_steps, start)
         total = self.num_train_timesteps
-        # Because of rounding, arange has one entry too many for some N (61, 103, ...).
-        timesteps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
-        timesteps = timesteps[start:num_inference_steps]
-        leads_to = timesteps - total // num_inference_steps
+        if timesteps is None:
+            # Because of rounding, arange has one entry too many for some N (61, 103, ...).
+            steps = np.round(np.arange(total, 0, -total / num_inference_steps)).astype(int) - 1
+        else:
+            self.check_timesteps(timesteps, num_inference_steps, total - 1, whole=True)
+            steps = np.asarray(timesteps).astype(int)
+        steps = steps[start:num_inference_steps]
+        is_listed = self.to_next or timesteps is not None
+        leads_to = np.append(steps[1:], -1) if is_listed else steps - total // num_inference_steps
         final = 1.0 if self.config.set_alpha_to_one else self.alphas_cumprod[0]
-        here = self.alphas_cumprod[timesteps]
+        here = self.alphas_cumprod[steps]
         there = np.where(leads_to >= 0, self.alphas_cumprod[leads_to], final)
-        tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)} | self._tables(here, there, leads_to < 0)
+        tables = {name: np.zeros_like(here) for name in ("from_previous_x0", "from_noise")}
+        tables |= {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here)}
+        tables |= self._tables(here, there, leads_to < 0, steps)
         return StepTable(
-            timesteps=timesteps.astype(np.int32),
+            timesteps=steps.astype(np.int32),
             next_timesteps=np.maximum(leads_to, 0).astype(np.int32),
             **{name: table.astype(np.float32) for name, table in tables.items()},
         )
 
-    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
-        """The four `from_*` tables in float64. here, there: abar before and after each step; last: steps to x0."""
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
+        """The `from_*` tables in float64; those that are left out are zero.
+
+        here, there: abar before and after each step. last: steps to x0. t: timesteps.
+        """
         raise NotImplementedError
 
     def add_noise(

@@ -12,12 +12,6 @@ class DDIMScheduler(DiffusionScheduler):
 
     kind = "ddim"
 
-    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
         from_sample = np.sqrt((1 - there) / (1 - here))
-        zero = np.zeros_like(here)
-        return {
-            "from_sample": from_sample,
-            "from_x0": np.sqrt(there) - np.sqrt(here) * from_sample,
-            "from_previous_x0": zero,
-            "from_noise": zero,
-        }
+        return {"from_sample": from_sample, "from_x0": np.sqrt(there) - np.sqrt(here) * from_sample}

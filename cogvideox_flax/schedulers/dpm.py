@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
 
-from cogvideox_flax.schedulers.base import DiffusionScheduler, StepTable
+from cogvideox_flax.schedulers.base import DiffusionScheduler
 
 
 class DPMScheduler(DiffusionScheduler):
@@ -18,8 +16,9 @@ class DPMScheduler(DiffusionScheduler):
 
     kind = "dpm"
     needs_noise = True
+    keeps_x0 = True
 
-    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray) -> dict[str, np.ndarray]:
+    def _tables(self, here: np.ndarray, there: np.ndarray, last: np.ndarray, t: np.ndarray) -> dict[str, np.ndarray]:
         # Half log-SNR: -inf at pure noise and +inf at x0, where the step is first order and the rest is masked.
         with np.errstate(divide="ignore", invalid="ignore"):
             before = (np.log(here) - np.log1p(-here)) / 2
@@ -36,23 +35,3 @@ class DPMScheduler(DiffusionScheduler):
             "from_previous_x0": -from_denoised * second,
             "from_noise": np.sqrt((1 - there) * gained),
         }
-
-    def init_state(self, sample: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-        return jnp.zeros(sample.shape, jnp.float32)
-
-    def step(
-        self,
-        plan: StepTable,
-        i: int | Int[Array, ""],
-        prediction: Float[Array, "*shape"],
-        sample: Float[Array, "*shape"],
-        state: Float32[Array, "*shape"] | None = None,
-        noise: Float[Array, "*shape"] | None = None,
-    ) -> tuple[Float[Array, "*shape"], Float32[Array, "*shape"]]:
-        if state is None or noise is None:
-            raise TypeError("DPMScheduler.step needs the state of the step before (init_state at first) and noise")
-        c = plan.row(i)
-        x = sample.astype(jnp.float32)
-        x0 = c.signal * x - c.sigma * prediction.astype(jnp.float32)
-        x = c.from_sample * x + c.from_x0 * x0 + c.from_previous_x0 * state + c.from_noise * noise.astype(jnp.float32)
-        return x.astype(sample.dtype), x0

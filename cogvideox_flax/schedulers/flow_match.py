@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -46,23 +46,37 @@ class FlowMatchScheduler(Scheduler):
     def __init__(self, config: FlowMatchConfig):
         self.config: FlowMatchConfig = config
 
-    def plan(self, num_inference_steps: int, *, start: int = 0) -> StepTable:
+    def plan(self, num_inference_steps: int, *, start: int = 0, timesteps: Sequence[float] | None = None) -> StepTable:
+        """As for `Scheduler.plan`; given timesteps are those that the model sees, and are not shifted."""
         self.check_steps(num_inference_steps, start)
-        shift = self.config.shift
-        sigma = np.linspace(1, 0, num_inference_steps + 1)[start:]
-        sigma = shift * sigma / (1 + (shift - 1) * sigma)
+        if timesteps is None:
+            sigma = self._shifted(self._sigmas(num_inference_steps))[start:]
+        else:
+            self.check_timesteps(timesteps, num_inference_steps, self.num_train_timesteps, whole=False)
+            sigma = np.append(np.asarray(timesteps, np.float64) / self.num_train_timesteps, 0)[start:]
         here, there, zero = sigma[:-1], sigma[1:], np.zeros(len(sigma) - 1)
         tables = {
             "signal": zero + 1,
             "sigma": here,
-            "from_sample": there / here,
-            "from_x0": 1 - there / here,
             "from_previous_x0": zero,
             "from_noise": zero,
+            **self._rows(here, there),
             "timesteps": self.num_train_timesteps * here,
             "next_timesteps": self.num_train_timesteps * there,
         }
         return StepTable(**{name: table.astype(np.float32) for name, table in tables.items()})
+
+    def _sigmas(self, num_inference_steps: int) -> np.ndarray:
+        """The noise levels of all steps and 0, before they are shifted."""
+        return np.linspace(1, 0, num_inference_steps + 1)
+
+    def _shifted(self, sigmas: np.ndarray) -> np.ndarray:
+        shift = self.config.shift
+        return shift * sigmas / (1 + (shift - 1) * sigmas)
+
+    def _rows(self, here: np.ndarray, there: np.ndarray) -> dict[str, np.ndarray]:
+        """What a step from one noise level to another does; tables that are left out are zero."""
+        return {"from_sample": there / here, "from_x0": 1 - there / here}
 
     def add_noise(
         self, sample: Float[Array, "B ..."], noise: Float[Array, "B ..."], timestep: float | Float[Array, "*B"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,15 +29,18 @@ class OneStepScheduler(DDIMScheduler):
         "guidance_scale": 1.0,
         "use_dynamic_cfg": False,
         "strength": 1.0,
+        "timesteps": None,
     }
 
-    def plan(self, num_inference_steps: int = 1, *, start: int = 0) -> StepTable:
+    def plan(
+        self, num_inference_steps: int = 1, *, start: int = 0, timesteps: Sequence[float] | None = None
+    ) -> StepTable:
         """The table of the only step.
 
         Raises:
             InputError: another number of steps, a start other than 0, or a schedule that ends before timestep 399.
         """
-        if (num_inference_steps, start) != (1, 0):
+        if (num_inference_steps, start, timesteps) != (1, 0, None):
             raise InputError(
                 f"num_inference_steps is {num_inference_steps} and start {start}; the {self.kind} sampler does 1 step "
                 "from 0"
@@ -51,10 +54,10 @@ class OneStepScheduler(DDIMScheduler):
         zero = np.zeros_like(here)
         tables = {"signal": np.sqrt(here), "sigma": np.sqrt(1 - here), "from_x0": zero + 1}
         tables |= {"from_sample": zero, "from_previous_x0": zero, "from_noise": zero}
-        timesteps = np.array([TIMESTEP], np.int32)
+        only = np.array([TIMESTEP], np.int32)
         return StepTable(
-            timesteps=timesteps,
-            next_timesteps=np.zeros_like(timesteps),
+            timesteps=only,
+            next_timesteps=np.zeros_like(only),
             **{name: table.astype(np.float32) for name, table in tables.items()},
         )
 

@@ -31,7 +31,7 @@ from cogvideox_flax.models.model import (
     Workload,
 )
 from cogvideox_flax.models.sizes import Size, SizeRule
-from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler, Scheduler
+from cogvideox_flax.schedulers import FLOW_SCHEDULERS, FlowMatchConfig
 from cogvideox_flax.sharding import REPLICATED
 
 LICENSE = (
@@ -96,8 +96,6 @@ def embed(
     )
 
 
-SAMPLERS: dict[str, type[Scheduler]] = {FlowMatchScheduler.kind: FlowMatchScheduler}
-
 _TEXT_ENCODERS = {
     "text_encoder": Component(
         config=qwen.QwenConfig,
@@ -153,7 +151,7 @@ class HunyuanVideo15(VideoModel):
     name = releases.FAMILY
     components = _TEXT_ENCODERS | _DIFFUSION
     scheduler = FlowMatchConfig
-    samplers = SAMPLERS
+    samplers = FLOW_SCHEDULERS
     tokenizer = TokenizersConfig
     tokenizer_files = TOKENIZER_FILES
     releases = releases.releases_of(releases.FAMILY)

@@ -1,0 +1,312 @@
+"""The samplers by ComfyUI's names against diffusers', over whole trajectories with the same noise injected.
+
+diffusers' classes ignore `snr_shift_scale`, so they are given the betas of the shifted schedule; and the timesteps of a
+flow are whole numbers there, so theirs are compared apart from the samples.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers.schedulers import (
+    scheduling_dpmsolver_multistep,
+    scheduling_euler_ancestral_discrete,
+    scheduling_euler_discrete,
+    scheduling_lcm,
+)
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.events import Step
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.preview import Preview
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.run_files import StateKeeper
+from cogvideox_flax.schedulers import FLOW_SCHEDULERS, SCHEDULERS, DDIMScheduler, FlowMatchConfig, FlowMatchScheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
+
+pytest_plugins = ["commands"]
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+SHAPE = (2, 3, 4, 5)
+STEP_COUNTS = (50, 30, 7, 4, 1)
+KINDS = {
+    "euler": (diffusers.EulerDiscreteScheduler, {}),
+    "euler_ancestral": (diffusers.EulerAncestralDiscreteScheduler, {}),
+    "dpmpp_2m": (diffusers.DPMSolverMultistepScheduler, {}),
+    "dpmpp_2m_sde": (diffusers.DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
+    "uni_pc": (diffusers.UniPCMultistepScheduler, {}),
+    "lcm": (diffusers.LCMScheduler, {}),
+}
+"""Name -> diffusers' class, and its options."""
+
+TOLERANCE = 2e-5  # of the samples' deviation
+
+NOISY = [scheduling_dpmsolver_multistep, scheduling_euler_ancestral_discrete, scheduling_lcm]
+
+
+def betas(shift: float) -> np.ndarray:
+    """Of the shifted schedule, before its terminal SNR is made zero."""
+    abar = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+    abar = abar / (shift + (1 - shift) * abar)
+    return 1 - abar / np.concatenate([[1], abar[:-1]])
+
+
+def model(x, t):
+    """A stand-in for a denoiser: smooth, and different at each timestep."""
+    return jnp.tanh(1.3 * x + 0.5 * jnp.cos(t / 150)) - 0.4 * x
+
+
+def noises(n: int) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((n + 1, *SHAPE)).astype(np.float32)
+
+
+def ours(sampler, plan, n: int) -> np.ndarray:
+    """All samples of one run, jitted."""
+    noise = noises(n)
+    step = jax.jit(sampler.step)
+    x, samples = jnp.asarray(noise[-1]), []
+    state = sampler.init_state(x)
+    for i in range(len(plan)):
+        x, state = step(
+            plan, i, model(x, float(plan.timesteps[i])), x, state, noise[i] if sampler.needs_noise else None
+        )
+        samples.append(np.asarray(x))
+    return np.stack(samples)
+
+
+def in_float64(monkeypatch) -> None:
+    """Let diffusers' Euler classes compute in float64: 4096 times the noise plus x0 leaves three digits of x0."""
+    for module in (scheduling_euler_discrete, scheduling_euler_ancestral_discrete):
+        wide = types.SimpleNamespace(**{**vars(torch), "float32": torch.float64})
+        monkeypatch.setattr(module, "torch", wide)
+
+
+def theirs(scheduler, timesteps, n: int, monkeypatch, scale: float) -> np.ndarray:
+    """The same with diffusers' class. scale: of its first sample."""
+    noise = noises(n)
+    kind = torch.float64 if scale > 1 else torch.float32
+    x, samples = torch.from_numpy(noise[-1]).to(kind) * scale, []
+    for i, t in enumerate(scheduler.timesteps):
+        for module in NOISY:
+            monkeypatch.setattr(module, "randn_tensor", lambda *_, i=i, **__: torch.from_numpy(noise[i]))
+        seen = scheduler.scale_model_input(x, t).float()
+        v = torch.from_numpy(np.array(model(seen.numpy(), float(timesteps[i])))).to(kind)
+        x = scheduler.step(v, t, x, return_dict=False)[0]
+        samples.append(x.float().numpy())
+    return np.stack(samples)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("n", STEP_COUNTS)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_trajectory_on_the_diffusion_schedule(kind, n, shift, monkeypatch):
+    cls, options = KINDS[kind]
+    reference = cls(
+        trained_betas=betas(shift).tolist(),
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
+        rescale_betas_zero_snr=True,
+        **options,
+        **({"clip_sample": False, "original_inference_steps": 1000} if kind == "lcm" else {}),
+    )
+    sampler = SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=shift))
+    if kind == "lcm":  # its own list is another, of the distillation
+        steps = sampler.plan(n).timesteps.tolist()
+        reference.set_timesteps(timesteps=steps)
+    else:
+        reference.set_timesteps(n)
+    if kind.startswith("euler"):
+        reference.sigmas = reference.sigmas.double()
+        in_float64(monkeypatch)
+    plan = sampler.plan(n)
+    assert plan.timesteps.tolist() == [int(t) for t in reference.timesteps]
+    scale = float(getattr(reference, "init_noise_sigma", 1.0))
+    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, scale)
+    if kind.startswith("euler"):  # their samples are x0 + sigma noise
+        sigmas = reference.sigmas.numpy()[1:].reshape(-1, *[1] * len(SHAPE))
+        expected = expected / np.sqrt(1 + sigmas**2)
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("n", STEP_COUNTS)
+@pytest.mark.parametrize("kind", ["dpmpp_2m", "dpmpp_2m_sde", "uni_pc"])
+def test_trajectory_on_a_flow(kind, n, monkeypatch):
+    cls, options = KINDS[kind]
+    reference = cls(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0, **options)
+    reference.set_timesteps(n)
+    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    plan = sampler.plan(n)
+    assert [int(t) for t in plan.timesteps] == [int(t) for t in reference.timesteps]
+    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+def test_ancestral_steps_on_a_flow_keep_the_noise_level():
+    """Of x0 = 0 and a perfect model, each sample is noise of the level of its timestep."""
+    sampler = FLOW_SCHEDULERS["euler_ancestral"](FlowMatchConfig(shift=3.0))
+    plan = sampler.plan(6)
+    x = np.random.default_rng(0).standard_normal((400, 500)).astype(np.float32) * plan.sigma[0]
+    for i in range(5):
+        noise = np.random.default_rng(1 + i).standard_normal(x.shape).astype(np.float32)
+        x, _ = sampler.step(plan, i, x / plan.sigma[i], x, sampler.init_state(x), noise)
+        np.testing.assert_allclose(np.asarray(x).std(), plan.sigma[i + 1], rtol=0.02)
+
+
+def test_euler_is_ddim_where_both_lead_to_the_same_timesteps():
+    config = SchedulerConfig()
+    euler, ddim = SCHEDULERS["euler"](config).plan(50), DDIMScheduler(config).plan(50)
+    for name in ("from_sample", "from_x0", "signal"):
+        np.testing.assert_allclose(getattr(euler, name)[1:], getattr(ddim, name)[1:], atol=1e-6)
+    assert FLOW_SCHEDULERS["euler"] is FlowMatchScheduler
+
+
+# --- timesteps of one's own
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULERS if kind != "one_step"])
+def test_given_timesteps(kind):
+    """Each leads to the next; those of the sampler's own list give its own tables, where it leads to the next too."""
+    sampler = SCHEDULERS[kind](SchedulerConfig())
+    plan = sampler.plan(4, timesteps=[999, 856, 665, 399])
+    assert plan.timesteps.tolist() == [999, 856, 665, 399]
+    assert plan.next_timesteps.tolist() == [856, 665, 399, 0]
+    own = sampler.plan(50)
+    same = sampler.plan(50, timesteps=own.timesteps.tolist())
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(a, b)
+    later = sampler.plan(4, start=2, timesteps=[999, 856, 665, 399])
+    assert later.timesteps.tolist() == [665, 399]
+
+
+def test_the_published_coefficients_of_a_four_step_distillation():
+    """Source: the spec of TDM's list with DDIM, shift 3."""
+    plan = DDIMScheduler(SchedulerConfig()).plan(4, timesteps=[999, 856, 665, 399])
+    np.testing.assert_allclose(plan.signal**2, [0, 0.002372, 0.026151, 0.178615], atol=1e-6)
+    np.testing.assert_allclose(plan.from_sample, [0.998813, 0.988011, 0.918391, 0], atol=1e-6)
+    np.testing.assert_allclose(plan.from_x0, [0.048706, 0.113590, 0.274114, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FLOW_SCHEDULERS)
+def test_given_timesteps_of_a_flow(kind):
+    plan = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0)).plan(4, timesteps=[999.0, 937.5, 833.3, 625.0])
+    np.testing.assert_allclose(plan.timesteps, [999.0, 937.5, 833.3, 625.0], rtol=1e-6)
+    np.testing.assert_allclose(plan.sigma, [0.999, 0.9375, 0.8333, 0.625], rtol=1e-6)
+    assert np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(plan)])).all()
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "message"),
+    [
+        ([999, 500], "expected 3 that fall"),
+        ([999, 500, 500], "expected 3 that fall, from 999 to 0"),
+        ([1, 2, 3], "expected 3 that fall"),
+        ([1000, 2, 1], "from 999 to 0"),
+        ([999, 2, -1], "from 999 to 0"),
+        ([999, 2.5, 1], "whole numbers"),
+        ([float("nan"), 2, 1], "expected 3 that fall"),
+    ],
+)
+def test_timesteps_that_cannot_be_served(timesteps, message):
+    with pytest.raises(InputError, match=message):
+        SCHEDULERS["euler"](SchedulerConfig()).plan(3, timesteps=timesteps)
+
+
+# --- whole runs
+
+PROMPT = "a small red circle moves to the left"
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained(dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["euler", "euler_ancestral", "dpmpp_2m", "dpmpp_2m_sde", "uni_pc", "lcm"])
+def test_a_run_and_the_loop_as_one_program(pipe, kind):
+    how = {"scheduler": kind, "num_inference_steps": 6, "output_type": "latent", "progress": False}
+    stepwise, looped = (pipe(PROMPT, compiled_loop=x, **how).frames for x in (False, True))
+    np.testing.assert_allclose(looped, stepwise, atol=1e-4)
+    assert np.isfinite(stepwise).all()
+    assert 0.3 < stepwise.std() < 3
+
+
+def test_samplers_agree_with_many_steps(pipe):
+    """The deterministic ones solve the same equation."""
+    how = {"output_type": "latent", "progress": False, "guidance_scale": 1.0}
+    exact = pipe(PROMPT, scheduler="uni_pc", num_inference_steps=200, **how).frames
+    for kind, few in (("euler", 0.12), ("dpmpp_2m", 0.06), ("uni_pc", 0.06)):
+        found = pipe(PROMPT, scheduler=kind, num_inference_steps=50, **how).frames
+        assert np.sqrt(np.square(found - exact).mean()) < few * exact.std(), kind
+
+
+def test_a_stopped_run_goes_on_with_the_samplers_state(pipe):
+    """Of several arrays, also from a file."""
+    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, scheduler="uni_pc"))
+    conditioning = pipe.encode(request, progress=False)
+    states = list(pipe.denoise(conditioning, request))
+    assert len(states[3].sampler) == 3
+    again = list(pipe.denoise(conditioning, request, state=states[3]))
+    assert [int(state.step) for state in again] == [5, 6, 7, 8]
+    assert (np.asarray(again[-1].latents) == np.asarray(states[-1].latents)).all()
+
+
+def test_a_killed_command_goes_on(paths, run, tmp_path, monkeypatch, caplog):
+    argv = ["generate", PROMPT, "--scheduler", "uni_pc", "--steps", 8, "--out"]
+    (whole,) = paths(*argv, tmp_path / "whole.npz")
+    real, seen = StateKeeper.keep, []
+
+    def killed(self, state):
+        seen.append(int(state.step))
+        real(self, state)
+        if seen[-1] == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StateKeeper, "keep", killed)
+    assert run(*argv, tmp_path / "cut.npz")[0] == 130
+    seen.append(0)
+    (cut,) = paths(*argv, tmp_path / "cut.npz")
+    assert seen == [1, 2, 3, 4, 5, 0, 6, 7, 8]
+    assert (np.load(cut)["latents"] == np.load(whole)["latents"]).all()
+
+
+@pytest.mark.parametrize("kind", ["euler_ancestral", "uni_pc", "lcm"])
+def test_the_preview_shows_x0(pipe, kind):
+    """Late in the run it is the video that comes out, although the sample there still has noise."""
+    preview, seen = Preview(pipe.manifest), []
+    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=12, scheduler=kind, output_type="latent"))
+    for event in preview.watch(pipe.run(request)):
+        if isinstance(event, Step):
+            seen.append(preview.latest.astype(float))
+    late, early = (np.abs(seen[i] - seen[-1]).mean() for i in (-3, 0))
+    assert late < 6
+    assert late < early / 3
+
+
+def test_timesteps_of_a_command(paths, refused, run, tmp_path):
+    argv = ["generate", PROMPT, "--timesteps", "999,749,499,249", "--out"]
+    (file,) = paths(*argv, tmp_path / "four.npz")
+    made = json.loads(str(np.load(file)["metadata"]))["settings"]
+    assert (made["timesteps"], made["num_inference_steps"]) == ([999, 749, 499, 249], 4)
+    (plain,) = paths("generate", PROMPT, "--steps", 4, "--out", tmp_path / "plain.npz")
+    assert (np.load(file)["latents"] == np.load(plain)["latents"]).all(), "of DDIM they are its own"
+    (again,) = paths("generate", "--like", file, "--out", tmp_path / "again.npz")
+    assert (np.load(file)["latents"] == np.load(again)["latents"]).all()
+    assert "expected 5 that fall" in refused(*argv, tmp_path / "x.npz", "--steps", 5)
+    assert "those of this model are whole numbers" in refused(*argv[:3], "900.5,3", "--out", tmp_path / "x.npz")
+    assert "expected a list of numbers" in refused(*argv[:3], "nan", "--out", tmp_path / "x.npz")
+
+
+def test_timesteps_in_python(pipe):
+    how = {"output_type": "latent", "progress": False}
+    given = pipe(PROMPT, timesteps=np.array([999, 749, 499, 249]), **how).frames
+    assert (given == pipe(PROMPT, timesteps=(999, 749, 499, 249), **how).frames).all()
+    for wrong in ("999", [], [[1, 2]], [1, "x"], 3):
+        with pytest.raises(InputError, match="expected a list of numbers"):
+            pipe(PROMPT, timesteps=wrong, **how)
