@@ -67,7 +67,7 @@ def option(*argv, message):
         option("--revision", "main", message="a revision belongs to a hub id"),
         option("--tiling", message="tiles would not add up to the picture"),
         option("--prompt-file", "nowhere.txt", message="prompts were given beside --prompt-file"),
-        option("--out", "video.avi", message="known are .mp4, .gif"),
+        option("--out", "video.avi", message="known are .mp4, .webm, .gif"),
         option("--out", "frame.png", message="frame.png names one picture"),
         option("--out", "x" * 300 + ".mp4", message="File name too long"),
         option("--dir", "x" * 300, message="File name too long"),

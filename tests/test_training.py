@@ -171,7 +171,7 @@ def test_the_validation_loss_has_the_same_noise_each_time(tmp_path, mesh):
             frozen=frozen,
             mesh=None if mesh is None else make_mesh(*mesh),
             rows=ROWS,
-            validation=Validation("validation_loss", batches, 5),
+            validation=Validation("validation_loss", lambda i: batches[i], len(batches), 5),
         )
         state = trainer.train(START, lambda done, _, last=stop_after: done == last)
         seen.append(state)

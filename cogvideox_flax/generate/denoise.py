@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import NonFiniteError
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.guidance import Guidance
+from cogvideox_flax.generate.guidance import Guidance, Unguided
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import At, Predict
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
@@ -34,6 +35,7 @@ class DenoiseInputs:
     guidance: its scale at each step.
     noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
     full_steps: which steps are full, with a step cache; else None.
+    guided_steps: which steps have guidance, where not all have; else None.
     """
 
     conditioning: Conditioning | None
@@ -41,6 +43,7 @@ class DenoiseInputs:
     guidance: Float32[Any, " N"]
     noise_source: Any
     full_steps: Bool[Any, " N"] | None = None
+    guided_steps: Bool[Any, " N"] | None = None
 
     def at(self, i: Int32[Array, ""]) -> At:
         """Where step i is, which may be traced."""
@@ -81,15 +84,27 @@ class DenoiseStep(Program):
 
     def __call__(self, model: Any, inputs: DenoiseInputs, state: DenoiseState) -> tuple[DenoiseState, Bool[Array, ""]]:
         """The next state, and whether its latents are finite."""
-        assert inputs.conditioning is not None
         i, x = state.step, state.latents
-        batch, features = self.guidance.batch(x), self.guidance.features(inputs.conditioning)
-        prediction, kept = self.predict(model, batch, features, inputs.at(i), state.cache)
-        prediction = self.guidance(prediction, inputs.guidance[i])
+        if inputs.guided_steps is None:
+            prediction, kept = self._guided(self.guidance, model, inputs, state)
+        else:
+            forms = self.guidance, Unguided()
+            each = [partial(self._guided, form) for form in forms]
+            prediction, kept = jax.lax.cond(inputs.guided_steps[i], *each, model, inputs, state)
         noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
         x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
         x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
         return DenoiseState(i + 1, x, sampler_state, kept), jnp.isfinite(x).all()
+
+    def _guided(
+        self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState
+    ) -> tuple[Float32[Array, "B T h w C"], Any]:
+        """The prediction for each video, and what is kept for the next step."""
+        assert inputs.conditioning is not None
+        i, x = state.step, state.latents
+        batch, features = guidance.batch(x), guidance.features(inputs.conditioning)
+        prediction, kept = self.predict(model, batch, features, inputs.at(i), state.cache)
+        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i)), kept
 
     def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Bool, Float, Float32, Num
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.schedulers import StepTable
 
 
 class Guidance(Protocol):
@@ -32,9 +33,17 @@ class Guidance(Protocol):
         """What steers the denoiser, with rows as in `batch`."""
 
     def __call__(
-        self, prediction: Float32[Array, "P*B T h w C"], scale: Float32[Array, ""]
+        self,
+        prediction: Float32[Array, "P*B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
     ) -> Float32[Array, "B T h w C"]:
-        """One prediction for each video. scale: of this step."""
+        """One prediction for each video.
+
+        scale, step: guidance's scale, and the sampler's scalars, of this step.
+        sample: the latents that the prediction is for.
+        """
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,11 @@ class Unguided:
         return {**conditioning.text, **conditioning.pictures}
 
     def __call__(
-        self, prediction: Float32[Array, "B T h w C"], scale: Float32[Array, ""]
+        self,
+        prediction: Float32[Array, "B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
     ) -> Float32[Array, "B T h w C"]:
         return prediction
 
@@ -59,8 +72,13 @@ class Unguided:
 class ClassifierFree:
     """Away from the prediction with the negative prompt, by a scale that may change over the steps.
 
+    rescale: how much of the deviation that guidance adds to each video's prediction is taken back, 0 to 1: against
+        colours that are too strong. Source: arXiv 2305.08891, section 3.4.
+
     Source: classifier-free guidance (arXiv 2207.12598).
     """
+
+    rescale: float = 0.0
 
     passes: ClassVar[int] = 2
 
@@ -74,10 +92,81 @@ class ClassifierFree:
         return jax.tree.map(_in_one_batch, *halves)
 
     def __call__(
-        self, prediction: Float32[Array, "2*B T h w C"], scale: Float32[Array, ""]
+        self,
+        prediction: Float32[Array, "2*B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
     ) -> Float32[Array, "B T h w C"]:
         without, with_prompt = jnp.split(prediction, 2)
+        guided = self.combine(without, with_prompt, scale, sample, step)
+        if not self.rescale:
+            return guided
+        ratio = with_prompt.std(_VIDEO, keepdims=True) / guided.std(_VIDEO, keepdims=True)
+        return guided * (self.rescale * ratio + (1 - self.rescale))
+
+    def combine(
+        self,
+        without: Float32[Array, "B T h w C"],
+        with_prompt: Float32[Array, "B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
+    ) -> Float32[Array, "B T h w C"]:
+        """The guided prediction, before it is rescaled."""
         return without + scale * (with_prompt - without)
+
+
+@dataclass(frozen=True)
+class ZeroStar(ClassifierFree):
+    """CFG-Zero*: the prediction without the prompt is scaled to what of it points along the one with it.
+
+    Source: arXiv 2503.18886, equation 9; its zeroed first steps are left out, since a velocity of 0 is no still stand
+    on a diffusion schedule.
+    """
+
+    def combine(
+        self,
+        without: Float32[Array, "B T h w C"],
+        with_prompt: Float32[Array, "B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
+    ) -> Float32[Array, "B T h w C"]:
+        along = _dot(with_prompt, without) / (_dot(without, without) + 1e-8) * without
+        return along + scale * (with_prompt - along)
+
+
+@dataclass(frozen=True)
+class Projected(ClassifierFree):
+    """Adaptive projected guidance: of the difference that the prompt makes to x0, what points along x0 is left out.
+
+    Source: arXiv 2410.02416, without its momentum and its bound of the norm.
+    """
+
+    def combine(
+        self,
+        without: Float32[Array, "B T h w C"],
+        with_prompt: Float32[Array, "B T h w C"],
+        scale: Float32[Array, ""],
+        sample: Float32[Array, "B T h w C"],
+        step: StepTable,
+    ) -> Float32[Array, "B T h w C"]:
+        x0 = step.signal * sample - step.sigma * with_prompt
+        difference = -step.sigma * (with_prompt - without)  # of x0
+        across = difference - _dot(difference, x0) / _dot(x0, x0) * x0
+        return with_prompt - (scale - 1) * across / step.sigma
+
+
+GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": ZeroStar, "apg": Projected}
+"""Name -> form of guidance."""
+
+_VIDEO = (1, 2, 3, 4)
+"""The axes of a video in a batch."""
+
+
+def _dot(a: Float32[Any, "B T h w C"], b: Float32[Any, "B T h w C"]) -> Float32[Array, "B 1 1 1 1"]:
+    return jnp.sum(a * b, _VIDEO, keepdims=True)
 
 
 def _in_one_batch(first: Float[Array, "B ..."], second: Float[Array, "B ..."]) -> Float[Array, "2B ..."]:
@@ -88,6 +177,19 @@ def _in_one_batch(first: Float[Array, "B ..."], second: Float[Array, "B ..."]) -
     """
     is_first = jnp.arange(2).reshape(2, *[1] * first.ndim) == 0
     return sharding.constrain(jnp.where(is_first, first, second).reshape(-1, *first.shape[1:]), "batch")
+
+
+def guided_steps(interval: Sequence[float], num_inference_steps: int, first: int) -> Bool[np.ndarray, " N"]:
+    """Which steps have guidance: those from the first to below the second share of all.
+
+    Args:
+        interval: two shares, 0 to 1.
+        num_inference_steps: all steps.
+        first: the first that is done.
+    """
+    start, stop = (int(share * num_inference_steps) for share in interval)
+    steps = np.arange(first, num_inference_steps)
+    return (start <= steps) & (steps < stop)
 
 
 def guidance_scales(

@@ -32,7 +32,7 @@ from cogvideox_flax.generate.denoise import (
     encoder_noise_key,
 )
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
-from cogvideox_flax.generate.guidance import ClassifierFree, Guidance, Unguided, guidance_scales
+from cogvideox_flax.generate.guidance import GUIDANCE, Guidance, Unguided, guidance_scales, guided_steps
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
@@ -105,7 +105,16 @@ class RunPrograms:
 
     @property
     def guidance(self) -> Guidance:
-        return ClassifierFree() if self.request.guided else Unguided()
+        request = self.request
+        return GUIDANCE[request.guidance](request.guidance_rescale) if request.guided else Unguided()
+
+    @cached_property
+    def guided_steps(self) -> Bool[np.ndarray, " N"] | None:
+        """Which of the steps that are done have guidance; None: all, or none."""
+        request = self.request
+        if request.guidance_interval is None or not request.guided:
+            return None
+        return guided_steps(request.guidance_interval, request.num_inference_steps, request.first_step)
 
     @property
     def visual(self) -> list[VisualStage]:
@@ -236,7 +245,7 @@ class RunPrograms:
         # as in the reference, dynamic guidance counts the steps that are done
         steps, timesteps = len(self.steps), self.steps.timesteps
         scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
-        inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps)
+        inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps, self.guided_steps)
         if conditioning is not None and conditioning.video is not None:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))

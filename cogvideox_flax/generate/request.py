@@ -28,6 +28,9 @@ DTYPES = ("bfloat16", "float32", "float16")
 STAGES = ("encode", "denoise", "decode")
 """Of a run in stages. "run" is all of them as one program."""
 
+GUIDANCE = ("cfg", "cfg_zero", "apg")
+"""Forms of guidance; see `guidance`."""
+
 STEP_CACHES = ("deepcache", "residual")
 """What a cached step computes; see `predict.step_cache`."""
 
@@ -200,6 +203,24 @@ class GenerationRequest:
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: str = "uint8"
     _: KW_ONLY
+    guidance: str = option(
+        "cfg",
+        "how the prompt weighs: cfg as released; cfg_zero scales the half without the prompt, apg leaves out what only "
+        "makes colours stronger; for large guidance scales; default: cfg",
+        group=SAMPLING,
+        choices={name: name for name in GUIDANCE},
+    )
+    guidance_rescale: float = option(
+        0.0,
+        "0 to 1: against colours that a large guidance scale makes too strong, such as 0.7; default: 0",
+        group=SAMPLING,
+    )
+    guidance_interval: Sequence[float] | None = option(
+        None,
+        "guidance in a part of the steps, such as 0,0.6: the others take half the time; default: all",
+        group=SAMPLING,
+        metavar="START,STOP",
+    )
     timesteps: Sequence[float] | None = option(
         None,
         "those that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to the "

@@ -20,6 +20,7 @@ from cogvideox_flax.generate import media
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
 from cogvideox_flax.generate.request import (
     DTYPES,
+    GUIDANCE,
     MAX_SEED,
     MAX_VIDEOS,
     STEP_CACHES,
@@ -280,6 +281,7 @@ def _check_values(request: ResolvedRequest) -> None:
             check(value)
         except InputError as e:
             faults.append(str(e))
+    faults += _guidance_faults(request)
     following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
     if not _is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED - following:
         less = f" less the {following} that follow" if following else ""
@@ -298,6 +300,24 @@ def _check_values(request: ResolvedRequest) -> None:
         faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
     if faults:
         raise InputError("\n".join(faults))
+
+
+def _guidance_faults(request: ResolvedRequest) -> list[str]:
+    faults, interval = [], request.guidance_interval
+    if request.guidance not in GUIDANCE:
+        faults.append(f"guidance is {shown(request.guidance)}; expected {', '.join(GUIDANCE)}")
+    if not is_finite_number(request.guidance_rescale) or not 0 <= request.guidance_rescale <= 1:
+        faults.append(f"guidance_rescale is {shown(request.guidance_rescale)}; expected a number from 0 to 1")
+    if interval is not None:
+        is_pair = isinstance(interval, list | tuple) and len(interval) == 2 and all(map(is_finite_number, interval))
+        if not is_pair or not 0 <= interval[0] < interval[1] <= 1:
+            faults.append(f"guidance_interval is {shown(interval)}; expected two rising shares of the steps, 0 to 1")
+        if request.step_cache is not None:
+            faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
+    is_plain = (request.guidance, request.guidance_rescale, interval) == ("cfg", 0.0, None)
+    if not is_plain and is_finite_number(request.guidance_scale) and not request.guided:
+        faults.append(f"guidance is off at a guidance_scale of {request.guidance_scale:g}; leave its other options out")
+    return faults
 
 
 def _check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> None:
@@ -365,7 +385,8 @@ def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingO
     Raises:
         InputError: with the numbers.
     """
-    sharding.check_batch(mesh, request.batch * (2 if request.guided else 1))
+    halves = request.guided and request.guidance_interval is None  # else there are steps without the second one
+    sharding.check_batch(mesh, request.batch * (2 if halves else 1))
     profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
 
 

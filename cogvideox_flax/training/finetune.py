@@ -148,9 +148,11 @@ def _validation(job: FinetuneJob, latents: LatentCache, captions: LatentCache) -
     micro = config.batch // config.loop.accumulate
     count = -(-max(len(clips), VALIDATION_SAMPLES) // micro)
     places = np.resize(np.asarray(clips), (count, micro))
-    return Validation(
-        _validation_name(job), [_gather(place, latents, captions) for place in places], config.validation.every
-    )
+
+    def batch(i: int) -> dict[str, Any]:
+        return _gather(places[i], latents, captions)
+
+    return Validation(_validation_name(job), batch, count, config.validation.every)
 
 
 def _validation_name(job: FinetuneJob) -> str:

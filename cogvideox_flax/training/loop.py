@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -57,12 +57,14 @@ class Validation:
     """A loss that is measured now and then with the same noise.
 
     name: of the metric.
-    batches: micro-batches on the host, each as one of a training batch; the loss is the mean over them.
+    batches: number -> its micro-batch, as one of a training batch, on the host; called on process 0 alone.
+    count: of them; the loss is the mean over them.
     every: steps between two measurements.
     """
 
     name: str
-    batches: Sequence[Batch]
+    batches: Callable[[int], Batch]
+    count: int
     every: int
 
 
@@ -200,10 +202,10 @@ class Trainer:
 
         def measure(state: TrainState) -> float:
             assert self.validation is not None
-            batches = enumerate(self.validation.batches)
-            losses = [
-                one(state.trained, self.frozen, put_batch(batch, alone, self.mesh), np.int32(i)) for i, batch in batches
-            ]
+            losses = []
+            for i in range(self.validation.count):
+                batch = hosts.from_first(partial(self.validation.batches, i))
+                losses.append(one(state.trained, self.frozen, put_batch(batch, alone, self.mesh), np.int32(i)))
             return float(np.mean([float(loss) for loss in losses]))
 
         return measure

@@ -1,0 +1,162 @@
+"""Forms of guidance: against diffusers' guiders, and over whole runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
+from diffusers.guiders.classifier_free_zero_star_guidance import cfg_zero_star_scale
+from diffusers.guiders.guider_utils import rescale_noise_cfg
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.guidance import GUIDANCE, ClassifierFree, Projected, ZeroStar, guided_steps
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.request import GUIDANCE as NAMES
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.schedulers import DDIMScheduler
+from cogvideox_flax.schedulers.config import SchedulerConfig
+from cogvideox_flax.sharding import make_mesh
+
+PROMPT = "a small red circle moves to the left"
+SHAPE = (2, 3, 4, 5, 6)
+
+
+@pytest.fixture(scope="module")
+def given():
+    """Predictions without and with the prompt, the sample, and a row of the sampler's table."""
+    rng = np.random.default_rng(0)
+    without, change, sample = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(3))
+    return without, without + 0.3 * change, sample, DDIMScheduler(SchedulerConfig()).plan(10).row(3)
+
+
+def guided(form, given, scale=5.0):
+    without, with_prompt, sample, row = given
+    both = jnp.concatenate([without, with_prompt])
+    return np.asarray(jax.jit(form)(both, jnp.float32(scale), sample, row))
+
+
+def torched(given):
+    return [torch.from_numpy(np.array(x)).double() for x in given[:3]]
+
+
+def test_names_are_those_of_the_options():
+    assert tuple(GUIDANCE) == NAMES
+
+
+def test_plain(given):
+    without, with_prompt, *_ = given
+    np.testing.assert_allclose(guided(ClassifierFree(), given), without + 5 * (with_prompt - without), atol=1e-5)
+    for form in GUIDANCE.values():
+        np.testing.assert_allclose(guided(form(), given, 1.0), with_prompt, atol=1e-5)
+
+
+@pytest.mark.parametrize("rescale", [0.7, 1.0])
+def test_rescaled(given, rescale):
+    without, with_prompt, _ = torched(given)
+    expected = rescale_noise_cfg(without + 5 * (with_prompt - without), with_prompt, rescale)
+    np.testing.assert_allclose(guided(ClassifierFree(rescale), given), expected.numpy(), atol=2e-5)
+
+
+def test_cfg_zero(given):
+    without, with_prompt, _ = torched(given)
+    alpha = cfg_zero_star_scale(with_prompt.flatten(1), without.flatten(1)).view(-1, 1, 1, 1, 1)
+    expected = without * alpha + 5 * (with_prompt - without * alpha)
+    np.testing.assert_allclose(guided(ZeroStar(), given), expected.numpy(), atol=2e-5)
+
+
+def test_projected(given):
+    """On x0, with eta 0, in the paper's form: from the prediction with the prompt."""
+    without, with_prompt, sample = torched(given)
+    a, s = (float(x) for x in (given[3].signal, given[3].sigma))
+    x0s = [a * sample - s * v for v in (with_prompt, without)]
+    x0 = normalized_guidance(*x0s, 4.0, None, eta=0.0, norm_threshold=0.0, use_original_formulation=True)
+    expected = (a * sample - x0) / s
+    np.testing.assert_allclose(guided(Projected(), given), expected.numpy(), atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "first", "active"),
+    [
+        ((0, 1), 10, 0, range(10)),
+        ((0, 0.6), 10, 0, range(6)),
+        ((0.2, 0.5), 10, 0, range(2, 5)),
+        ((0.2, 0.5), 10, 4, [0]),  # of the steps that are done
+        ((0.25, 0.75), 50, 0, range(12, 37)),
+    ],
+)
+def test_steps_in_an_interval(interval, steps, first, active):
+    found = guided_steps(interval, steps, first)
+    assert len(found) == steps - first
+    assert np.flatnonzero(found).tolist() == list(active)
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained(dtype="float32")
+
+
+HOW = {"num_inference_steps": 8, "output_type": "latent", "progress": False, "guidance_scale": 4.0}
+
+
+def test_an_interval_is_guidance_in_these_steps_and_none_in_the_others(pipe):
+    found = pipe(PROMPT, guidance_interval=(0.25, 0.75), **HOW).frames
+    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=4.0))
+    plain = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=1.0))
+    conditioning = pipe.encode(request, progress=False)
+    text = pipe.encode(plain, progress=False)
+    state = None
+    for one, features, stop in ((plain, text, 2), (request, conditioning, 6), (plain, text, 8)):
+        loop = pipe.denoise(features, one, state=state)
+        state = next(each for each in loop if int(each.step) == stop)
+    np.testing.assert_allclose(found, np.asarray(state.latents), atol=1e-4)
+    whole = pipe(PROMPT, guidance_interval=(0, 1), **HOW).frames
+    np.testing.assert_allclose(whole, pipe(PROMPT, **HOW).frames, atol=1e-4)
+    assert np.abs(found - whole).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"guidance": "cfg_zero"},
+        {"guidance": "apg"},
+        {"guidance_rescale": 0.7},
+        {"guidance": "apg", "guidance_rescale": 0.5, "guidance_interval": (0.0, 0.5)},
+    ],
+)
+def test_the_loop_as_one_program_and_a_mesh(pipe, how):
+    found = pipe(PROMPT, **how, **HOW).frames
+    assert np.abs(found - pipe(PROMPT, **HOW).frames).max() > 0.01
+    np.testing.assert_allclose(pipe(PROMPT, compiled_loop=True, **how, **HOW).frames, found, atol=1e-4)
+    mesh = (1, 4, 2) if "guidance_interval" in how else (2, 2, 2)
+    spread = Pipeline.from_pretrained(dtype="float32", mesh=make_mesh(*mesh))
+    np.testing.assert_allclose(spread(PROMPT, **how, **HOW).frames, found, atol=2e-4)
+
+
+def test_an_interval_does_not_divide_over_what_guidance_alone_fills():
+    spread = Pipeline.from_pretrained(dtype="float32", mesh=make_mesh(2, 2, 2))
+    with pytest.raises(InputError, match="1 does not divide over mesh axis dp of size 2"):
+        spread(PROMPT, guidance_interval=(0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"guidance": "strong"}, "expected cfg, cfg_zero, apg"),
+        ({"guidance_rescale": 2}, "expected a number from 0 to 1"),
+        ({"guidance_rescale": float("nan")}, "expected a number from 0 to 1"),
+        ({"guidance_interval": (0.5, 0.5)}, "expected two rising shares"),
+        ({"guidance_interval": (0, 2)}, "expected two rising shares"),
+        ({"guidance_interval": 0.5}, "expected two rising shares"),
+        ({"guidance_interval": (0, 0.5), "step_cache": "residual"}, "leave step_cache or guidance_interval out"),
+        ({"guidance": "apg", "guidance_scale": 1.0}, "guidance is off at a guidance_scale of 1"),
+    ],
+)
+def test_what_cannot_be_served(pipe, how, message):
+    with pytest.raises(InputError, match=message):
+        pipe(PROMPT, **how)
