@@ -150,6 +150,18 @@ def test_it_is_written_once_a_second_and_at_the_end(run, tmp_path, monkeypatch):
         assert (picture.n_frames, picture.size) == (5, (64, 64))
 
 
+def test_slow_files_are_rare(tmp_path, monkeypatch):
+    """A file that takes long is not written again before fifty times as long has passed, but for the last."""
+    written = []
+    monkeypatch.setattr(previews, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(previews, "write_preview", lambda *args: written.append(time.sleep(0.2)))
+    pipe = Pipeline.from_pretrained()
+    preview = Preview(pipe.manifest, tmp_path / "p.png")
+    request = GenerationRequest(PROMPT, num_inference_steps=10, output_type="latent")
+    list(preview.watch(pipe.run(request)))
+    assert len(written) == 2
+
+
 def test_another_file_is_refused_before_anything_is_loaded(run, tmp_path):
     code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.jpg", "--out", tmp_path / "x.mp4")
     assert code == 2 and "a .png or an animated .webp" in stderr and stderr.count("\n") == 1

@@ -27,6 +27,9 @@ SHOWN_FRAMES = 8
 INTERVAL_S = 1.0
 """The minimum seconds between two files."""
 
+SHARE = 0.02
+"""The most of a run's time that files may take: one that took 40 ms is followed by another after 2 s."""
+
 
 class Preview:
     """A reader of a run's events that shows what the video will be, as far as a step tells: `latest`, and a file.
@@ -34,12 +37,12 @@ class Preview:
     The estimate is the sampler's x0: what is left if all noise were removed at once.
 
     Attributes:
-        latest: the estimate after the last step seen, uint8 [B, T, h, w, 3] at the latents' size; None before the
-            second step of a sampler without noise.
+        latest: the estimate after the last step seen, or the last written where there is a file, uint8 [B, T, h, w, 3]
+            at the latents' size; None before the second step of a sampler without noise.
 
     Args:
-        path: written at most once a second, and after the last step: a PNG with some latent frames of the first video
-            beside each other, or an animated WebP of all; None: no file.
+        path: written at most once a second, in at most 2 % of the time, and after the last step: a PNG with some latent
+            frames of the first video beside each other, or an animated WebP of all; None: no file.
 
     Raises:
         InputError: another kind of file, one that cannot be written, or a model whose map to colours is not known.
@@ -60,7 +63,7 @@ class Preview:
         self.latest: UInt8[np.ndarray, "B T h w 3"] | None = None
         self._tables: Any = None
         self._before: np.ndarray | None = None
-        self._written = -INTERVAL_S
+        self._next = 0.0
 
     def watch(self, events: Events[Any]) -> Events[Any]:
         """The same events; closing this closes them."""
@@ -80,30 +83,35 @@ class Preview:
             events.close()
 
     def _see(self, step: Step) -> None:
-        self.latest, now = self._estimate(step), time.monotonic()
-        is_due = int(step.state.step) == step.request.num_steps or now - self._written >= INTERVAL_S
-        if self.path is None or self.latest is None or not is_due:
-            return
-        self._written = now
-        fps = step.request.fps / self.codec.temporal_compression
-        write_preview(self.path, self.latest[0], self.codec.spatial_compression, fps)
-
-    def _estimate(self, step: Step) -> UInt8[np.ndarray, "B T h w 3"] | None:
-        latents, row = fetch(step.state.latents), int(step.state.step) - 1
+        began = time.monotonic()
+        latents, is_last = fetch(step.state.latents), int(step.state.step) == step.request.num_steps
         before, self._before = self._before, latents
-        if row + 1 == step.request.num_steps:
-            x0 = latents
-        elif (kept := step.request.sampler.x0_of(step.state.sampler)) is not None:
-            x0 = fetch(kept)
-        elif before is not None:
-            x0 = (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]
-        else:
-            return None
+        if self.path is not None and not is_last and began < self._next:
+            return
+        if (x0 := self._x0(step, before, latents)) is None:
+            return
         size = step.request.manifest.model.resolve_size(
             step.request.num_frames, step.request.height, step.request.width
         )
         z: Any = self.codec.statistics.denormalize(jnp.asarray(x0[:, size.extra_latents :]))
-        return apply_linear_map(np.asarray(z), self.matrix)
+        self.latest = apply_linear_map(np.asarray(z), self.matrix)
+        if self.path is not None:
+            fps = step.request.fps / self.codec.temporal_compression
+            write_preview(self.path, self.latest[0], self.codec.spatial_compression, fps)
+            ended = time.monotonic()
+            self._next = ended + max(INTERVAL_S, (ended - began) / SHARE)
+
+    def _x0(
+        self, step: Step, before: np.ndarray | None, latents: Float[np.ndarray, "B T h w C"]
+    ) -> Float[np.ndarray, "B T h w C"] | None:
+        row = int(step.state.step) - 1
+        if row + 1 == step.request.num_steps:
+            return latents
+        if (kept := step.request.sampler.x0_of(step.state.sampler)) is not None:
+            return fetch(kept)
+        if before is not None:
+            return (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]
+        return None
 
 
 @hosts.first_writes
