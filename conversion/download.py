@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import huggingface_hub
 from huggingface_hub import errors as hub_errors
-from huggingface_hub.utils import tqdm as hub_tqdm
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.model import VideoModel
@@ -31,11 +30,6 @@ class Download(NamedTuple):
 
     folder: Path
     origin: dict[str, str]
-
-
-class _NoBar(hub_tqdm):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"disable": True})
 
 
 def files_read(family: type[VideoModel], components: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -92,12 +86,18 @@ def download(
         raise InputError(
             f"{hub_id} does not exist; expected a directory, or a hub id (owner/name) such as zai-org/CogVideoX-2b"
         )
+    from huggingface_hub.utils import tqdm  # here, since it warns in a notebook without ipywidgets
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs | {"disable": True})
+
     try:
         folder = huggingface_hub.snapshot_download(
             hub_id,
             revision=revision,
             allow_patterns=list(patterns),
-            tqdm_class=None if progress else _NoBar,
+            tqdm_class=None if progress else NoBar,
         )
     except Exception as e:  # the hub's client also raises errors of its HTTP library and of its caches
         raise InputError(_explain(e, hub_id, revision)) from e

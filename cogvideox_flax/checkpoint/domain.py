@@ -78,11 +78,11 @@ class Domain:
             found = ", ".join(f"{word!r}{self._hint(word)}" for word in unknown)
             said = f"the model does not know {'the word ' if len(unknown) == 1 else ''}{found}"
         elif missing := [name for name, known in self.stated.items() if not set(words) & set(known)]:
-            found = " and no ".join(f"{name} such as {' or '.join(self.stated[name][:5])}" for name in missing)
+            found = " and no ".join(f"{name} ({', '.join(self.stated[name][:5])}, ...)" for name in missing)
             said = f"the prompt {shown(prompt)} says no {found}"
         else:
             return None
-        return f"{said}; it shows {self.subject}. Prompts that work: {'; '.join(self.prompts)}"
+        return f"{said}; the model shows {self.subject}. Prompts that work: {'; '.join(self.prompts)}"
 
     def _hint(self, word: str) -> str:
         near = get_close_matches(word, self.words, 1, 0.8)

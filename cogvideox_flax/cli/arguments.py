@@ -88,7 +88,7 @@ cogvideox makes videos from text, pictures and clips, in JAX.
 
   cogvideox generate "a small red circle moves to the left"      with the model in the box, on any machine
   cogvideox generate "A panda by a stream" --model zai-org/CogVideoX-2b --out panda.mp4
-  cogvideox generate --prompt-file prompts.txt --out clips/v.mp4  a video for each line
+  cogvideox generate --prompt-file prompts.txt --out clips        a video for each line
   cogvideox generate "The sea rolls in" --model zai-org/CogVideoX-5b-I2V --image beach.png
 
 Look:   doctor   what this machine has, and what fits

@@ -39,7 +39,16 @@ def generate_queue(args: argparse.Namespace) -> None:
 
     from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.page import Shown, check_page, write_page
-    from cogvideox_flax.generate.queue import batches, fields_of, items_of, jobs_of, path_of, read_lines, request_of
+    from cogvideox_flax.generate.queue import (
+        batches,
+        fields_of,
+        folder_of,
+        items_of,
+        jobs_of,
+        path_of,
+        read_lines,
+        request_of,
+    )
     from cogvideox_flax.generate.run_files import check_folder, remove_files, run_dir_lock, space_needed
     from cogvideox_flax.io.paths import check_name
     from cogvideox_flax.runtime.terminal import duration_text, say
@@ -66,7 +75,7 @@ def generate_queue(args: argparse.Namespace) -> None:
         if args.prompt:
             raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
         lines.update(read_lines(args.prompt_file))
-        check_page(out.absolute().parent)
+        check_page(folder_of(out))
         check_folder(folder)
         if args.model is None and all('"image"' in line and "image" in fields_of(line) for line in lines.values()):
             args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
@@ -107,7 +116,7 @@ def generate_queue(args: argparse.Namespace) -> None:
             wrong = [Shown(number, lines[number], fault=fault) for number, fault in faults.items()]
             failed_lines = {each.line for each in wrong}
             rest = [each for each in entries.values() if each.path is not None or each.line not in failed_lines]
-            write_page(out.absolute().parent, out.name, sorted([*rest, *wrong], key=lambda each: each.line))
+            write_page(folder_of(out), out.name, sorted([*rest, *wrong], key=lambda each: each.line))
 
     todo = [(request, items) for request, items in zip(made, hosts.from_first(left), strict=True) if items]
     count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()

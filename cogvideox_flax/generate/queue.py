@@ -51,12 +51,20 @@ class Job:
 
 
 def path_of(out: Path, line: int, request: ResolvedRequest) -> Path:
-    """Where a job's video goes: `out` with the line, the first words of the prompt and the seed in its name."""
+    """Where a job's video goes: `out` with the line, the first words of the prompt and the seed in its name.
+
+    Without a suffix, `out` is the folder of the videos, which are mp4s.
+    """
     slug = "-".join(re.findall(r"\w+", request.prompt[0].lower()))
     if len(slug) > MAX_SLUG:
         slug = slug[: MAX_SLUG + 1].rpartition("-")[0] or slug[:MAX_SLUG]
-    parts = [out.stem, f"{line:04}", *([slug] if slug else []), f"seed{request.seed}"]
-    return out.with_stem("-".join(parts))
+    parts = [f"{line:04}", *([slug] if slug else []), f"seed{request.seed}"]
+    return out.with_stem("-".join([out.stem, *parts])) if out.suffix else out / ("-".join(parts) + ".mp4")
+
+
+def folder_of(out: Path) -> Path:
+    """The folder of the videos and of their page."""
+    return (out.parent if out.suffix else out).absolute()
 
 
 def read_lines(path: Path) -> dict[int, str]:
