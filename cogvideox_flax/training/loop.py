@@ -139,7 +139,7 @@ class Trainer:
             step = self._jit_step(state)
             step_log, measure = _StepLog(self.folder, config, start, self.last_step), self._jit_validation()
             if self.validation is not None and not start:
-                log.info("compiling and measuring the %s ...", self.validation.name)
+                log.info("compiling and measuring %s ...", self.validation.name)
                 step_log.write_one(0, self.validation.name, measure(state))
             last_save = time.monotonic()
             todo = range(start, self.last_step)
