@@ -10,7 +10,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.errors import ConversionError
-from cogvideox_flax.models.model import VideoModel
+from cogvideox_flax.models.model import Family, VideoModel
 from conversion.rules import Alias, Ignore, Rule, Table
 from conversion.tables import TABLES
 
@@ -53,6 +53,17 @@ def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping
             )
         )
     return Plan(moves, shapes)
+
+
+def source_moves(family: Family, component: str, config: Any) -> dict[str, Move]:
+    """The name of every tensor that a source checkpoint of this config holds -> its move."""
+    table = TABLES[family.name][component](config)
+    moves = {}
+    for target, leaf in parameters(family.components[component].abstract(config)).items():
+        row, groups = _row_of_target(table, target)
+        for slot in range(leaf.shape[0]) if _is_stacked(row) else (None,):
+            moves[_source_name(row, groups, slot)] = Move(target, slot, row.transform)
+    return moves
 
 
 def _match(
@@ -116,7 +127,9 @@ def _row_of_target(table: Table, target: str) -> tuple[Rule, dict[str, str]]:
     for row in table:
         if isinstance(row, Rule):
             template = re.sub(r"\\\\(\d)", r"(?P<g\1>[^.]+)", re.escape(row.target))
-            if found := re.fullmatch(template, target):
+            found = re.fullmatch(template, target)
+            # a group of the source may match less than the target's name would allow
+            if found and re.fullmatch(row.source, _source_name(row, found.groupdict(), 0)):
                 return row, found.groupdict()
     raise KeyError(f"no row of the mapping table fills {target}: the table and the model disagree")
 

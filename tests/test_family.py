@@ -23,7 +23,7 @@ from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
-from cogvideox_flax.lora import add_lora, describe_lora, load_lora, lora_parameters, merge_lora, save_lora
+from cogvideox_flax.lora import add_lora, describe_lora, lora_parameters, merge_files, save_lora
 from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
 from cogvideox_flax.plan import choose_mesh, forecast
 from cogvideox_flax.plan.chips import CHIPS
@@ -176,8 +176,9 @@ def test_adapters(native, tmp_path):
     assert sorted(lora_parameters(adapted)) == ["blocks.mlp.up.a", "blocks.mlp.up.b"]
     adapted.blocks.mlp.up.b = nnx.Param(jnp.ones_like(adapted.blocks.mlp.up.b[...]))
     path = save_lora(Tiny, tmp_path, adapted)
-    assert describe_lora(Tiny, path, 1.0, CONFIGS["denoiser"])["file"] == str(path)
-    merged = merge_lora(load_lora(Tiny, path, model))
+    record = describe_lora(Tiny, path, 1.0, CONFIGS["denoiser"])
+    assert record["file"] == str(path)
+    merged = merge_files(Tiny, CONFIGS["denoiser"], model, [record]).denoiser
     np.testing.assert_allclose(merged(context()), adapted(context()), atol=1e-5)
 
 

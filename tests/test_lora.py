@@ -21,7 +21,6 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate import components
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
@@ -29,12 +28,15 @@ from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.lora import (
     FILE_NAME,
     add_lora,
-    load_lora,
+    describe_lora,
     lora_parameters,
+    merge,
+    merge_files,
     merge_lora,
     save_lora,
     with_parameters,
 )
+from cogvideox_flax.lora import files as lora_files
 from cogvideox_flax.models.cogvideox.model import LORA, CogVideoX
 
 pytest_plugins = ["commands"]
@@ -116,6 +118,12 @@ def run_reference_with(reference, args, state, scale):
             hook.remove()
 
 
+def merged_file(model, path, scale=1.0, alpha=None, family=CogVideoX, mesh=None):
+    """The model with an adapter of a file in its weights."""
+    record = describe_lora(family, path, scale, model.config, alpha)
+    return merge_files(family, model.config, model, [record], mesh=mesh).denoiser
+
+
 def random_state(modules=MODULES, layers=(0, 1), rank=3, seed=2):
     """Tensors of an adapter as PEFT names them, without the component's name."""
     random = np.random.default_rng(seed)
@@ -161,7 +169,7 @@ def test_diffusers_reads_our_file_and_computes_the_same(reference, adapted, args
 def test_a_file_that_diffusers_wrote(reference, model, args, tmp_path, metadata, scale):
     state = random_state()
     Reference.save_lora_weights(tmp_path, state, transformer_lora_adapter_metadata=metadata)
-    ours = run_ours(merge_lora(load_lora(CogVideoX, tmp_path, model, 0.8)), *args)
+    ours = run_ours(merged_file(model, tmp_path, 0.8), *args)
     expected = run_reference_with(reference, args, state, lambda module: 0.8 * scale(module))
     assert relative_error(ours, expected) < FLOAT32_BAR
 
@@ -181,7 +189,7 @@ def test_older_names_alphas_and_layers_that_differ(reference, model, args, tmp_p
     save_file(file, tmp_path / "old.safetensors")
     scales = {"0.attn1.to_q": 1.5 / 3, "0.attn1.to_out.0": 1, "1.attn1.to_out.0": 2 / 5}
     expected = run_reference_with(reference, args, state, lambda module: scales[module.partition(".")[2]])
-    ours = run_ours(merge_lora(load_lora(CogVideoX, tmp_path / "old.safetensors", model)), *args)
+    ours = run_ours(merged_file(model, tmp_path / "old.safetensors"), *args)
     assert relative_error(ours, expected) < FLOAT32_BAR
 
 
@@ -222,8 +230,10 @@ def test_merged_is_plain_and_computes_the_same(model, adapted, args):
 
 
 def test_bfloat16(converted, tmp_path, adapted):
-    half = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path, adapted), load_transformer(converted, dtype="bfloat16"))
-    merged = parameters(merge_lora(half))
+    plain = load_transformer(converted, dtype="bfloat16")
+    half = add_lora(CogVideoX, plain, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(0))
+    half = with_parameters(half, lora_parameters(adapted))
+    merged = parameters(merged_file(plain, save_lora(CogVideoX, tmp_path, adapted)))
     assert {x.dtype for x in merged.values()} == {jnp.dtype("bfloat16")}
     exact = np.asarray(parameters(merge_lora(adapted))["blocks.attn.q.kernel"])
     kernel = np.asarray(parameters(adapted)["blocks.attn.q.base.kernel"])
@@ -239,17 +249,16 @@ def test_bfloat16(converted, tmp_path, adapted):
 
 
 def test_files_come_back_bit_for_bit(model, adapted, tmp_path):
-    back = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path / "a.safetensors", adapted), model)
-    assert jax.tree.structure(back) == jax.tree.structure(adapted)  # ranks and alphas too
+    back = merged_file(model, save_lora(CogVideoX, tmp_path / "a.safetensors", adapted))
     for name, value in parameters(back).items():
-        np.testing.assert_array_equal(value, parameters(adapted)[name], name)
+        np.testing.assert_array_equal(value, parameters(merge_lora(adapted))[name], name)
 
 
 def test_targets_of_several_ranks_come_back(model, tmp_path):
     one = add_lora(CogVideoX, model, 2, 1, ["v"], rngs=nnx.Rngs(0))
     mixed = with_random_b(add_lora(CogVideoX, one, 5, 0.5, ["up"], rngs=nnx.Rngs(1)))
-    back = load_lora(CogVideoX, save_lora(CogVideoX, tmp_path, mixed), model)
-    assert jax.tree.structure(back) == jax.tree.structure(mixed)
+    back, expected = merged_file(model, save_lora(CogVideoX, tmp_path, mixed)), parameters(merge_lora(mixed))
+    assert all((value == expected[name]).all() for name, value in parameters(back).items())
     text = Reference.lora_state_dict(tmp_path, weight_name=FILE_NAME, return_lora_metadata=True)[1]
     assert (text["transformer.r"], text["transformer.lora_alpha"]) == (2, 1)
     assert text["transformer.rank_pattern"] == {"ff.net.0.proj": 5}
@@ -285,7 +294,11 @@ def test_gradients_reach_the_adapters_alone(model, args):
 def test_on_a_mesh(converted, adapted, args, tmp_path):
     mesh = sharding.make_mesh(tp=2)
     path = save_lora(CogVideoX, tmp_path, adapted)
-    spread = load_lora(CogVideoX, path, load_transformer(converted, mesh=mesh), mesh=mesh)
+    plain = load_transformer(converted, mesh=mesh)
+    spread = add_lora(CogVideoX, plain, 4, 6, tuple(LORA.targets), rngs=nnx.Rngs(1), mesh=mesh)
+    places = {name: x.sharding for name, x in lora_parameters(spread).items()}
+    values = {name: np.asarray(x) for name, x in lora_parameters(adapted).items()}
+    spread = with_parameters(spread, {name: jax.device_put(x, places[name]) for name, x in values.items()})
     shares = {name: x.addressable_shards[0].data.shape for name, x in lora_parameters(spread).items()}
     assert shares["blocks.attn.k.a"] == (2, WIDTH, 4)
     assert shares["blocks.attn.k.b"] == (2, 4, WIDTH // 2)
@@ -297,9 +310,10 @@ def test_on_a_mesh(converted, adapted, args, tmp_path):
         assert relative_error(run_ours(spread, *args), expected) < MERGED_BAR
     whole = parameters(merge_lora(adapted))
     rows = CogVideoX.components["transformer"].sharding
-    for name, value in parameters(merge_lora(spread)).items():
-        np.testing.assert_allclose(value, whole[name], atol=1e-6)
-        assert value.sharding == sharding.parameter_sharding(mesh, rows, name, value.shape), name
+    for merged in (merge_lora(spread), merged_file(plain, path, mesh=mesh)):
+        for name, value in parameters(merged).items():
+            np.testing.assert_allclose(value, whole[name], atol=1e-6)
+            assert value.sharding == sharding.parameter_sharding(mesh, rows, name, value.shape), name
     fresh = add_lora(CogVideoX, load_transformer(converted, mesh=mesh), 4, rngs=nnx.Rngs(0), mesh=mesh)
     assert lora_parameters(fresh)["blocks.attn.q.b"].addressable_shards[0].data.shape == (2, 4, WIDTH // 2)
 
@@ -322,13 +336,13 @@ NAN = {name(half="A"): np.full((3, 64), np.nan, np.float32), name(half="B"): np.
     ("tensors", "metadata", "messages"),
     [
         (
-            pair() | pair(0, "norm1.linear") | pair(1, "norm1.linear") | {"text_encoder.x": np.ones(1, np.float32)},
+            pair() | pair(0, "norm1.norm") | pair(1, "norm1.norm") | {"x": np.ones(1, np.float32)},
             {},
             [
                 "3 faults",
-                "unknown  transformer.transformer_blocks.*.norm1.linear.lora_A.weight",
-                "unknown  text_encoder.x",
-                "supported targets are attn1.to_q, attn1.to_k, attn1.to_v, attn1.to_out.0",
+                "unknown  transformer.transformer_blocks.*.norm1.norm.lora_A.weight",
+                "unknown  x",
+                "layouts that are read are in docs/adapters.md",
             ],
         ),
         (pair(b=(60, 3)), {}, ["got (3, 64) and (60, 3), expected (rank, 64) and (64, rank)"]),
@@ -339,7 +353,7 @@ NAN = {name(half="A"): np.full((3, 64), np.nan, np.float32), name(half="B"): np.
         (pair() | {name().replace("lora_A", "lora_down"): np.ones((3, 64), np.float32)}, {}, ["twice    "]),
         (pair(dtype=np.int32), {}, ["got int32, expected bfloat16, float16 or float32"]),
         ({}, {}, ["missing  any tensor"]),
-        (NAN, {}, ["holds NaN or infinity in attn1.to_q"]),
+        (NAN, {}, ["holds NaN or infinity in transformer.transformer_blocks.0.attn1.to_q.lora_A"]),
         (pair(), {"transformer.r": 3}, ["damaged lora_adapter_metadata (KeyError: 'lora_alpha')"]),
         (pair(), {"transformer.lora_alpha": "8"}, ["must hold numbers"]),
         (pair(), {"transformer.lora_alpha": float("nan")}, ["has alpha nan"]),
@@ -352,22 +366,24 @@ def test_files_that_do_not_fit(model, tmp_path, tensors, metadata, messages):
     path = tmp_path / "bad.safetensors"
     save_file(tensors, path, {"lora_adapter_metadata": json.dumps(metadata)} if metadata else None)
     with pytest.raises(CheckpointError) as error:
-        load_lora(CogVideoX, path, model)
+        merged_file(model, path)
     assert all(message in str(error.value) for message in messages), error.value
     assert str(path) in str(error.value)
 
 
 def test_other_refusals(model, adapted, tmp_path):
     with pytest.raises(CheckpointError, match=f"cannot read .*{FILE_NAME}: No such file"):
-        load_lora(CogVideoX, tmp_path, model)
+        merged_file(model, tmp_path)
     torch.save({name(): torch.ones(3, 64)}, tmp_path / "adapter.bin")
     with pytest.raises(CheckpointError, match="pickled PyTorch weights, which are never read"):
-        load_lora(CogVideoX, tmp_path / "adapter.bin", model)
+        merged_file(model, tmp_path / "adapter.bin")
     path = save_lora(CogVideoX, tmp_path / "good.safetensors", adapted)
     with pytest.raises(InputError, match=r"must be a finite number .* got nan"):
-        load_lora(CogVideoX, path, model, float("nan"))
-    with pytest.raises(InputError, match="q of this transformer has a LoRA already"):
-        load_lora(CogVideoX, path, adapted)
+        merged_file(model, path, float("nan"))
+    with pytest.raises(InputError, match="alpha of a LoRA must be a finite number"):
+        merged_file(model, path, alpha=float("inf"))
+    with pytest.raises(InputError, match="has a LoRA already; merge_lora makes it"):
+        merged_file(adapted, path)
     with pytest.raises(InputError, match="nothing to write"):
         save_lora(CogVideoX, tmp_path, model)
     for options, message in (
@@ -397,8 +413,8 @@ def test_a_pipeline_takes_several(native, files):
     plain = parameters(load_transformer(native))
     delta = {}
     for path, target in ((one, "attn.q"), (two, "mlp.up")):
-        adapter = lora_parameters(load_lora(CogVideoX, path, load_transformer(native)))
-        delta[f"blocks.{target}.kernel"] = adapter[f"blocks.{target}.a"] @ adapter[f"blocks.{target}.b"]
+        merged = parameters(merged_file(load_transformer(native), path))
+        delta[f"blocks.{target}.kernel"] = merged[f"blocks.{target}.kernel"] - plain[f"blocks.{target}.kernel"]
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.load_lora(one)  # before the weights are there
     assert "transformer" not in pipe._loaded
@@ -417,11 +433,11 @@ def test_a_file_that_changes_while_it_is_loaded_is_refused(native, files, tmp_pa
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.load_lora(path)
 
-    def load(*args, **kwargs):
+    def open_adapter(*args):
         shutil.copy(files[1], path)
-        return load_lora(*args, **kwargs)
+        return lora_files.open_adapter(*args)
 
-    monkeypatch.setattr(components, "load_lora", load)
+    monkeypatch.setattr(merge, "open_adapter", open_adapter)
     with pytest.raises(InputError, match=r"a\.safetensors changed while this run was under way; start it again"):
         pipe.component("transformer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,38 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         check_contents(native_dir, manifest, name)
         manifest.configs[name].check_dtype(np.dtype(dtype or manifest.weights[name]["dtype"]).name)
         rows = manifest.model.components[name].sharding
-        unchanged = keep_dtype(parameters(module))
-        arrays = []
-        for parameter, leaf in parameters(module).items():
-            target = file.tensors[parameter].dtype if dtype is None or parameter in unchanged else np.dtype(dtype)
-            placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, parameter, leaf.shape)
-            arrays.append(_load_parameter(file, parameter, target, placement))
-        return jax.tree.unflatten(jax.tree.structure(module), arrays)
+        arrays = _load_parameters(file, parameters(module), None, rows, dtype, mesh)
+        return jax.tree.unflatten(jax.tree.structure(module), list(arrays.values()))
+
+
+def load_parameters(
+    name: str, native_dir: str | Path, names: Collection[str], dtype: Any = None, mesh: Mesh | None = None
+) -> dict[str, jax.Array]:
+    """Some parameters of a component, as `load_component` loads them; name -> array. Errors as there."""
+    manifest = read_manifest(native_dir, warn=False)
+    with _open(native_dir, name, manifest) as file:
+        leaves = parameters(manifest.abstract(name))
+        check_contents(native_dir, manifest, name)
+        return _load_parameters(file, leaves, names, manifest.model.components[name].sharding, dtype, mesh)
+
+
+def _load_parameters(
+    file: TensorFile,
+    leaves: dict[str, Any],
+    names: Collection[str] | None,
+    rows: sharding.ParameterRows,
+    dtype: Any,
+    mesh: Mesh | None,
+) -> dict[str, jax.Array]:
+    """Those of a component's parameters that are named; None: all."""
+    unchanged = keep_dtype(leaves)
+    arrays = {}
+    for name, leaf in leaves.items():
+        if names is None or name in names:
+            target = file.tensors[name].dtype if dtype is None or name in unchanged else np.dtype(dtype)
+            placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, name, leaf.shape)
+            arrays[name] = _load_parameter(file, name, target, placement)
+    return arrays
 
 
 def load_text_encoder(native_dir: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> Any:

@@ -328,12 +328,14 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    """Describe a checkpoint without loading or converting it, or say how a video was made."""
+    """Describe a checkpoint without loading or converting it, or an adapter, or say how a video was made."""
     from cogvideox_flax.checkpoint import hub
 
     loaded()
     if (made := _stored_recipe(args.where)) is not None:
         _print_recipe(made, args.json)
+        return
+    if args.where is not None and _print_adapter(args.where, args.json):
         return
     manifest = hub.peek(args.where, args.revision)
     release = manifest.release
@@ -394,6 +396,42 @@ def _print_recipe(made: dict[str, Any], as_json: bool) -> None:
     for name, value in (rows | (settings if isinstance(settings, dict) else {})).items():
         if value != "":
             print(f"{name:20} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+
+
+def _print_adapter(where: str, as_json: bool) -> bool:
+    """Print what an adapter is and the releases that it fits; False if `where` is not an adapter.
+
+    Raises:
+        InputError: it fits no release, or is a pickle.
+    """
+    from cogvideox_flax.io.paths import expand_user
+    from cogvideox_flax.lora import FILE_NAME, fitting_releases, is_adapter, open_adapter
+
+    path = expand_user(where)
+    if not os.path.isfile(path) and not os.path.isfile(path / FILE_NAME):
+        return False
+    if path.is_file() and path.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+        return False
+    with open_adapter(path) as file:
+        if not is_adapter(file):
+            return False
+        fits = fitting_releases(file)
+    if not fits:
+        raise InputError(
+            f"{file.path} fits no release as an adapter (docs/adapters.md has the layouts); --lora says what is wrong "
+            "for one model"
+        )
+    adapter = next(iter(fits.values()))
+    if as_json:
+        strengths = {name: pair.strength for name, pair in adapter.pairs.items()}
+        ranks = {name: pair.rank for name, pair in adapter.pairs.items()}
+        found = {"layout": adapter.layout, "alpha": adapter.alpha, "rank": ranks, "alpha_over_rank": strengths}
+        print(json.dumps({"where": str(file.path), **found, "fits": list(fits)}, indent=2))
+        return True
+    print(f"{file.path}: {adapter}")
+    print("  targets  " + ", ".join(adapter.targets))
+    print("  fits     " + ", ".join(fits))
+    return True
 
 
 def _origin(row: dict[str, Any]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from cogvideox_flax.generate.keywords import CALL, METHODS
 from cogvideox_flax.generate.programs import ProgramCall, abstract_weights
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.resolve import check_model
-from cogvideox_flax.io.contents import content_hash, fingerprint
+from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.lora import describe_lora, load_lora, merge_lora
+from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
 from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
@@ -61,6 +61,7 @@ class Components:
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         self._loaded: dict[str, Any] = {}
+        self._used: set[str] = set()  # those that `use` put there
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
         self._check_model(self.manifest, native_dir, dtype, mesh)
@@ -70,9 +71,10 @@ class Components:
         checkpoint.check_contents(native_dir, self.manifest)
         self.tokenizer: Any = model.make_tokenizer(native_dir)
         self.scheduler: Scheduler = model.sampler(configs["scheduler"].kind)
-        self.loras: list[Mapping[str, Any]] = []
-        self._known_loras: dict[str, Mapping[str, Any]] = {}  # by name, also those that are not used
-        self.adapters: list[Mapping[str, Any]] = []  # those in the weights: of `loras`, or of the last request
+        self.loras: list[LoRARecord] = []
+        self._known_loras: dict[str, LoRARecord] = {}  # by name, also those that are not used
+        self.adapters: list[LoRARecord] = []  # those in the weights: of `loras`, or of the last request
+        self._adapted: set[str] = set()  # the parameters that they changed
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
         self._compiled = Programs(dtype, mesh, programs)
@@ -142,11 +144,10 @@ class Components:
         """A component by its name, loaded if it is not there yet."""
         if name not in self._loaded:
             start = time.perf_counter()
-            if checkpoint.read_manifest(self.native_dir, warn=False) != self.manifest:
-                raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
+            self._check_unchanged()
             module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            for record in self.adapters if name == self.manifest.model.lora.component else ():
-                module = self._merge(record, module)
+            if name == self.manifest.model.lora.component:
+                module, self._adapted = self._merged(module, self.adapters)
             self._loaded[name] = jax.block_until_ready(module)
             log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
         return self._loaded[name]
@@ -159,11 +160,13 @@ class Components:
             module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
         """
         self._loaded[component] = module
+        self._used.add(component)
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory (default: of all); they load again when used."""
         for name in components or tuple(self._loaded):
             self._loaded.pop(name, None)
+            self._used.discard(name)
 
     def fits_at_once(self) -> bool:
         """Whether all components take less than half of each device's memory; of the host's, for CPUs."""
@@ -178,30 +181,30 @@ class Components:
 
     # --- adapters
 
-    def load_lora(self, path: str | Path, scale: float = 1.0, name: str | None = None) -> None:
+    def load_lora(
+        self, path: str | Path, scale: float = 1.0, name: str | None = None, alpha: float | None = None
+    ) -> None:
         """Add an adapter to the denoiser's weights; several may be added, one after the other.
 
         Args:
-            path: a LoRA file in diffusers' layout, or the directory that holds its pytorch_lora_weights.safetensors.
+            path: a LoRA file in a layout of docs/adapters.md, or the directory that holds its
+                pytorch_lora_weights.safetensors.
             scale: its strength; 1 is as trained where the file says its alpha.
             name: for `set_adapters`; default: default_0, default_1, ...
+            alpha: that of its training, in place of the file's.
 
         Raises:
-            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale is
-                not a finite number; or the weights are quantized; or the name is taken.
+            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale or
+                alpha is not a finite number; or the name is taken.
         """
         component = self.manifest.model.lora.component
-        if kind := self.manifest.quantized(component):
-            raise InputError(f"adapters go with weights as they were trained; those of {self.native_dir} are {kind}")
         name = f"default_{len(self._known_loras)}" if name is None else name
         if name in self._known_loras:
             raise InputError(f"there is an adapter {name!r} already; give another name")
-        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component])
-        self.use_loras(self.loras)
-        if component in self._loaded:
-            self._loaded[component] = self._merge(record, self._loaded[component])
+        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component], alpha)
+        self.use_loras([*self.loras, record])
         self._known_loras[name] = record
-        self.loras = self.adapters = [*self.loras, record]
+        self.loras = self.adapters
 
     def load_lora_weights(
         self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
@@ -216,7 +219,7 @@ class Components:
     def set_adapters(self, names: str | Sequence[str], weights: float | Sequence[float] | None = None) -> None:
         """Run with these of the adapters that were loaded, and no others.
 
-        The denoiser's weights are read again, so that what is left out leaves no rounding behind.
+        The weights that had adapters are read again, so that what is left out leaves no rounding behind.
 
         Args:
             weights: the strength of each, or of all; None: as they were loaded.
@@ -235,13 +238,13 @@ class Components:
             weights = [weights] * len(names)
         if len(weights) != len(names) or not all(map(is_finite_number, weights)):
             raise InputError(f"weights is {shown(weights)}; expected a finite number for each of {len(names)} adapters")
-        self.loras = [{**record, "scale": float(w)} for record, w in zip(loaded, weights, strict=True)]
-        self.use_loras(self.loras)
+        self.use_loras([{**record, "scale": float(w)} for record, w in zip(loaded, weights, strict=True)])
+        self.loras = self.adapters
 
     def unload_lora_weights(self) -> None:
         """Run with the checkpoint's own weights, and forget all adapters."""
-        self._known_loras.clear()
         self.set_adapters([])
+        self._known_loras.clear()
 
     def get_active_adapters(self) -> list[str]:
         """The names of the adapters that are in use."""
@@ -252,22 +255,35 @@ class Components:
         """The names of all that were loaded."""
         return list(self._known_loras)
 
-    def use_loras(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run."""
-        if list(records) != self.adapters:
-            self.adapters = list(records)
-            self.release(self.manifest.model.lora.component)
+    def use_loras(self, records: Sequence[LoRARecord]) -> None:
+        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run.
+
+        Of a denoiser that is loaded, only the weights that had adapters are read again.
+        """
+        records = list(records)
+        if records == self.adapters:
+            return
+        name = self.manifest.model.lora.component
+        if name in self._used:
+            self.release(name)
+        if name in self._loaded:
+            self._check_unchanged()
+            own = checkpoint.load_parameters(name, self.native_dir, self._adapted, self.dtype, self.mesh)
+            module, adapted = self._merged(with_parameters(without_adapters(self._loaded[name]), own), records)
+            self._loaded[name], self._adapted = jax.block_until_ready(module), adapted
+        self.adapters = records
 
     def use_loras_of(self, request: ResolvedRequest) -> None:
         """Run with the adapters of a request; without any, with those that `load_lora` added."""
-        self.use_loras(self.loras if request.lora is None else request.lora)
+        self.use_loras(self.loras if request.lora is None else cast(list[LoRARecord], request.lora))
 
-    def _merge(self, record: Mapping[str, Any], denoiser: Any) -> Any:
-        scale = record["scale"]
-        adapted = load_lora(self.manifest.model, record["file"], denoiser, scale, mesh=self.mesh)
-        if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
-            raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
-        return merge_lora(adapted)
+    def _merged(self, denoiser: Any, records: Sequence[LoRARecord]) -> Merged:
+        model, component = self.manifest.model, self.manifest.model.lora.component
+        return merge_files(model, self.manifest.configs[component], denoiser, records, mesh=self.mesh)
+
+    def _check_unchanged(self) -> None:
+        if checkpoint.read_manifest(self.native_dir, warn=False) != self.manifest:
+            raise CheckpointError(f"{self.native_dir} was replaced while this run was under way; start it again")
 
     # --- programs
 

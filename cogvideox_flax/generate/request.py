@@ -91,11 +91,15 @@ def options_of(kind: type) -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
 
 
-class AdapterRecord(TypedDict):
-    """An adapter, as the settings of a run hold it."""
-
+class _AdapterRecord(TypedDict):
     file: str
     scale: float
+
+
+class AdapterRecord(_AdapterRecord, total=False):
+    """An adapter, as the settings of a run hold it; alpha where it was given."""
+
+    alpha: float
 
 
 class MediaFacts(TypedDict):
@@ -120,12 +124,19 @@ def _media_option(help: str, common: bool = False) -> Any:
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """'my.safetensors:0.8' -> file and scale; a colon that no number follows is part of the name."""
-    file, _, scale = text.rpartition(":")
+    """'my.safetensors:0.8:alpha=32' -> file, scale, alpha; a colon that no number follows is part of the name."""
+    file, alpha = _before_number(text, ":alpha=")
+    file, scale = _before_number(file, ":")
+    return {"file": file, "scale": 1.0 if scale is None else scale} | ({} if alpha is None else {"alpha": alpha})
+
+
+def _before_number(text: str, mark: str) -> tuple[str, float | None]:
+    """'a:2' -> 'a' and 2; what does not end so -> itself and None."""
+    before, _, number = text.rpartition(mark)
     try:
-        return {"file": file, "scale": float(scale)} if file else {"file": text, "scale": 1.0}
+        return (before, float(number)) if before else (text, None)
     except ValueError:
-        return {"file": text, "scale": 1.0}
+        return text, None
 
 
 def parse_schedule(text: str) -> list[int]:
@@ -238,7 +249,7 @@ class GenerationRequest:
     )
     lora: Sequence[Any] | None = option(
         None,
-        "an adapter in diffusers' layout and its strength (1); several are added one after the other",
+        "an adapter and its strength; see docs/adapters.md",
         group=WHAT,
         common=True,
         parse=parse_lora,

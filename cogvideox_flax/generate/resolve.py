@@ -252,11 +252,12 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     """An adapter's `LoRARecord`, from what a user gives."""
     record = parse_lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
     if not isinstance(record, Mapping) or "file" not in record:
-        raise InputError(f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file and scale")
+        raise InputError(
+            f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file, scale and alpha"
+        )
     name = manifest.model.lora.component
-    if kind := manifest.quantized(name):
-        raise InputError(f"adapters go with weights as they were trained; those of this model are {kind}")
-    return dict(describe_lora(manifest.model, record["file"], record.get("scale", 1.0), manifest.configs[name]))
+    scale, alpha = record.get("scale", 1.0), record.get("alpha")
+    return dict(describe_lora(manifest.model, record["file"], scale, manifest.configs[name], alpha))
 
 
 def _is_whole(value: Any) -> bool:

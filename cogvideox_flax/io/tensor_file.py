@@ -50,6 +50,10 @@ def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
+class PickledError(CheckpointError):
+    """A file that looks like pickled PyTorch weights."""
+
+
 class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -104,7 +108,8 @@ class TensorFile:
         (length,) = struct.unpack("<Q", prefix)
         if length > min(size - 8, _MAX_HEADER):
             if prefix[:2] == b"PK" or prefix[:1] == b"\x80":
-                raise corrupt("it looks like pickled PyTorch weights, which are never read; use the safetensors files")
+                why = "it looks like pickled PyTorch weights, which are never read; use the safetensors files"
+                raise PickledError(str(corrupt(why)))
             raise corrupt(f"its header claims {length} bytes in a file of {size}")
         try:
             header = json.loads(os.pread(self._fd, length, 8), object_pairs_hook=_without_repetition)

@@ -89,8 +89,8 @@ def _typed(kind: Any, value: Any) -> Any:
             return value
     elif typing.is_typeddict(kind):
         hints = typing.get_type_hints(kind)
-        if isinstance(value, dict) and value.keys() >= hints.keys():
-            return {**value, **{key: typed(hint, value[key]) for key, hint in hints.items()}}
+        if isinstance(value, dict) and value.keys() >= kind.__required_keys__:
+            return {**value, **{key: typed(hint, value[key]) for key, hint in hints.items() if key in value}}
     elif origin is not None and issubclass(origin, Sequence):
         each = parts[:1] if origin is not tuple or parts[1:] == (...,) else parts
         if isinstance(value, list | tuple) and (len(each) == 1 or len(each) == len(value)):

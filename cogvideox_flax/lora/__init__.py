@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA) of the transformer: training, files in diffusers' layout, merging into the weights.
+"""Low-rank adapters (LoRA) of the transformer: training, files in every layout that exists, merging into the weights.
 
-Source: LoRA (arXiv 2106.09685); files as diffusers' `CogVideoXLoraLoaderMixin.save_lora_weights` writes them.
+Source: LoRA (arXiv 2106.09685); files are written as diffusers' `CogVideoXLoraLoaderMixin.save_lora_weights` does.
 """
 
 from cogvideox_flax.lora.adapters import (
@@ -9,18 +9,35 @@ from cogvideox_flax.lora.adapters import (
     lora_parameters,
     merge_lora,
     with_parameters,
+    without_adapters,
 )
-from cogvideox_flax.lora.files import FILE_NAME, LoRARecord, describe_lora, load_lora, save_lora
+from cogvideox_flax.lora.files import (
+    FILE_NAME,
+    LoRARecord,
+    describe_lora,
+    fitting_releases,
+    is_adapter,
+    open_adapter,
+    read_adapter,
+    save_lora,
+)
+from cogvideox_flax.lora.merge import Merged, merge_files
 
 __all__ = [
     "FILE_NAME",
     "LoRALinear",
     "LoRARecord",
+    "Merged",
     "add_lora",
     "describe_lora",
-    "load_lora",
+    "fitting_releases",
+    "is_adapter",
     "lora_parameters",
+    "merge_files",
     "merge_lora",
+    "open_adapter",
+    "read_adapter",
     "save_lora",
     "with_parameters",
+    "without_adapters",
 ]

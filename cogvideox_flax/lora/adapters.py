@@ -31,7 +31,11 @@ class LoRALinear(nnx.Module):
     """
 
     def __init__(
-        self, base: Linear, a: Float[Array, "*layers in rank"], b: Float[Array, "*layers rank out"], alpha: float
+        self,
+        base: Linear | QuantizedLinear,
+        a: Float[Array, "*layers in rank"],
+        b: Float[Array, "*layers rank out"],
+        alpha: float,
     ):
         self.base = base
         self.a = nnx.Param(a)
@@ -52,17 +56,14 @@ class LoRALinear(nnx.Module):
         return y.astype(out_dtype or x.dtype)
 
     def merged(self) -> Linear:
-        """The plain linear map of stacked blocks that computes the same: kernel + alpha / rank * a @ b.
+        """The plain linear map that computes the same.
 
-        Summed in float32, then cast to the kernel's dtype, with the kernel's sharding.
+        Raises:
+            InputError: the base is quantized; most of what an adapter adds is smaller than a step of 8-bit weights.
         """
-        kernel = self.base.kernel[...]
-        scales = jnp.full(len(kernel), self.scale)
-        # layer by layer: a float32 copy of all layers would take gigabytes
-        _, merged = jax.lax.scan(_merge_layer, None, (kernel, self.a[...], self.b[...], scales))
-        linear = same_arrays(self.base)
-        linear.kernel = nnx.Param(jax.device_put(merged, kernel.sharding))
-        return linear
+        if isinstance(self.base, QuantizedLinear):
+            raise InputError("an adapter beside 8-bit weights cannot be merged into them")
+        return with_product(self.base, self.a[...], self.scale * self.b[...])
 
 
 def add_lora(
@@ -140,7 +141,15 @@ def merge_lora(transformer: Any) -> Any:
     """A transformer without adapters that computes the same: they are added to the weights, in the weights' dtype."""
     model = same_arrays(transformer)
     for path, linear in adapters(model).items():
-        _set(model, path, linear.merged())
+        set_linear(model, path, linear.merged())
+    return model
+
+
+def without_adapters(transformer: Any) -> Any:
+    """The transformer as it was before adapters were put beside its weights."""
+    model = same_arrays(transformer)
+    for path, linear in adapters(model).items():
+        set_linear(model, path, linear.base)
     return model
 
 
@@ -158,6 +167,27 @@ def plain_linear(transformer: Any, path: str) -> Linear:
     if isinstance(linear, LoRALinear):
         raise InputError(f"{path} of this transformer has a LoRA already; merge_lora makes it part of the weights")
     return linear
+
+
+def with_product(linear: Linear, a: Float32[Array, "*layers in rank"], b: Float32[Array, "*layers rank out"]) -> Linear:
+    """The linear map whose kernel is kernel + a @ b, with the kernel's sharding; the bias is shared.
+
+    Summed in float32, and cast to the kernel's dtype once.
+    """
+    kernel = linear.kernel[...]
+    if kernel.ndim == 2:  # one layer that is not stacked
+        merged = _merge_layer(None, (kernel, a, b))[1]
+    else:  # layer by layer: a float32 copy of all layers would take gigabytes
+        merged = jax.lax.scan(_merge_layer, None, (kernel, a, b))[1]
+    result: Linear = same_arrays(linear)
+    result.kernel = nnx.Param(jax.device_put(merged, kernel.sharding))
+    return result
+
+
+def set_linear(model: Any, path: str, linear: nnx.Module) -> None:
+    """Put a linear map in the place of another, by its path."""
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(model) if owner else model, name, linear)
 
 
 def with_adapter(
@@ -178,18 +208,13 @@ def with_adapter(
         return jax.device_put(value, sharding.parameter_sharding(mesh, rows, f"{path}.{half}", value.shape))
 
     model = same_arrays(transformer)
-    _set(model, path, LoRALinear(plain_linear(model, path), place("a", a), place("b", b), float(alpha)))
+    set_linear(model, path, LoRALinear(attrgetter(path)(model), place("a", a), place("b", b), float(alpha)))
     return model
 
 
-def _set(model: Any, path: str, linear: nnx.Module) -> None:
-    owner, name = path.rsplit(".", 1)
-    setattr(attrgetter(owner)(model), name, linear)
-
-
-def _merge_layer(carry: None, layer: tuple[Array, Array, Array, Array]) -> tuple[None, Array]:
-    kernel, a, b, scale = layer
-    delta = scale * _matmul(a.astype(jnp.float32), b.astype(jnp.float32))
+def _merge_layer(carry: None, layer: tuple[Array, Array, Array]) -> tuple[None, Array]:
+    kernel, a, b = layer
+    delta = _matmul(a.astype(jnp.float32), b.astype(jnp.float32))
     return carry, (kernel.astype(jnp.float32) + delta).astype(kernel.dtype)
 
 

@@ -1,48 +1,95 @@
-"""Adapters on disk, in the layout of diffusers' `CogVideoXLoraLoaderMixin` (0.42): read strictly, safetensors only.
+"""Adapters on disk: written in diffusers' layout, read strictly in every layout of `layouts`, safetensors only.
 
 transformer.transformer_blocks.{i}.attn1.to_q.lora_A.weight  [rank, in], the transpose of our `a` of layer i
 transformer.transformer_blocks.{i}.attn1.to_q.lora_B.weight  [out, rank]
-metadata: the adapter's config as JSON; files without it have alpha = rank, and older ones an `alpha` per module
+metadata: the adapter's config as JSON
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
+from cogvideox_flax.io.tensor_file import PickledError, TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, shown
-from cogvideox_flax.lora.adapters import adapters, plain_linear, with_adapter
-from cogvideox_flax.models.model import Family, LoRALayout
+from cogvideox_flax.lora.adapters import adapters
+from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, Alphas
+from cogvideox_flax.lora.layouts import Key, any_layer, known_maps, last_layer, not_served, parse_key
+from cogvideox_flax.models.model import Family
+from cogvideox_flax.models.registry import FAMILIES, RELEASES
+from conversion.mapping import Move, source_moves
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-METADATA_KEY = "lora_adapter_metadata"
+MAX_FAULTS = 20
 
-_MATRIX_NAMES = (  # the current name, then those of older files
-    r"((?P<a>(lora_A|lora\.down|lora_down)\.weight)|(?P<b>(lora_B|lora\.up|lora_up)\.weight)|alpha)"
-)
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
 
-class LoRARecord(TypedDict):
-    """Which adapter a run used: absolute path, strength, and the start of the file's SHA-256."""
-
+class _LoRARecord(TypedDict):
     file: str
     scale: float
     sha256: str
+
+
+class LoRARecord(_LoRARecord, total=False):
+    """Which adapter a run used: absolute path, strength, the start of the file's SHA-256, alpha where it was given."""
+
+    alpha: float
+
+
+class Pair(NamedTuple):
+    """The adapter of one linear map in a file.
+
+    a, b: names of its tensors: [rank, in, ...], [out, rank, ...].
+    rows: those of b that are this map's; all but for a fused one.
+    swapped: the two halves of these rows are in the other order.
+    strength: alpha / rank, with which b a is multiplied.
+    move: where the map's weight is in our model, and how its axes are moved.
+    """
+
+    a: str
+    b: str
+    rank: int
+    rows: slice
+    swapped: bool
+    strength: float
+    move: Move
+
+
+class Adapter(NamedTuple):
+    """What a file holds, from its header.
+
+    layout: name of the layout, see `layouts`.
+    pairs: diffusers' name of a linear map -> its adapter.
+    alpha: where the file's alpha comes from, in words.
+    """
+
+    layout: str
+    pairs: dict[str, Pair]
+    alpha: str
+
+    def __str__(self) -> str:
+        ranks = sorted({pair.rank for pair in self.pairs.values()})
+        strengths = sorted({pair.strength for pair in self.pairs.values()})
+        maps = f"{len(self.pairs)} map{'s' if len(self.pairs) > 1 else ''}"
+        return f"{self.layout} layout, {maps}, rank {_range(ranks)}, alpha / rank {_range(strengths)} ({self.alpha})"
+
+    @property
+    def targets(self) -> list[str]:
+        """The names of the maps, with * for a layer's number."""
+        return sorted({any_layer(name) for name in self.pairs})
 
 
 def save_lora(family: Family, path: str | Path, transformer: Any) -> Path:
@@ -84,191 +131,215 @@ def save_lora(family: Family, path: str | Path, transformer: Any) -> Path:
     return path
 
 
-def describe_lora(family: Family, path: str | Path, scale: float, config: Config) -> LoRARecord:
+def describe_lora(
+    family: Family, path: str | Path, scale: float, config: Config, alpha: float | None = None
+) -> LoRARecord:
     """Check from its header that an adapter fits a transformer of this config; returns the adapter's record.
+
+    Args:
+        alpha: in place of the file's.
 
     Raises:
         CheckpointError: the file is missing, damaged, or does not fit; with all faults.
-        InputError: the scale is not a finite number.
+        InputError: the scale or alpha is not a finite number.
     """
-    _check_scale(scale)
-    layout = family.lora
-    module = checkpoint.parameters(family.components[layout.component].abstract(config))
-    with TensorFile(_adapter_file(path)) as file:
+    for what, value in (("scale", scale), ("alpha", 1.0 if alpha is None else alpha)):
+        if not is_finite_number(value):
+            raise InputError(f"the {what} of a LoRA must be a finite number (1 is as trained); got {shown(value)}")
+    with open_adapter(path) as file:
         file.check()
-        shapes = {target: module[f"{place}.kernel"].shape for target, place in layout.targets.items()}
-        _read_header(file, layout, shapes)
-    return {"file": str(file.path.absolute()), "scale": float(scale), "sha256": content_hash(file.path)[:16]}
+        read_adapter(family, config, file, alpha)
+    record: LoRARecord = {
+        "file": str(file.path.absolute()),
+        "scale": float(scale),
+        "sha256": content_hash(file.path)[:16],
+    }
+    return record if alpha is None else {**record, "alpha": float(alpha)}
 
 
-def load_lora(
-    family: Family, path: str | Path, transformer: Any, scale: float = 1.0, *, mesh: Mesh | None = None
-) -> Any:
-    """The transformer with the adapters of a file, in float32.
-
-    Layers that the file does not have get zero adapters. Where layers differ in rank or alpha, ranks are padded with
-    zeros and `b` is scaled to a common alpha.
+@contextmanager
+def open_adapter(path: str | Path) -> Iterator[TensorFile]:
+    """An adapter's file.
 
     Args:
         path: the file, or the directory that diffusers saved it to.
-        transformer: without adapters; the result shares its arrays.
-        scale: the strength, multiplied by the file's alpha / rank.
-        mesh: the transformer's mesh.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or does not fit; with all faults.
-        InputError: the scale is not a finite number, or the transformer has adapters.
+        CheckpointError: missing, damaged, or a pickle; with the command that makes safetensors of it.
     """
-    _check_scale(scale)
-    with TensorFile(_adapter_file(path)) as file:
-        layout = family.lora
-        shapes = {target: plain_linear(transformer, place).kernel.shape for target, place in layout.targets.items()}
-        for target, pairs in _read_header(file, layout, shapes).items():
-            layers, width, out = shapes[target]
-            rank, alpha = max(pair.rank for pair in pairs.values()), next(iter(pairs.values())).alpha
-            same = len({(pair.rank, pair.alpha) for pair in pairs.values()}) == 1
-            a, b = np.zeros((layers, width, rank), np.float32), np.zeros((layers, rank, out), np.float32)
-            for layer, pair in pairs.items():
-                a[layer, :, : pair.rank] = file.read(pair.a).T
-                b[layer, : pair.rank] = file.read(pair.b).T
-                if not same:
-                    b[layer] *= pair.alpha / pair.rank
-            if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise CheckpointError(
-                    f"{file.path} holds NaN or infinity in {layout.sources[target]}; download it again"
-                )
-            strength = scale * (alpha if same else rank)
-            transformer = with_adapter(family, transformer, layout.targets[target], a, b, strength, mesh)
-    return transformer
-
-
-class _Pair(NamedTuple):
-    """One adapter of one layer in a file: the names of its tensors."""
-
-    a: str
-    b: str
-    rank: int
-    alpha: float
-
-
-def _check_scale(scale: float) -> None:
-    if not is_finite_number(scale):
-        raise InputError(f"the scale of a LoRA must be a finite number (1 is as trained); got {shown(scale)}")
-
-
-def _adapter_file(path: str | Path) -> Path:
     path = expand_user(path)
-    return path / FILE_NAME if path.is_dir() else path
-
-
-def _read_header(
-    file: TensorFile, layout: LoRALayout, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[int, _Pair]]:
-    """Target -> layer -> adapter, without reading weights. shapes: target -> (layers, in, out) of the model."""
-    groups, faults = _group(file, layout)
-    for (target, layer), parts in groups.items():
-        faults += _shape_faults(file, layout, parts, layer, shapes[target])
-    if not file.tensors:
-        faults.append("  missing  any tensor")
-    if faults:
-        faults = list(dict.fromkeys(faults))
+    path = path / FILE_NAME if path.is_dir() else path
+    try:
+        file = TensorFile(path)
+    except PickledError as e:
         raise CheckpointError(
-            f"{file.path} is not a LoRA that fits this transformer ({len(faults)} faults). A LoRA in diffusers' layout "
-            f"has pairs {layout.component}.{layout.blocks}.*.TARGET.lora_A.weight and lora_B.weight; supported targets "
-            f"are {', '.join(layout.sources.values())}.\n" + "\n".join(faults)
-        )
-    config = _config(file, layout)
-    found: dict[str, dict[int, _Pair]] = {}
-    for target, source in layout.sources.items():
-        for layer in sorted(layer for other, layer in groups if other == target):
-            parts = groups[target, layer]
-            rank = file.tensors[parts["a"]].shape[0]
-            if "alpha" in parts:
-                alpha = float(file.read(parts["alpha"]).reshape(()))
-            else:
-                alpha = _alpha(config, f"{layout.blocks}.{layer}.{source}", rank)
-            if not is_finite_number(alpha):
-                raise CheckpointError(f"{file.path} has alpha {alpha} for {parts['a']}; expected a finite number")
-            found.setdefault(target, {})[layer] = _Pair(parts["a"], parts["b"], rank, alpha)
+            f"{path} looks like pickled PyTorch weights, which are never read. Where torch is installed, this makes "
+            f'safetensors of them, without running their code:\n  python -c "{_UNPICKLE}" {path} adapter.safetensors'
+        ) from e
+    with file:
+        yield file
+
+
+_UNPICKLE = (
+    "import sys, torch, safetensors.torch as s; x = torch.load(sys.argv[1], 'cpu', weights_only=True); "
+    "x = x.get('module', x); "
+    "s.save_file({k: v.contiguous() for k, v in x.items() if 'matrix_' in k or 'lora' in k}, sys.argv[2])"
+)
+
+
+def read_adapter(family: Family, config: Config, file: TensorFile, alpha: float | None = None) -> Adapter:
+    """What a file holds for a denoiser of this config, without reading weights.
+
+    Args:
+        alpha: in place of the file's.
+
+    Raises:
+        CheckpointError: it does not fit, with all faults and the releases that it fits; or another kind of adapter.
+    """
+    adapter, faults = _match(family, config, file, alpha)
+    if not faults:
+        return adapter
+    fits = fitting_releases(file)
+    more = [f"  ... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+    raise CheckpointError(
+        f"{file.path} is not a LoRA that fits this {family.lora.component} ({len(faults)} faults). "
+        + (f"It fits {', '.join(fits)}.\n" if fits else "The layouts that are read are in docs/adapters.md.\n")
+        + "\n".join([*faults[:MAX_FAULTS], *more])
+    )
+
+
+def is_adapter(file: TensorFile) -> bool:
+    """Whether a tensor's name is that of an adapter of any layout, or of an adapter of another kind."""
+    components = {family.lora.component for family in FAMILIES.values()}
+    return any(not_served(name) or parse_key(name, each) for name in file.tensors for each in components)
+
+
+def fitting_releases(file: TensorFile) -> dict[str, Adapter]:
+    """The releases whose denoiser an adapter fits, and what it is for them.
+
+    Raises:
+        CheckpointError: another kind of adapter, or damaged.
+    """
+    matches: dict[tuple[str, Config], tuple[Adapter, list[str]]] = {}
+    found = {}
+    for name, release in RELEASES.items():
+        family = FAMILIES[release.family]
+        config = release.configs[family.lora.component]
+        if (release.family, config) not in matches:
+            matches[release.family, config] = _match(family, config, file, None)
+        adapter, faults = matches[release.family, config]
+        if not faults:
+            found[name] = adapter
     return found
 
 
-def _group(file: TensorFile, layout: LoRALayout) -> tuple[dict[tuple[str, int], dict[str, str]], list[str]]:
-    """(target, layer) -> names of its a, b and alpha; and the faults of names and dtypes."""
-    groups: dict[tuple[str, int], dict[str, str]] = {}
-    faults = []
-    targets = {source: target for target, source in layout.sources.items()}
-    blocks = re.escape(f"{layout.component}.{layout.blocks}.")
-    key = re.compile(blocks + r"(?P<layer>0|[1-9][0-9]{0,4})\.(?P<source>.+?)\." + _MATRIX_NAMES)
-    for name, info in file.tensors.items():
-        match = key.fullmatch(name)
-        if match is None or match["source"] not in targets:
-            faults.append(f"  unknown  {_any_layer(name, layout)}")
+def _match(family: Family, config: Config, file: TensorFile, given: float | None) -> tuple[Adapter, list[str]]:
+    """The adapter, as far as it fits, and the faults."""
+    layout, component = family.lora, family.lora.component
+    moves = {
+        name.removesuffix(".weight"): move
+        for name, move in source_moves(family, component, config).items()
+        if move.target.endswith(".kernel")
+    }
+    shapes = {
+        name: leaf.shape for name, leaf in checkpoint.parameters(family.components[component].abstract(config)).items()
+    }
+    known = known_maps(layout, moves)
+    groups, keys, faults = _group(file, component, known)
+    alphas = Alphas(file, component, given, keys)
+    pairs: dict[str, Pair] = {}
+    for name, parts in groups.items():
+        if wrong := _shape_faults(file, parts, known[name], moves, shapes):
+            faults += wrong
             continue
-        part = "a" if match["a"] else "b" if match["b"] else "alpha"
-        parts = groups.setdefault((targets[match["source"]], int(match["layer"])), {})
-        if part in parts:
-            faults.append(f"  twice    {parts[part]} and {name}")
-        if info.dtype not in _FLOATS:
+        rank, out = file.tensors[parts["A"]].shape[0], file.tensors[parts["B"]].shape[0] // len(known[name])
+        strength = alphas.of(known[name][0], parts, rank) / rank
+        swapped = name in {other.replace(".", mark) for other in layout.swapped for mark in "._"}
+        for i, source in enumerate(known[name]):
+            if source in pairs:
+                faults.append(f"  twice    {source}: {pairs[source].a} and {parts['A']}")
+            rows = slice(i * out, (i + 1) * out)
+            pairs[source] = Pair(parts["A"], parts["B"], rank, rows, swapped, strength, moves[source])
+    if not file.tensors:
+        faults.append("  missing  any tensor")
+    return Adapter(_layout_name(file, keys), pairs, alphas.source), list(dict.fromkeys(faults))
+
+
+def _group(
+    file: TensorFile, component: str, known: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, str]], list[Key], list[str]]:
+    """Map -> names of its A, B and alpha; all names; and the faults of names and dtypes."""
+    groups: dict[str, dict[str, str]] = {}
+    keys, faults = [], []
+    for name, info in file.tensors.items():
+        key = parse_key(name, component)
+        if key is None or key.map not in known:
+            if what := not_served(name):
+                raise CheckpointError(
+                    f"{file.path} is {what} ({any_layer(name)}); adapters of two low-rank matrices for each linear map "
+                    f"of the {component} are served"
+                )
+            last = None if key is None else last_layer(key.map, known)
             faults.append(
-                f"  dtype    {_any_layer(name, layout)}: got {info.dtype}, expected bfloat16, float16 or float32"
+                f"  unknown  {any_layer(name)}"
+                if last is None
+                else f"  layer    {name}: the model's last layer is {last}"
             )
-        parts[part] = name
-    return groups, faults
+            continue
+        keys.append(key)
+        parts = groups.setdefault(key.map, {})
+        if key.part in parts:
+            faults.append(f"  twice    {parts[key.part]} and {name}")
+        if info.dtype not in _FLOATS:
+            faults.append(f"  dtype    {any_layer(name)}: got {info.dtype}, expected bfloat16, float16 or float32")
+        parts[key.part] = name
+    return groups, keys, faults
 
 
 def _shape_faults(
-    file: TensorFile, layout: LoRALayout, parts: dict[str, str], layer: int, shape: tuple[int, ...]
+    file: TensorFile,
+    parts: Mapping[str, str],
+    sources: tuple[str, ...],
+    moves: Mapping[str, Move],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    layers, width, out = shape
-    if missing := {"a", "b"} - parts.keys():
-        return [f"  missing  lora_{' and lora_'.join(sorted(missing)).upper()} beside {next(iter(parts.values()))}"]
+    if missing := {"A", "B"} - parts.keys():
+        return [f"  missing  lora_{' and lora_'.join(sorted(missing))} beside {next(iter(parts.values()))}"]
     faults = []
-    if layer >= layers:
-        faults.append(f"  layer    {parts['a']}: the model's last layer is {layers - 1}")
-    a, b = (file.tensors[parts[half]].shape for half in "ab")
-    rank = a[0] if a else 0
-    if rank < 1 or a != (rank, width) or b != (out, rank):
-        name = _any_layer(parts["a"], layout)
-        faults.append(f"  shape    {name} and its b: got {a} and {b}, expected (rank, {width}) and ({out}, rank)")
+    a, b = (matrix_shape(file.tensors[parts[half]].shape) for half in "AB")
+    for move in (moves[source] for source in sources):
+        shape = shapes[move.target] if move.slot is None else shapes[move.target][1:]
+        if not _fits(move, a, b, shape, len(sources)):
+            width, out = shape[0], shape[-1] * len(sources)
+            expected = f"(rank, {width}) and ({out}, rank)" if move.transform is np.transpose else f"those of {shape}"
+            faults.append(f"  shape    {any_layer(parts['A'])} and its b: got {a} and {b}, expected {expected}")
+            break
     if "alpha" in parts and math.prod(file.tensors[parts["alpha"]].shape) != 1:
-        faults.append(f"  shape    {_any_layer(parts['alpha'], layout)}: expected one number")
+        faults.append(f"  shape    {any_layer(parts['alpha'])}: expected one number")
     return faults
 
 
-def _any_layer(name: str, layout: LoRALayout) -> str:
-    """The name without its layer number, so that tensors that differ only in the layer share a line of a report."""
-    return re.sub(rf"{layout.blocks}\.\d+", f"{layout.blocks}.*", name)
-
-
-def _config(file: TensorFile, layout: LoRALayout) -> dict[str, Any]:
-    """The entries of PEFT's `LoraConfig` in the file's metadata that set the adapter's scale.
-
-    Raises:
-        CheckpointError: damaged, or patterns that are regular expressions rather than names.
-    """
-    prefix = f"{layout.component}."
+def _fits(move: Move, a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...], maps: int) -> bool:
+    """Whether B A, for one of some fused maps, is of the shape of a weight that moves to `shape`."""
+    if not a or a[0] < 1 or len(b) != 2 or b[1] != a[0] or b[0] % maps:
+        return False
     try:
-        raw = json.loads(file.metadata.get(METADATA_KEY) or "{}")
-        config = {key.removeprefix(prefix): value for key, value in raw.items() if key.startswith(prefix)}
-        patterns = dict(config.get("alpha_pattern") or {})
-        numbers = [*patterns.values(), *([config["lora_alpha"]] if config else [])]
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as e:
-        raise CheckpointError(f"{file.path} has damaged {METADATA_KEY} ({type(e).__name__}: {e})") from e
-    if not all(isinstance(number, float) or is_finite_number(number) for number in numbers):
-        raise CheckpointError(f"{file.path} has damaged {METADATA_KEY}: lora_alpha and alpha_pattern must hold numbers")
-    if expressions := [name for name in patterns if not re.fullmatch(r"\^?[\w.]+", name)]:
-        raise CheckpointError(
-            f"{file.path} gives alpha by regular expressions ({', '.join(expressions)}); only names of modules are read"
-        )
-    return config
+        return move.transform(np.broadcast_to(np.float32(0), (b[0] // maps, *a[1:]))).shape == shape
+    except (ValueError, IndexError):
+        return False
 
 
-def _alpha(config: dict[str, Any], module: str, rank: int) -> float:
-    """The alpha that PEFT uses. A pattern matches the end of a name from any dot on; after a `^`, the full name."""
-    if not config:
-        return rank
-    patterns = config.get("alpha_pattern") or {}
-    matches = (x for name, x in patterns.items() if f"^{module}" == name or f".{module}".endswith(f".{name}"))
-    alpha = next(matches, config["lora_alpha"])
-    return alpha * math.sqrt(rank) if config.get("use_rslora") else alpha
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """That of a matrix, where a file has it as a pointwise convolution."""
+    return shape[:2] if all(n == 1 for n in shape[2:]) else shape
+
+
+def _layout_name(file: TensorFile, keys: list[Key]) -> str:
+    if FINETRAINERS_KEY in file.metadata:
+        return "finetrainers"
+    return keys[0].layout if keys else "no"
+
+
+def _range(values: list[Any]) -> str:
+    """'4' or '4 to 8', of sorted numbers."""
+    return " to ".join(f"{value:g}" for value in dict.fromkeys(values[:1] + values[-1:]))

@@ -103,6 +103,9 @@ class LoRALayout:
         default_targets: the targets that are trained by default.
         sources: name of a target -> its name in a block of diffusers' model.
         blocks: diffusers' name of the list of blocks.
+        other_names: name of a linear map in files of other trainers -> diffusers' name; several names where the file
+            has one fused map, whose outputs are theirs one after the other. `{i}` stands for the layer.
+        swapped: those of `other_names` whose outputs have their two halves in the other order.
     """
 
     component: str
@@ -110,6 +113,8 @@ class LoRALayout:
     default_targets: tuple[str, ...]
     sources: Mapping[str, str]
     blocks: str = "transformer_blocks"
+    other_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    swapped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,12 @@ LORA = LoRALayout(
         "up": "ff.net.0.proj",
         "down": "ff.net.2",
     },
+    other_names={  # SAT's, with the number of its matrices
+        "layers.{i}.attention.query_key_value.0": "transformer_blocks.{i}.attn1.to_q",
+        "layers.{i}.attention.query_key_value.1": "transformer_blocks.{i}.attn1.to_k",
+        "layers.{i}.attention.query_key_value.2": "transformer_blocks.{i}.attn1.to_v",
+        "layers.{i}.attention.dense.0": "transformer_blocks.{i}.attn1.to_out.0",
+    },
 )
 
 

@@ -15,6 +15,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.hunyuan_video15 import qwen, releases, sharding, siglip, text, visual
+from cogvideox_flax.models.hunyuan_video15.adapters import LORA
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.hunyuan_video15.sizes import bucket_of, size_rule, size_warnings
@@ -23,7 +24,6 @@ from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transforme
 from cogvideox_flax.models.model import (
     Component,
     Configs,
-    LoRALayout,
     Release,
     TextStage,
     VideoModel,
@@ -39,39 +39,6 @@ LICENSE = (
     "https://huggingface.co/tencent/HunyuanVideo-1.5/blob/main/LICENSE"
 )
 """One line, printed when weights are downloaded."""
-
-LORA = LoRALayout(
-    component="transformer",
-    targets={
-        "q": "blocks.video.attn.q",
-        "k": "blocks.video.attn.k",
-        "v": "blocks.video.attn.v",
-        "out": "blocks.video.attn.out",
-        "up": "blocks.video.mlp.up",
-        "down": "blocks.video.mlp.down",
-        "text_q": "blocks.text.attn.q",
-        "text_k": "blocks.text.attn.k",
-        "text_v": "blocks.text.attn.v",
-        "text_out": "blocks.text.attn.out",
-        "text_up": "blocks.text.mlp.up",
-        "text_down": "blocks.text.mlp.down",
-    },
-    default_targets=("q", "k", "v", "out"),
-    sources={
-        "q": "attn.to_q",
-        "k": "attn.to_k",
-        "v": "attn.to_v",
-        "out": "attn.to_out.0",
-        "up": "ff.net.0.proj",
-        "down": "ff.net.2",
-        "text_q": "attn.add_q_proj",
-        "text_k": "attn.add_k_proj",
-        "text_v": "attn.add_v_proj",
-        "text_out": "attn.to_add_out",
-        "text_up": "ff_context.net.0.proj",
-        "text_down": "ff_context.net.2",
-    },
-)
 
 
 def embed(

@@ -1,0 +1,113 @@
+"""How files name the matrices of adapters: the layouts that exist, read as one list of pairs.
+
+layout       names in the file                                                  alpha
+diffusers    transformer.M.lora_A.weight, lora_B.weight                         metadata, else the rank
+finetrainers as diffusers                                                       metadata of its own
+PEFT         M.lora_A.weight, M.lora_A.default.weight; also base_model.model.M  metadata, else the rank
+older        transformer.M.lora.down.weight, lora.up.weight                     M.alpha, else the rank
+SAT          model.diffusion_model.transformer.layers.{i}.attention.            1
+             query_key_value.matrix_A.{0,1,2}, dense.matrix_A.0
+kohya        lora_unet__M, with underscores for dots, .lora_down.weight         M.alpha, else the rank
+ComfyUI      diffusion_model.M', where q, k and v are one map                   M.alpha, else the rank
+
+M is diffusers' name of a linear map, M' that of another trainer (`LoRALayout.other_names`). With A [rank, in] and
+B [out, rank], the weight gets scale * alpha / rank * B A. CogVideoX-Fun and musubi-tuner write kohya's layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterable
+from typing import Literal, NamedTuple
+
+from cogvideox_flax.models.model import LoRALayout
+
+Part = Literal["A", "B", "alpha"]
+
+_KEY = re.compile(
+    r"(?P<map>.+?)\."
+    r"((?P<A>(lora_A(\.[A-Za-z]\w*)?|lora\.down|lora_down)\.weight)"
+    r"|(?P<B>(lora_B(\.[A-Za-z]\w*)?|lora\.up|lora_up)\.weight)"
+    r"|(?P<alpha>alpha)"
+    r"|matrix_(?P<sat>[AB])\.(?P<number>\d))"
+)
+_LAYER = re.compile(r"((?:blocks|layers)[._])(\d+)(?=[._])")
+_NOT_SERVED = (
+    (r"lora_magnitude_vector|dora_scale", "a DoRA, which normalises weights again"),
+    (r"\.lokr_", "a LoKr, whose matrices are Kronecker products"),
+    (r"\.hada_", "a LoHa, whose matrices are products element by element"),
+    (r"^lora_te|^text_encoder\.", "an adapter of the text encoder"),
+    (r"\.original\.", "a SAT checkpoint with the model's own weights"),
+    (r"\.diff(_b)?$", "a file of whole differences of weights"),
+    (r"lora_B.*\.bias$", "an adapter with biases"),
+)
+"""Names of tensors of other kinds of adapters -> what the file is."""
+
+
+class Key(NamedTuple):
+    """A tensor's name, taken apart.
+
+    map: name of the linear map, without what stands before it.
+    part: which tensor of the adapter it is.
+    layout: name of a layout that such names belong to.
+    """
+
+    map: str
+    part: Part
+    layout: str
+
+
+def parse_key(name: str, component: str) -> Key | None:
+    """A tensor's name, taken apart; None if it is not one of an adapter's."""
+    found = _KEY.fullmatch(name)
+    if found is None:
+        return None
+    name, layout = found["map"], "PEFT"
+    if name.startswith("lora_unet_"):
+        name, layout = name.removeprefix("lora_unet_").removeprefix("_"), "kohya"
+    else:
+        name = name.removeprefix("base_model.model.")
+        if name.startswith(("model.diffusion_model.", "diffusion_model.")):
+            name, layout = name.removeprefix("model.").removeprefix("diffusion_model."), "ComfyUI"
+        if name.startswith(f"{component}."):
+            name, layout = name.removeprefix(f"{component}."), "diffusers"
+    if found["sat"]:
+        return Key(f"{name}.{found['number']}", "A" if found["sat"] == "A" else "B", "SAT")
+    if layout == "diffusers" and (found["alpha"] or not re.search("lora_[AB]", found[0])):
+        layout = "older diffusers"
+    return Key(name, "A" if found["A"] else "B" if found["B"] else "alpha", layout)
+
+
+def not_served(name: str) -> str | None:
+    """What a file with this tensor is, where it is an adapter of another kind."""
+    return next((what for pattern, what in _NOT_SERVED if re.search(pattern, name)), None)
+
+
+def known_maps(layout: LoRALayout, maps: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Each name that a file can give to a linear map -> diffusers' names; several for a fused map.
+
+    Args:
+        maps: diffusers' names of all linear maps of a model.
+    """
+    known: dict[str, tuple[str, ...]] = {name: (name,) for name in maps}
+    for other, names in layout.other_names.items():
+        for i in itertools.count():
+            sources = tuple(name.format(i=i) for name in ([names] if isinstance(names, str) else names))
+            if not all(source in maps for source in sources):
+                break
+            known[other.format(i=i)] = sources
+            if "{i}" not in other:
+                break
+    return {name.replace(".", "_"): sources for name, sources in known.items()} | known
+
+
+def any_layer(name: str) -> str:
+    """The name without its layer number, so that names that differ only in the layer share a line of a report."""
+    return _LAYER.sub(r"\1*", name)
+
+
+def last_layer(name: str, known: Iterable[str]) -> int | None:
+    """The last layer of the known maps that are called as this one is; None if there are none."""
+    layers = [int(found[2]) for each in known if any_layer(each) == any_layer(name) and (found := _LAYER.search(each))]
+    return max(layers, default=None)

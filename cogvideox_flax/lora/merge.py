@@ -1,0 +1,135 @@
+"""Adds the adapters of files to a denoiser's weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float32
+
+from cogvideox_flax.config import Config
+from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.lora.adapters import LoRALinear, set_linear, with_adapter, with_product
+from cogvideox_flax.lora.files import LoRARecord, Pair, matrix_shape, open_adapter, read_adapter
+from cogvideox_flax.models.model import Family
+from cogvideox_flax.nn.quantized import QuantizedLinear
+from cogvideox_flax.nn.stack import same_arrays
+
+log = logging.getLogger(__name__)
+
+
+class Merged(NamedTuple):
+    """A denoiser with adapters, and the names of its parameters that they changed."""
+
+    denoiser: Any
+    changed: set[str]
+
+
+class _Part(NamedTuple):
+    """What one file adds to one layer of a kernel."""
+
+    file: TensorFile
+    pair: Pair
+    scale: float
+
+
+def merge_files(
+    family: Family, config: Config, denoiser: Any, records: Sequence[LoRARecord], *, mesh: Mesh | None = None
+) -> Merged:
+    """Add adapters to the weights: kernel + sum of scale * alpha / rank * B A.
+
+    The sum is made in float32, over all adapters at once, and cast to the weights' dtype once. Beside 8-bit weights the
+    low-rank matrices stay on their own (`LoRALinear`): a step of the weights is larger than what most adapters add, so
+    rounding the sum would lose them. The result shares all other arrays with the denoiser.
+
+    Args:
+        config: the denoiser's.
+        records: from `describe_lora`.
+        mesh: the denoiser's.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, not the one that was described, or does not fit.
+    """
+    result, changed = same_arrays(denoiser), set[str]()
+    with ExitStack() as files:
+        kernels: dict[str, list[_Part]] = {}
+        for record in records:
+            file = files.enter_context(open_adapter(record["file"]))
+            adapter = read_adapter(family, config, file, record.get("alpha"))
+            log.info("adapter %s: %s, scale %g", file.path.name, adapter, record["scale"])
+            for pair in adapter.pairs.values():
+                kernels.setdefault(pair.move.target, []).append(_Part(file, pair, record["scale"]))
+        for kernel, parts in kernels.items():
+            path = kernel.removesuffix(".kernel")
+            linear = attrgetter(path)(denoiser)
+            if isinstance(linear, LoRALinear):
+                raise InputError(f"{path} has a LoRA already; merge_lora makes it part of the weights")
+            a, b = _stacked(parts, linear.kernel.shape)
+            if isinstance(linear, QuantizedLinear):
+                result = with_adapter(family, result, path, a, b, a.shape[-1], mesh)
+            else:
+                set_linear(result, path, with_product(linear, _placed(a, mesh), _placed(b, mesh)))
+                changed.add(kernel)
+    for record in records:
+        if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
+            raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
+    return Merged(result, changed)
+
+
+def _placed(matrix: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    return jnp.asarray(matrix) if mesh is None else jax.device_put(matrix, NamedSharding(mesh, PartitionSpec()))
+
+
+def _stacked(
+    parts: Sequence[_Part], shape: tuple[int, ...]
+) -> tuple[Float32[np.ndarray, "*layers in rank"], Float32[np.ndarray, "*layers rank out"]]:
+    """(a, b) of a kernel, strengths in b: of each layer all adapters side by side, then zeros."""
+    layers: dict[int | None, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for part in parts:
+        layers.setdefault(part.pair.move.slot, []).append(_pair(part))
+    rank = max(sum(a.shape[1] for a, _ in pairs) for pairs in layers.values())
+    *leading, width, out = shape
+    stacked_a = np.zeros((*leading, width, rank), np.float32)
+    stacked_b = np.zeros((*leading, rank, out), np.float32)
+    for layer, pairs in layers.items():
+        start = 0
+        for a, b in pairs:
+            end = start + a.shape[1]
+            place = () if layer is None else (layer,)
+            stacked_a[(*place, slice(None), slice(start, end))] = a
+            stacked_b[(*place, slice(start, end))] = b
+            start = end
+    return stacked_a, stacked_b
+
+
+def _pair(part: _Part) -> tuple[Float32[np.ndarray, "in rank"], Float32[np.ndarray, "rank out"]]:
+    """(a, b) of one adapter of one layer, in our axes.
+
+    Where a weight's axes are not only transposed, as in patch embeddings, the product is moved, and one of the two
+    matrices is the identity.
+    """
+    file, pair, scale = part
+    a, b = (
+        matrix.astype(np.float32).reshape(matrix_shape(matrix.shape))
+        for matrix in (file.read(pair.a), file.read(pair.b))
+    )
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        raise CheckpointError(f"{file.path} holds NaN or infinity in {pair.a} or its b; download it again")
+    b = np.float32(scale * pair.strength) * b[pair.rows]
+    if pair.swapped:
+        b = np.roll(b, len(b) // 2, axis=0)
+    if pair.move.transform is np.transpose:
+        return a.T, b.T
+    delta = pair.move.transform((b @ a.reshape(len(a), -1)).reshape(len(b), *a.shape[1:]))
+    width, out = delta.shape
+    return (np.eye(width, dtype=np.float32), delta) if width < out else (delta, np.eye(out, dtype=np.float32))

@@ -1,0 +1,100 @@
+"""The linear maps of HunyuanVideo-1.5's transformer that can have adapters, and their names in files.
+
+The authors' own model, musubi-tuner and ComfyUI name the maps otherwise than diffusers does, and ComfyUI's files hold
+q, k and v as one map.
+"""
+
+from __future__ import annotations
+
+from cogvideox_flax.models.model import LoRALayout
+
+_BLOCK, _REFINER = "transformer_blocks.{i}", "context_embedder.token_refiner.refiner_blocks.{i}"
+
+
+def _of_a_stream(
+    stream: str, projections: tuple[str, str, str, str], mlp: str, norm: str
+) -> dict[str, str | tuple[str, ...]]:
+    """The names of a stream's maps in the authors' model and in ComfyUI's, and those of diffusers."""
+    q, k, v, out = (f"{_BLOCK}.attn.{name}" for name in projections)
+    theirs = f"double_blocks.{{i}}.{stream}"
+    up, down = f"{_BLOCK}.{mlp}.net.0.proj", f"{_BLOCK}.{mlp}.net.2"
+    return {
+        **{f"{theirs}_attn_{letter}": name for letter, name in zip("qkv", (q, k, v), strict=True)},
+        f"{theirs}_attn_proj": out,
+        f"{theirs}_mlp.fc1": up,
+        f"{theirs}_mlp.fc2": down,
+        f"{theirs}_mod.linear": f"{_BLOCK}.{norm}.linear",
+        # ComfyUI's
+        f"{theirs}_attn.qkv": (q, k, v),
+        f"{theirs}_attn.proj": out,
+        f"{theirs}_mlp.0": up,
+        f"{theirs}_mlp.2": down,
+        f"{theirs}_mod.lin": f"{_BLOCK}.{norm}.linear",
+    }
+
+
+OTHER_NAMES: dict[str, str | tuple[str, ...]] = {
+    **_of_a_stream("img", ("to_q", "to_k", "to_v", "to_out.0"), "ff", "norm1"),
+    **_of_a_stream("txt", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), "ff_context", "norm1_context"),
+    "img_in.proj": "x_embedder.proj",
+    "time_in.mlp.0": "time_embed.timestep_embedder.linear_1",
+    "time_in.mlp.2": "time_embed.timestep_embedder.linear_2",
+    "time_r_in.mlp.0": "time_embed.timestep_embedder_r.linear_1",
+    "time_r_in.mlp.2": "time_embed.timestep_embedder_r.linear_2",
+    "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+    "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+    "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+    "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+    "txt_in.input_embedder": "context_embedder.proj_in",
+    "txt_in.individual_token_refiner.blocks.{i}.self_attn_qkv": (
+        f"{_REFINER}.attn.to_q",
+        f"{_REFINER}.attn.to_k",
+        f"{_REFINER}.attn.to_v",
+    ),
+    "txt_in.individual_token_refiner.blocks.{i}.self_attn_proj": f"{_REFINER}.attn.to_out.0",
+    "txt_in.individual_token_refiner.blocks.{i}.mlp.fc1": f"{_REFINER}.ff.net.0.proj",
+    "txt_in.individual_token_refiner.blocks.{i}.mlp.fc2": f"{_REFINER}.ff.net.2",
+    "txt_in.individual_token_refiner.blocks.{i}.adaLN_modulation.1": f"{_REFINER}.norm_out.linear",
+    "byt5_in.fc1": "context_embedder_2.linear_1",
+    "byt5_in.fc2": "context_embedder_2.linear_2",
+    "byt5_in.fc3": "context_embedder_2.linear_3",
+    "vision_in.proj.1": "image_embedder.linear_1",
+    "vision_in.proj.3": "image_embedder.linear_2",
+    "final_layer.adaLN_modulation.1": "norm_out.linear",
+    "final_layer.linear": "proj_out",
+}
+
+LORA = LoRALayout(
+    component="transformer",
+    targets={
+        "q": "blocks.video.attn.q",
+        "k": "blocks.video.attn.k",
+        "v": "blocks.video.attn.v",
+        "out": "blocks.video.attn.out",
+        "up": "blocks.video.mlp.up",
+        "down": "blocks.video.mlp.down",
+        "text_q": "blocks.text.attn.q",
+        "text_k": "blocks.text.attn.k",
+        "text_v": "blocks.text.attn.v",
+        "text_out": "blocks.text.attn.out",
+        "text_up": "blocks.text.mlp.up",
+        "text_down": "blocks.text.mlp.down",
+    },
+    default_targets=("q", "k", "v", "out"),
+    sources={
+        "q": "attn.to_q",
+        "k": "attn.to_k",
+        "v": "attn.to_v",
+        "out": "attn.to_out.0",
+        "up": "ff.net.0.proj",
+        "down": "ff.net.2",
+        "text_q": "attn.add_q_proj",
+        "text_k": "attn.add_k_proj",
+        "text_v": "attn.add_v_proj",
+        "text_out": "attn.to_add_out",
+        "text_up": "ff_context.net.0.proj",
+        "text_down": "ff_context.net.2",
+    },
+    other_names=OTHER_NAMES,
+    swapped=("final_layer.adaLN_modulation.1",),
+)
