@@ -404,8 +404,10 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     Raises:
         InputError: it fits no release, or is a pickle.
     """
+    from cogvideox_flax.generate.distilled import recognised
     from cogvideox_flax.io.paths import expand_user
     from cogvideox_flax.lora import FILE_NAME, fitting_releases, is_adapter, open_adapter
+    from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
     path = expand_user(where)
     if not os.path.isfile(path) and not os.path.isfile(path / FILE_NAME):
@@ -431,6 +433,9 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     print(f"{file.path}: {adapter}")
     print("  targets  " + ", ".join(adapter.targets))
     print("  fits     " + ", ".join(fits))
+    family = FAMILIES[RELEASES[next(iter(fits))].family]
+    if (known := recognised(file.path, family)) is not None:
+        print(f"  made for {known}")
     return True
 
 

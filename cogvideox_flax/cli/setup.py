@@ -169,13 +169,16 @@ def open_run(
         read: checks names; returns fields of the request, which the options override. On process 0 alone.
         check: more checks, of what the folder holds. On process 0 alone.
     """
+    from cogvideox_flax.generate.distilled import SETTINGS
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.generate.run_files import RunFiles
 
     def requests(manifest: Manifest, before: dict[str, Any]) -> list[ResolvedRequest]:
-        fields = {name: value for name, value in before.items() if name not in ("dtype", "fingerprints")}
-        request = resolve(GenerationRequest(**{"lora": [], **fields, **given_options(args)}), manifest)
+        given = given_options(args)
+        left_out = ("dtype", "fingerprints", *(SETTINGS if "distilled" in given else ()))
+        fields = {name: value for name, value in before.items() if name not in left_out}
+        request = resolve(GenerationRequest(**{"lora": [], **fields, **given}), manifest)
         if check is not None:
             dtype = dtype_of(args, manifest, before)
             check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)

@@ -157,7 +157,8 @@ class Pipeline(Components):
         if not isinstance(request, GenerationRequest):
             request = GenerationRequest(request)
         if request is not before:  # a warning is said once for a request that several stages take
-            resolved = resolve(request, self.manifest)
+            used = request if request.lora is not None else replace(request, lora=list(self.loras))
+            resolved = resolve(used, self.manifest)
             self._resolved = request, resolved
         check_run(resolved, self.mesh, self.profiling)
         return resolved

@@ -240,6 +240,15 @@ class GenerationRequest:
         metavar="T,T,...",
         planned=True,
     )
+    distilled: str | None = option(
+        None,
+        "steps, timesteps, sampler and guidance of a model that was distilled to a few steps, such as tdm; off: not "
+        "even those of an adapter that is known by its name; see docs/few_steps.md",
+        group=SAMPLING,
+        recorded=False,
+        planned=True,
+        metavar="NAME",
+    )
     force: bool = option(
         False,
         "go on at a size at which the model gives no usable video",

@@ -17,6 +17,7 @@ from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Domain, Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import media
+from cogvideox_flax.generate.distilled import with_distillation
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
 from cogvideox_flax.generate.request import (
     DTYPES,
@@ -56,6 +57,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         return request
     manifest.check_complete("the model")
     model, faults = manifest.model, Faults()
+    with faults.caught():
+        request = with_distillation(request, model)
     filled = _recommended(request, manifest)
     filled["timesteps"] = None
     with faults.caught():

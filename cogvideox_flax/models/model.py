@@ -146,6 +146,45 @@ class Release:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """An adapter that was trained to make videos in a few steps, and the settings that it was trained for.
+
+    Attributes:
+        name: for a request's `distilled`.
+        source: where it is published.
+        releases: the models that it was distilled of.
+        scheduler: the name of a sampler.
+        timesteps: those that the denoiser sees; None: the sampler's own.
+        num_inference_steps: how many; None: as many as there are timesteps.
+        guidance_scale: 1 is none: the half without the prompt is not computed.
+        files: a regular expression that the paths of its files hold, in any case.
+        basis: what these settings rest on.
+    """
+
+    name: str
+    source: str
+    releases: tuple[str, ...]
+    scheduler: str
+    timesteps: tuple[float, ...] | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float = 1.0
+    files: str
+    basis: str
+
+    @property
+    def steps(self) -> int:
+        """How many steps a video takes."""
+        count = self.num_inference_steps if self.timesteps is None else len(self.timesteps)
+        assert count is not None
+        return count
+
+    def __str__(self) -> str:
+        guidance = "no guidance" if self.guidance_scale == 1 else f"guidance {self.guidance_scale:g}"
+        at = "" if self.timesteps is None else f" at {', '.join(f'{t:g}' for t in self.timesteps)}"
+        return f"the distillation {self.name}: {self.steps} steps of {self.scheduler}{at}, {guidance}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextStage:
     """One text encoder of a model: prompts to tokens, tokens to features.
 
@@ -216,6 +255,7 @@ class VideoModel(ABC):
         tokenizer_files: the files that the tokenizer reads where they are there, relative to the checkpoint.
         releases: name -> release.
         lora: targets and file names of adapters.
+        distillations: the known adapters for a few steps.
         license: one line about the weights' license, printed when they are downloaded; None: there is nothing to say.
 
     Attributes:
@@ -233,6 +273,7 @@ class VideoModel(ABC):
     tokenizer_files: ClassVar[tuple[str, ...]]
     releases: ClassVar[Mapping[str, Release]]
     lora: ClassVar[LoRALayout]
+    distillations: ClassVar[Sequence[Distillation]] = ()
     license: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:

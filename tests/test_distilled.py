@@ -1,0 +1,158 @@
+"""Distillations: what their table says, when it decides, and that guidance 1 computes one half."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import PROMPT, SIZE
+from safetensors.numpy import save_file
+
+from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax.checkpoint import load_transformer
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.distilled import recognised, with_distillation
+from cogvideox_flax.generate.guidance import Unguided
+from cogvideox_flax.models.registry import FAMILIES, RELEASES
+
+pytest_plugins = ["commands"]
+
+ALL = {each.name: (family, each) for family in FAMILIES.values() for each in family.distillations}
+TDM = {"scheduler": "ddim", "timesteps": [999, 856, 665, 399], "num_inference_steps": 4, "guidance_scale": 1.0}
+SMALL = {"num_frames": 9, "height": 64, "width": 96}
+
+
+def model_of(release):
+    return FAMILIES[RELEASES[release].family](RELEASES[release].configs)
+
+
+def settings(request):
+    return {name: getattr(request, name) for name in TDM}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_row_can_be_run_on_its_releases(name):
+    _, row = ALL[name]
+    assert row.steps <= 8 and row.guidance_scale == 1
+    for release in row.releases:
+        model = model_of(release)
+        assert not model.is_guided(row.guidance_scale)
+        plan = model.sampler(row.scheduler).plan(row.steps, **({"timesteps": row.timesteps} if row.timesteps else {}))
+        assert len(plan) == row.steps
+        if row.timesteps is not None:
+            np.testing.assert_allclose(plan.timesteps, row.timesteps, rtol=1e-6)
+        assert all(np.isfinite(table).all() for table in (plan.from_sample, plan.from_x0, plan.from_noise))
+
+
+def test_timesteps_of_the_published_lists():
+    """PSA plays the release's own four steps; LightX2V's list has shift 5."""
+    assert model_of("cogvideox-5b").sampler("dpm").plan(4).timesteps.tolist() == [999, 749, 499, 249]
+    np.testing.assert_allclose(ALL["lightx2v"][1].timesteps, [1000, 937.5, 833.333333, 625], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/cache/models--Luo-Yihong--TDM_CogVideoX-2B_LoRA/snapshots/ab/pytorch_lora_weights.safetensors", "tdm"),
+        ("BLADE/cogvideox-5b-psa-lora/pytorch_lora_weights.safetensors", "psa"),
+        ("models--GYP666--BLADE/x.safetensors", "blade"),
+        ("kites.safetensors", None),
+    ],
+)
+def test_files_are_recognised(path, name):
+    found = recognised(path, FAMILIES["cogvideox"])
+    assert (found and found.name) == name
+    comfy = "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"
+    assert recognised(comfy, FAMILIES["hunyuan_video15"]).name == "lightx2v"
+
+
+def test_when_it_decides(caplog):
+    model = model_of("cogvideox-2b")
+    caplog.set_level("INFO")
+
+    def found(**options):
+        return with_distillation(GenerationRequest("p", **options), model)
+
+    assert found(distilled="tdm").timesteps == (999, 856, 665, 399)
+    assert found(distilled="tdm").use_dynamic_cfg is False
+    assert found(distilled="tdm", num_inference_steps=8).timesteps is None
+    assert found(distilled="tdm", scheduler="euler").scheduler == "euler"
+    assert found(distilled="tdm", timesteps=[999, 500]).timesteps == [999, 500]
+    assert caplog.text == ""
+    file = "TDM_CogVideoX-2B_LoRA/pytorch_lora_weights.safetensors"
+    for lora in (file, [file], [f"{file}:0.9"], [{"file": file, "scale": 1.0}], ["other.safetensors", Path(file)]):
+        assert found(lora=lora).timesteps == (999, 856, 665, 399)
+    assert "the distillation tdm: 4 steps of ddim at 999, 856, 665, 399, no guidance" in caplog.text
+    assert found(lora=file, distilled="off") == GenerationRequest("p", lora=file, distilled="off")
+    caplog.clear()
+    assert found(lora=file, num_inference_steps=8).guidance_scale is None, "what was given is of one piece"
+    assert "--distilled tdm takes these settings" in caplog.text
+    for lora in (None, [], 5, [5], [{"file": 5}], "kites.safetensors"):
+        assert found(lora=lora).timesteps is None
+
+
+def test_refusals():
+    request = GenerationRequest("p", distilled="lcm")
+    with pytest.raises(InputError, match=r"distilled is 'lcm'; expected .* family: tdm, psa, blade, off"):
+        with_distillation(request, model_of("cogvideox-2b"))
+    with pytest.raises(InputError, match="tdm was distilled of cogvideox-2b; this model is cogvideox-5b"):
+        with_distillation(dataclasses.replace(request, distilled="tdm"), model_of("cogvideox-5b"))
+
+
+@pytest.fixture(scope="module")
+def adapter(native, tmp_path_factory):
+    """A file of the name that is known."""
+    width = load_transformer(native).blocks.attn.q.kernel.shape[1]
+    folder = tmp_path_factory.mktemp("TDM_CogVideoX-2B_LoRA")
+    name = "transformer.transformer_blocks.0.attn1.to_q.lora_"
+    pair = {f"{name}A.weight": np.ones((2, width), np.float32), f"{name}B.weight": np.ones((width, 2), np.float32)}
+    save_file(pair, folder / "pytorch_lora_weights.safetensors")
+    return folder
+
+
+def test_in_python(native, adapter):
+    pipe = Pipeline.from_pretrained(native, dtype="float32")
+    request = GenerationRequest(PROMPT, **SMALL, distilled="tdm")
+    assert settings(pipe.resolve(request)) == TDM
+    assert isinstance(pipe.programs(request).guidance, Unguided)
+    video = pipe(PROMPT, **SMALL, distilled="tdm", output_type="latent", progress=False)
+    again = pipe(PROMPT, **SMALL, **TDM, use_dynamic_cfg=False, output_type="latent", progress=False)
+    assert (video.frames == again.frames).all()
+    assert video.metadata["settings"] == again.metadata["settings"]
+    pipe.load_lora(adapter)
+    assert settings(pipe.resolve(GenerationRequest(PROMPT, **SMALL))) == TDM
+    assert pipe.resolve(GenerationRequest(PROMPT, **SMALL, distilled="off")).num_inference_steps == 50
+
+
+def test_in_the_shell(native, adapter, paths, tmp_path, cheap_decoder):
+    """Named after stage 1, it takes the place of the settings that are stored."""
+    paths("encode", PROMPT, "--model", native, "--dtype", "float32", "--dir", tmp_path / "run", *SIZE)
+    paths("denoise", "--dir", tmp_path / "run", "--distilled", "tdm")
+    stored = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert {name: stored[name] for name in TDM} == TDM
+    plain = ["generate", PROMPT, "--model", native, "--dtype", "float32", *SIZE]
+    (video,) = paths(*plain, "--out", tmp_path / "a.npz", "--distilled", "tdm")
+    own = ["--timesteps", "999,856,665,399", "--guidance-scale", 1]
+    (same,) = paths(*plain, "--out", tmp_path / "b.npz", *own)
+    (known,) = paths(*plain, "--out", tmp_path / "c.npz", "--lora", adapter)
+    latents = [np.load(path)["latents"] for path in (video, same, known)]
+    assert (latents[0] == latents[1]).all() and (latents[0] != latents[2]).any()
+    assert json.loads(str(np.load(known)["metadata"]))["settings"]["timesteps"] == TDM["timesteps"]
+
+
+def test_the_page():
+    """Every row of the table is in docs/few_steps.md, with its settings."""
+    page = (Path(__file__).parents[1] / "docs" / "few_steps.md").read_text()
+    for name, (_, row) in ALL.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[1] == row.source.split(",")[0], line
+        assert set(row.releases) <= set(cells[2].split(", "))
+        assert cells[3].startswith(str(row.steps)) and f"`{row.scheduler}`" in cells[3]
+        for timestep in row.timesteps or ():
+            assert re.search(rf"\b{timestep:.4g}\b", cells[3]), (line, timestep)
+        assert ("hearsay" in row.basis) == ("hearsay" in cells[4])
