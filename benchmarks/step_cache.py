@@ -19,7 +19,7 @@ from jaxtyping import UInt8
 from benchmarks.fidelity import psnr, ssim
 from benchmarks.runner import Report, make_parser, timed
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.predict.step_cache import FORMS, default_schedule, full_steps
+from cogvideox_flax.generate.predict.step_cache import default_schedule, full_steps
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.runtime.global_arrays import fetch
 from weights.toy_world.prompt_following import make_items
@@ -35,7 +35,7 @@ def settings_of(steps: int) -> Iterator[dict[str, Any]]:
     """The options of each row: the exact run, as many exact steps as the default schedule has full ones, the caches."""
     yield {}
     yield {"num_inference_steps": int(full_steps(None, steps).sum())}
-    for form in FORMS:
+    for form in ("deepcache", "residual"):
         for schedule in schedules(steps):
             yield {"step_cache": form, "step_cache_schedule": schedule}
 

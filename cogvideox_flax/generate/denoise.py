@@ -34,7 +34,7 @@ class DenoiseInputs:
     steps: the sampler's tables.
     guidance: its scale at each step.
     noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
-    full_steps: which steps are full, with a step cache; else None.
+    full_steps: which steps are full, with a step cache that does not decide itself; else None.
     guided_steps: which steps have guidance, where not all have; else None.
     """
 
@@ -48,7 +48,7 @@ class DenoiseInputs:
     def at(self, i: Int32[Array, ""]) -> At:
         """Where step i is, which may be traced."""
         is_full = None if self.full_steps is None else self.full_steps[i]
-        return At(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full)
+        return At(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full, i)
 
 
 @jax.tree_util.register_dataclass

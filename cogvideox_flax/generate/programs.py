@@ -34,7 +34,7 @@ from cogvideox_flax.generate.denoise import (
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
 from cogvideox_flax.generate.guidance import GUIDANCE, Guidance, Unguided, guidance_scales, guided_steps
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
-from cogvideox_flax.generate.predict import step_cache
+from cogvideox_flax.generate.predict import forms, step_cache
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
 from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
 from cogvideox_flax.generate.request import ResolvedRequest
@@ -88,11 +88,8 @@ class RunPrograms:
 
     @cached_property
     def full_steps(self) -> Bool[np.ndarray, " N"] | None:
-        """Which of the steps that are done are full, with a step cache; else None."""
-        request = self.request
-        return (
-            None if request.step_cache is None else step_cache.full_steps(request.step_cache_schedule, len(self.steps))
-        )
+        """Which of the steps that are done are full; None without a step cache, or if it decides itself."""
+        return forms.full_steps(self.request)
 
     @property
     def predict(self) -> Predict:
@@ -101,7 +98,10 @@ class RunPrograms:
         plain = Plain(model.embed if request.positions is None else model.positions[request.positions])
         if self.windows is not None:
             return Windowed(plain, self.windows)
-        return plain if request.step_cache is None else step_cache.FORMS[request.step_cache](plain)
+        if request.step_cache is None:
+            return plain
+        layers = model.workload(self.size).layers
+        return forms.cache_of(request.step_cache, plain, model, layers, request.step_cache_threshold)
 
     @property
     def guidance(self) -> Guidance:
@@ -269,13 +269,15 @@ class RunPrograms:
         predict = self.predict
         assert isinstance(predict, step_cache.StepCache)
 
-        def streams(denoiser: Any, latents: Any, conditioning: Conditioning, t: Any) -> Any:
+        def embedded(denoiser: Any, latents: Any, conditioning: Conditioning, t: Any) -> Any:
             features = self.guidance.features(conditioning)
-            return predict.inner.embed(denoiser, latents, features, t, next_timestep=t).x
+            return predict.inner.embed(denoiser, latents, features, t, next_timestep=t)
 
         given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
         with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
-            return step_cache.kept_shapes(jax.eval_shape(streams, *given), mesh)
+            tokens = jax.eval_shape(embedded, *given)
+            kept = predict.kept(tokens, latents, len(self.steps))
+            return step_cache.kept_shapes(kept, mesh)
 
     def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
         """A state with what the step cache keeps, where the request has a step cache and the state has nothing of it.
@@ -283,7 +285,7 @@ class RunPrograms:
         Raises:
             InputError: the next step needs what an earlier one kept.
         """
-        if self.full_steps is None or state.cache is not None:
+        if self.request.step_cache is None or state.cache is not None:
             return state
         if not self.may_resume(int(state.step)):
             raise InputError(
@@ -293,7 +295,10 @@ class RunPrograms:
         return dataclasses.replace(state, cache=step_cache.empty(self.cache_shapes(mesh)))
 
     def may_resume(self, done: int) -> bool:
-        """Whether the loop can go on after so many steps without what the step cache kept: the next step is full."""
+        """Whether the loop can go on after so many steps without what the step cache kept: the next step is full.
+
+        One that decides itself begins with a full step where it has kept nothing.
+        """
         return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
 
     def abstract(self, stage: str, mesh: Mesh | None = None) -> list[ProgramCall]:

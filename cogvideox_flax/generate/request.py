@@ -31,8 +31,8 @@ STAGES = ("encode", "denoise", "decode")
 GUIDANCE = ("cfg", "cfg_zero", "apg")
 """Forms of guidance; see `guidance`."""
 
-STEP_CACHES = ("deepcache", "residual")
-"""What a cached step computes; see `predict.step_cache`."""
+STEP_CACHES = ("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache")
+"""What a cached step computes; see `predict.forms`."""
 
 MAX_SEED = 2**32 - 1
 
@@ -335,9 +335,7 @@ class GenerationRequest:
     )
     step_cache: str | None = option(
         None,
-        "leave out most blocks in some steps: faster, another video; deepcache reuses the tokens of the last full step "
-        "(as the reference TPU system), residual adds the skipped blocks' updates to the step's own tokens; default: "
-        "every step is full",
+        "leave out most blocks in some steps: faster, another video (docs/step_cache.md); default: every step is full",
         group=CACHE,
         choices={name: name for name in STEP_CACHES},
         planned=True,
@@ -349,6 +347,20 @@ class GenerationRequest:
         group=CACHE,
         parse=parse_schedule,
         metavar="START,END,INTERVAL",
+        planned=True,
+    )
+    step_cache_threshold: float | None = option(
+        None,
+        "of first_block, dbcache and teacache: a step is full when something has changed by more; higher is faster; "
+        "default: 0.05, 0.08, 0.1",
+        group=CACHE,
+        planned=True,
+    )
+    step_cache_full: Sequence[int] | None = option(
+        None,
+        "the full steps, counted from 0, such as a run with first_block logs them",
+        group=CACHE,
+        metavar="N,N,...",
         planned=True,
     )
     compiled_loop: bool = option(

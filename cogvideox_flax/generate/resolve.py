@@ -18,6 +18,8 @@ from cogvideox_flax.checkpoint import Domain, Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
+from cogvideox_flax.generate.predict.forms import THRESHOLDS, cache_of, is_adaptive
+from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
 from cogvideox_flax.generate.request import (
     DTYPES,
@@ -97,7 +99,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         sampler = result.sampler
         result.plan()
         if size is not None and not faults:
-            _check_step_cache(result)
+            _check_step_cache(result, size)
             _check_arrays(result, size, sampler)
     if request.tiling:
         with faults.caught():
@@ -394,20 +396,40 @@ def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingO
     profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
 
 
-def _check_step_cache(request: ResolvedRequest) -> None:
+def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
     """Refuse an unknown form of the cache, or a schedule that the run's steps do not have.
 
     Raises:
         InputError: with what is expected.
     """
-    form, schedule = request.step_cache, request.step_cache_schedule
+    form, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
+    steps = request.num_steps
     if form is not None and form not in STEP_CACHES:
         raise InputError(f"step_cache is {shown(form)}; expected {' or '.join(STEP_CACHES)}, or leave it out")
+    if form is None:
+        for name in ("step_cache_schedule", "step_cache_threshold", "step_cache_full"):
+            if getattr(request, name) is not None:
+                raise InputError(f"{name} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
+        return
+    model = request.manifest.model
+    cache_of(form, Plain(model.embed), model, model.workload(size).layers)
+    threshold = request.step_cache_threshold
+    if threshold is not None and not (is_adaptive(form) and is_finite_number(threshold) and threshold >= 0):
+        raise InputError(
+            f"step_cache_threshold is {shown(threshold)}; expected a number from 0 on, of {', '.join(THRESHOLDS)}"
+        )
+    if full is not None:
+        if schedule is not None:
+            raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
+        known = [each for each in full if isinstance(each, int) and 0 <= each < steps]
+        if 0 not in known or len(known) < len(full):
+            raise InputError(
+                f"step_cache_full is {shown(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
+            )
     if schedule is None:
         return
-    if form is None:
-        raise InputError(f"step_cache_schedule is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
-    steps = request.num_inference_steps - request.first_step
+    if is_adaptive(form):
+        raise InputError(f"{form} decides itself which steps are full; leave step_cache_schedule out")
     is_three = isinstance(schedule, tuple | list) and len(schedule) == 3
     if not is_three or not all(is_count(each, MAX_STEPS) for each in schedule):
         raise InputError(

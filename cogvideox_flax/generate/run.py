@@ -6,6 +6,7 @@ bars, previews, callbacks and cancelling are its readers' part; it stops where i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from cogvideox_flax.generate.decode import Decode, DecodePiece
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
+from cogvideox_flax.generate.predict.adaptive import Decided, full_steps_text
 from cogvideox_flax.generate.programs import RunPrograms, decode_programs
 from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import STAGES, ResolvedRequest
@@ -30,7 +32,10 @@ from cogvideox_flax.generate.result import GenerationResult
 from cogvideox_flax.generate.run_files import RunFiles, request_values
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.models.model import VisualStage
+from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
+
+log = logging.getLogger(__name__)
 
 
 def run(
@@ -200,6 +205,8 @@ class _Video:
                     keep(self.state)
                 step = int(self.state.step) - 1
                 yield Step(self.request, self.state, timesteps[step].item())
+        if self.state is not None and isinstance(self.state.cache, Decided) and hosts.is_first():
+            log.info(full_steps_text(fetch(self.state.cache.full)))
         self.pipe.profiling.after_stage("denoising")
 
     def decode(self) -> Events[None]:

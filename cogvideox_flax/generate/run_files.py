@@ -31,6 +31,7 @@ from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.media import MEDIA, Media
+from cogvideox_flax.generate.predict.adaptive import Decided
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
@@ -271,6 +272,7 @@ class StateKeeper:
         self._run = run
         self._sampler: Any = jax.tree.structure(run.sampler_state())
         self._last: DenoiseState | None = None
+        self._before: DenoiseState | None = None
         self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
 
     def __enter__(self) -> Self:
@@ -297,7 +299,15 @@ class StateKeeper:
     def keep(self, state: DenoiseState) -> None:
         """Take a state. Those from which the loop cannot go on without the step cache, which is not written, are
         passed over."""
-        if not self._enabled or not self._run.may_resume(int(state.step)):
+        if not self._enabled:
+            return
+        if isinstance(state.cache, Decided):
+            # whether a step is full is known when it is done: then the loop can go on from the state before it
+            before, self._before = self._before, dataclasses.replace(state, cache=None)
+            if fetch(state.cache.full)[int(state.step) - 1] != 1 or before is None:
+                return
+            state = before
+        if not self._run.may_resume(int(state.step)):
             return
         self._last = state = fetch_on_first(dataclasses.replace(state, cache=None))
         start = time.monotonic()

@@ -16,10 +16,18 @@ class Tokens(Protocol):
     """What a denoiser's `embed` makes, its blocks update and its head reads: a dataclass, a registered pytree.
 
     x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
+    video: of these, the video's tokens, without padding.
+    emb: the conditioning vector, from the timestep.
     """
 
     @property
     def x(self) -> Any: ...
+
+    @property
+    def video(self) -> Float32[Array, "B n D"]: ...
+
+    @property
+    def emb(self) -> Float32[Array, "B E"]: ...
 
 
 class Denoiser(Protocol):

@@ -256,6 +256,7 @@ class VideoModel(ABC):
         releases: name -> release.
         lora: targets and file names of adapters.
         distillations: the known adapters for a few steps.
+        teacache: release -> the coefficients that were published for TeaCache, that of the highest power first.
         license: one line about the weights' license, printed when they are downloaded; None: there is nothing to say.
 
     Attributes:
@@ -274,6 +275,7 @@ class VideoModel(ABC):
     releases: ClassVar[Mapping[str, Release]]
     lora: ClassVar[LoRALayout]
     distillations: ClassVar[Sequence[Distillation]] = ()
+    teacache: ClassVar[Mapping[str, tuple[float, ...]]] = {}
     license: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:

@@ -167,8 +167,12 @@ def best_mesh(
 
 def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
     """How often a step with a step cache is cached, and full."""
-    if run.full_steps is None:
+    if run.request.step_cache is None:
         return {}
+    if run.full_steps is None:
+        raise InputError(
+            f"{run.request.step_cache} decides in each step; name the full steps that a run logged (--step-cache-full)"
+        )
     full = float(run.full_steps.mean())
     return {step_cache.SCOPE: (1 - full, full)}
 

@@ -23,12 +23,14 @@ class At(NamedTuple):
     """Where in the run a step is.
 
     timestep, next_timestep: of the sampler's tables.
-    is_full: whether all blocks run, with a step cache; else None.
+    is_full: whether all blocks run, with a step cache whose schedule is known; else None.
+    step: its index.
     """
 
     timestep: Num[Array, ""]
     next_timestep: Num[Array, ""]
     is_full: Bool[Array, ""] | None = None
+    step: Any = 0
 
 
 class Predict(Protocol):

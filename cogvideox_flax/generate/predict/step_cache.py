@@ -1,7 +1,7 @@
-"""The step cache: some steps reuse what the blocks before the last one computed in an earlier step.
+"""The step cache: some steps reuse what most blocks computed in an earlier step.
 
-A full step computes everything and keeps something of the tokens before the last block; a cached step runs the last
-block and the head alone. There are two forms:
+A full step computes everything and keeps something of the tokens; a cached step leaves out most blocks. The forms of
+this module keep what comes before the last block, which a cached step runs, and the head:
 
 deepcache: the tokens themselves are kept. A cached step puts them in the place of its own: of its latents it sees
     nothing, of its timestep the conditioning vector. Source: the reference TPU system; the name is that of DeepCache
@@ -9,8 +9,8 @@ deepcache: the tokens themselves are kept. A cached step puts them in the place 
 residual: the sum of the skipped blocks' updates is kept, the tokens before the last block minus the embedded ones. A
     cached step embeds its own latents and adds it.
 
-Which steps are full is an array of the program's inputs (`full_steps`), so one program serves all
-schedules.
+Which steps are full is an array of the program's inputs (`full_steps`), so one program serves all schedules. Forms that
+decide in each step themselves are in `adaptive`, the extrapolation of predictions in `taylor`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.predict.plain import At, Kept, Plain
-from cogvideox_flax.models.denoiser import Denoiser, Features
+from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.sharding.tables import devices_of
 
@@ -43,38 +43,66 @@ SCOPE = "step_cache"
 
 @dataclass(frozen=True)
 class StepCache:
-    """The base of the forms: which of the tokens a full step keeps, and what a cached step makes of them.
+    """The base of the forms: which blocks always run, which of the tokens a full step keeps, and what a cached step
+    makes of them.
 
-    What is kept is a pytree like `Tokens.x`, of float32 [P*B, S, D], P being `Guidance.passes`.
+    first, last: so many blocks at the beginning and the end run in every step; those between, in full ones.
     """
 
     inner: Plain
 
-    def keep(self, before: Any, embedded: Any) -> Kept:
-        """What a full step keeps, of the tokens before the last block and the embedded ones."""
+    first: ClassVar[int] = 0
+    last: ClassVar[int] = 1
+
+    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
+        """What is kept, as shapes: a pytree.
+
+        Args:
+            tokens: embedded, as shapes.
+            prediction: [P*B, T, h, w, C], P being `Guidance.passes`.
+            steps: N, the number of steps that are done.
+        """
+        return tokens.x
+
+    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Kept) -> tuple[Bool[Array, ""], Kept, Any]:
+        """Whether this step is full; what is kept then, full or not; and what was seen, for `keep`.
+
+        Args:
+            tokens: embedded.
+            entered: after the first blocks.
+        """
+        assert at.is_full is not None
+        return at.is_full, kept, None
+
+    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
+        """What a full step keeps, of the tokens before the last blocks and those after the first."""
         raise NotImplementedError
 
-    def reuse(self, kept: Kept, embedded: Any) -> Any:
-        """The tokens before the last block of a cached step."""
+    def reuse(self, kept: Kept, entered: Any) -> Any:
+        """The tokens before the last blocks of a cached step."""
         raise NotImplementedError
 
     def __call__(
         self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        assert at.is_full is not None
         tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+        entered = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
+        is_full, kept, seen = self.decide(at, tokens, entered, kept)
+        stop = -self.last if self.last else None
 
         def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-            before = denoiser.run_blocks(dataclasses.replace(tokens, x=x), stop=-1).x
-            return before, jax.tree.map(_constrain, self.keep(before, x))
+            before = denoiser.run_blocks(dataclasses.replace(entered, x=x), start=self.first, stop=stop).x
+            return before, jax.tree.map(_constrain, self.keep(before, x, kept, seen))
 
         def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
             return self.reuse(kept, x), jax.tree.map(_constrain, kept)
 
         with jax.named_scope(SCOPE):
-            before, kept = jax.lax.cond(at.is_full, full_step, cached_step, tokens.x, kept)
-        last = denoiser.run_blocks(dataclasses.replace(tokens, x=before), start=-1)
-        return denoiser.head(last).astype(jnp.float32), kept
+            before, kept = jax.lax.cond(is_full, full_step, cached_step, entered.x, kept)
+        tokens = dataclasses.replace(entered, x=before)
+        if self.last:
+            tokens = denoiser.run_blocks(tokens, start=-self.last)
+        return denoiser.head(tokens).astype(jnp.float32), kept
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         return self.inner.noise(key, shape)
@@ -84,10 +112,10 @@ class StepCache:
 class DeepCache(StepCache):
     """The tokens themselves."""
 
-    def keep(self, before: Any, embedded: Any) -> Kept:
+    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
         return before
 
-    def reuse(self, kept: Kept, embedded: Any) -> Any:
+    def reuse(self, kept: Kept, entered: Any) -> Any:
         return kept
 
 
@@ -95,24 +123,20 @@ class DeepCache(StepCache):
 class ResidualCache(StepCache):
     """The sum of the skipped blocks' updates."""
 
-    def keep(self, before: Any, embedded: Any) -> Kept:
-        return jax.tree.map(jnp.subtract, before, embedded)
+    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
+        return jax.tree.map(jnp.subtract, before, entered)
 
-    def reuse(self, kept: Kept, embedded: Any) -> Any:
-        return jax.tree.map(jnp.add, embedded, kept)
-
-
-FORMS: dict[str, type[StepCache]] = {"deepcache": DeepCache, "residual": ResidualCache}
-"""By the names in `request.STEP_CACHES`."""
+    def reuse(self, kept: Kept, entered: Any) -> Any:
+        return jax.tree.map(jnp.add, entered, kept)
 
 
-def kept_shapes(streams: Any, mesh: Mesh | None) -> Any:
-    """What is kept, as shapes with their shardings, for `Tokens.x` as shapes."""
+def kept_shapes(kept: Any, mesh: Mesh | None) -> Any:
+    """What is kept, as shapes, with their shardings."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x.shape, mesh))
 
-    return jax.tree.map(shape, streams)
+    return jax.tree.map(shape, kept)
 
 
 def empty(shapes: Any) -> Kept:
@@ -126,12 +150,15 @@ def place(kept: Any, mesh: Mesh | None) -> Kept:
 
 
 def _axes(shape: tuple[int, ...], parts: int) -> tuple[str | None, ...]:
-    """Split as tokens are; a stream whose tokens do not divide, such as a short one of text, is whole."""
+    """Tokens [B, S, D] are split as in the blocks; a stream of them that does not divide, such as a short one of text,
+    and what is not tokens, are whole."""
+    if len(shape) != 3:
+        return (None,) * len(shape)
     return "batch", "tokens" if shape[1] % parts == 0 else None, None
 
 
-def _constrain(x: Float32[Array, "B S D"]) -> Float32[Array, "B S D"]:
-    return sharding.constrain(x, *_axes(x.shape, devices_of("tokens")))
+def _constrain(x: Array) -> Array:
+    return sharding.constrain(x, *_axes(x.shape, devices_of("tokens"))) if x.ndim == 3 else x
 
 
 def _sharding(shape: tuple[int, ...], mesh: Mesh | None) -> NamedSharding | None:

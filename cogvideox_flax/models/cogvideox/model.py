@@ -20,7 +20,7 @@ from cogvideox_flax.models.codec import Codec
 from cogvideox_flax.models.cogvideox import releases, sharding, visual
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.cogvideox.distilled import DISTILLATIONS
+from cogvideox_flax.models.cogvideox.few_steps import DISTILLATIONS, TEACACHE
 from cogvideox_flax.models.cogvideox.sizes import check_channels, size_rule, size_warnings
 from cogvideox_flax.models.cogvideox.transformer import Tokens, Transformer
 from cogvideox_flax.models.denoiser import Features
@@ -175,6 +175,7 @@ class CogVideoX(VideoModel):
     releases = releases.RELEASES
     lora = LORA
     distillations = DISTILLATIONS
+    teacache = TEACACHE
     embed = staticmethod(embed)
 
     @classmethod

@@ -57,6 +57,11 @@ class Tokens:
         """Number of tokens that are not padding."""
         return self.text_length + math.prod(self.grid)
 
+    @property
+    def video(self) -> Float32[Array, "B n D"]:
+        """The video's part of the residual stream."""
+        return self.x[:, self.text_length : self.length]
+
 
 class Attention(nnx.Module):
     """Joint self-attention with layer-normed, rotated queries and keys."""

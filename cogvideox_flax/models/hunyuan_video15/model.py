@@ -18,7 +18,7 @@ from cogvideox_flax.models.hunyuan_video15 import qwen, releases, sharding, sigl
 from cogvideox_flax.models.hunyuan_video15.adapters import LORA
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.hunyuan_video15.distilled import DISTILLATIONS
+from cogvideox_flax.models.hunyuan_video15.few_steps import DISTILLATIONS
 from cogvideox_flax.models.hunyuan_video15.sizes import bucket_of, size_rule, size_warnings
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TOKENIZER_FILES, Tokenizers, TokenizersConfig
 from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transformer

@@ -67,6 +67,11 @@ class Tokens:
         """Number of video tokens that are not padding."""
         return math.prod(self.grid)
 
+    @property
+    def video(self) -> Float32[Array, "B n D"]:
+        """The video's residual stream."""
+        return self.x[0][:, : self.length]
+
 
 class Attention(nnx.Module):
     """One stream's part of the joint attention: RMS-normed queries and keys."""

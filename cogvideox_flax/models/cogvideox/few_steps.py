@@ -1,4 +1,4 @@
-"""Adapters of CogVideoX that were distilled to a few steps, and the settings that they were trained for."""
+"""What is known of CogVideoX in fewer steps: distilled adapters with their settings, coefficients of TeaCache."""
 
 from __future__ import annotations
 
@@ -34,3 +34,14 @@ DISTILLATIONS = (
     ),
 )
 """TDM: arXiv 2503.06674; BLADE: arXiv 2508.10774."""
+
+_5B = (-1538.80483, 843.202495, -134.363087, 7.97131516, -0.0523162339)
+
+TEACACHE = {
+    "cogvideox-2b": (-31.0658903, 25.4732368, -5.92380459, 1.75769064, -0.00361568434),
+    "cogvideox-5b": _5B,
+    "cogvideox-5b-i2v": _5B,
+    "cogvideox1.5-5b": (250.210439, -165.061612, 35.7804877, -0.781551492, 0.0358559703),
+    "cogvideox1.5-5b-i2v": (122.842302, -104.088754, 26.2981677, -0.306009921, 0.037121322),
+}
+"""Release -> polynomial of the relative change of the time embedding. Source: TeaCache's code for CogVideoX."""

@@ -1,0 +1,163 @@
+"""Step caches that decide in each step whether it is full, by how much something has changed.
+
+The quantity and the blocks that are left out:
+
+teacache: the conditioning vector, against that of the step before. A polynomial, fitted by its authors for each
+    release, makes of the relative change an estimate of the output's; the sum of these since the last full step is
+    compared with the threshold. A cached step runs no block, and adds the last full step's sum of updates to its own
+    tokens. Source: TeaCache (arXiv 2411.19108) and its authors' code for CogVideoX. The conditioning vector depends on
+    the timestep alone, so the decisions are equal for all videos.
+first_block, dbcache: what the first blocks add to the video tokens, against what they added in the last full step. A
+    cached step runs these blocks and adds the update of the others. Source: diffusers' `FirstBlockCache` (one block,
+    threshold 0.05), cache-dit's DBCache (eight blocks, 0.08, the first eight steps full).
+
+A change is mean |x - before| / mean |before|, over all videos, both halves of guidance and all devices: one number, so
+one decision. Decisions are kept, and `At.is_full` takes the place of them: a run can be replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int8
+
+from cogvideox_flax.generate.predict.plain import At
+from cogvideox_flax.generate.predict.step_cache import StepCache
+from cogvideox_flax.models.denoiser import Tokens
+
+UNKNOWN = -1
+"""In `Decisions.full`: of a step that was not done yet, or in an earlier process."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decided:
+    """What an adaptive form keeps.
+
+    full: int8 [N], of each step: 1 full, 0 cached, `UNKNOWN`.
+    changes: [N], of each step what was compared with the threshold.
+    update: the sum of the skipped blocks' updates in the last full step.
+    seen: what the next step is compared with.
+    total: of the changes since the last full step.
+    """
+
+    full: Any
+    changes: Any
+    update: Any
+    seen: Any
+    total: Any
+
+
+@dataclass(frozen=True)
+class AdaptiveCache(StepCache):
+    """The base of the forms that decide themselves.
+
+    threshold: of the change; below it a step is cached.
+    """
+
+    threshold: float
+
+    last: ClassVar[int] = 0
+
+    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
+        """What is compared."""
+        raise NotImplementedError
+
+    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
+        """Whether a step is full whatever the change."""
+        raise NotImplementedError
+
+    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+        """What is compared with the threshold."""
+        raise NotImplementedError
+
+    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+        seen = jax.eval_shape(self.look, tokens, tokens)
+        number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
+        return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, seen, number)
+
+    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
+        now, steps = self.look(tokens, entered), kept.full.shape[0]
+        change = self.change(now, kept)
+        # without a full step in memory there is nothing to reuse
+        is_full = self.must(at.step, steps) | ~(kept.full == 1).any() | (change > self.threshold)
+        if at.is_full is not None:
+            is_full = at.is_full
+        decided = dataclasses.replace(
+            kept,
+            full=kept.full.at[at.step].set(is_full.astype(jnp.int8)),
+            changes=kept.changes.at[at.step].set(change),
+            total=jnp.where(is_full, 0.0, change),
+        )
+        return is_full, decided, now
+
+    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
+        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, entered))
+
+    def reuse(self, kept: Decided, entered: Any) -> Any:
+        return jax.tree.map(jnp.add, entered, kept.update)
+
+
+@dataclass(frozen=True)
+class FirstBlocks(AdaptiveCache):
+    """first_block and dbcache.
+
+    first: so many blocks run in every step.
+    warm_up: so many steps at the beginning are full.
+    """
+
+    first: int = field(default=1, kw_only=True)  # type: ignore[misc]
+    warm_up: int = field(default=0, kw_only=True)
+
+    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, "B n D"]:
+        return entered.video - tokens.video
+
+    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
+        return step < self.warm_up
+
+    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+        return relative_change(now, kept.seen)
+
+    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
+        return dataclasses.replace(super().keep(before, entered, kept, seen), seen=seen)
+
+
+@dataclass(frozen=True)
+class TeaCache(AdaptiveCache):
+    """teacache.
+
+    coefficients: of the polynomial, that of the highest power first.
+    """
+
+    coefficients: tuple[float, ...]
+
+    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, "B E"]:
+        return tokens.emb
+
+    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
+        return (step == 0) | (step == steps - 1)
+
+    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+        estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(now, kept.seen))
+        return kept.total + estimate
+
+    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
+        is_full, decided, now = super().decide(at, tokens, entered, kept)
+        return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
+
+
+def relative_change(now: Float32[Array, ...], before: Float32[Array, ...]) -> Float32[Array, ""]:
+    """mean |now - before| / mean |before|; infinite where there was nothing before."""
+    return jnp.abs(now - before).mean() / jnp.abs(before).mean()
+
+
+def full_steps_text(full: Int8[np.ndarray, " N"]) -> str:
+    """The decisions of a run, in a line, and how to run it again with the same."""
+    steps = np.flatnonzero(full == 1).tolist()
+    again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
+    return f"{len(steps)} of {len(full)} steps were full{again}"

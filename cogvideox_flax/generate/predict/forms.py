@@ -1,0 +1,71 @@
+"""The forms of the step cache by name, and which steps of a run are full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.predict import step_cache, taylor
+from cogvideox_flax.generate.predict.adaptive import AdaptiveCache, FirstBlocks, TeaCache
+from cogvideox_flax.generate.predict.plain import Plain
+from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
+from cogvideox_flax.generate.predict.taylor import TaylorSeer
+from cogvideox_flax.models.model import VideoModel
+
+THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08}
+"""Form that decides itself -> its threshold by default, that of its authors (TeaCache's slowest)."""
+
+DB_BLOCKS = DB_WARM_UP = 8
+"""cache-dit's defaults."""
+
+
+def cache_of(form: str, plain: Plain, model: VideoModel, layers: int, threshold: float | None = None) -> StepCache:
+    """A form of the step cache for a model.
+
+    Raises:
+        InputError: the model has too few blocks, or there are no coefficients for it.
+    """
+    limit = THRESHOLDS.get(form, 0.0) if threshold is None else threshold
+    match form:
+        case "deepcache":
+            return DeepCache(plain)
+        case "residual":
+            return ResidualCache(plain)
+        case "taylorseer":
+            return TaylorSeer(plain)
+        case "first_block":
+            return FirstBlocks(plain, limit)
+        case "dbcache":
+            if layers <= DB_BLOCKS:
+                raise InputError(f"dbcache computes {DB_BLOCKS} blocks in every step; this model has {layers} in all")
+            return FirstBlocks(plain, limit, first=DB_BLOCKS, warm_up=DB_WARM_UP)
+    release = "" if model.release is None else model.release.name
+    if release not in model.teacache:
+        known = ", ".join(model.teacache) or "none of this family"
+        raise InputError(f"teacache needs coefficients, which were published for {known}; this model is another one")
+    return TeaCache(plain, limit, model.teacache[release])
+
+
+def is_adaptive(form: str | None) -> bool:
+    """Whether a form decides itself which steps are full."""
+    return form in THRESHOLDS
+
+
+def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
+    """Which of the steps that are done are full; None without a step cache, or if it decides itself."""
+    form, steps = request.step_cache, request.num_steps
+    if form is None:
+        return None
+    if request.step_cache_full is not None:
+        return np.isin(np.arange(steps), request.step_cache_full)
+    if is_adaptive(form):
+        return None
+    if form == "taylorseer" and request.step_cache_schedule is None:
+        return taylor.full_steps(steps)
+    return step_cache.full_steps(request.step_cache_schedule, steps)
+
+
+__all__ = ["THRESHOLDS", "AdaptiveCache", "cache_of", "full_steps", "is_adaptive"]
