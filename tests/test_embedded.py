@@ -10,12 +10,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.checkpoint import hub
-from cogvideox_flax.cli import main
-from cogvideox_flax.io.video import read_video
 from cogvideox_flax.schedulers import DDIMScheduler
 from weights.toy_world import judge_image_to_video, judge_video_to_video
 from weights.toy_world.judge import rates, score
@@ -113,7 +110,7 @@ def test_a_picture_is_continued_as_the_prompt_says():
     otherwise."""
     pipe = CogVideoXPipeline.from_pretrained(hub.EMBEDDED_IMAGE_TO_VIDEO, dtype="float32")
     for mode, bars in (("same", {"kept": 60, "moves": 75}), ("other", {"kept": 60, "moves": 65})):
-        items = judge_image_to_video.make_items(16, mode, seed=77)
+        items = judge_image_to_video.make_items(8, mode, seed=77)
         media = {"image": [item.picture for item in items]}
         videos = judge_video_to_video.generate(
             pipe, [item.prompt for item in items], media, 16, num_inference_steps=STEPS
@@ -122,16 +119,3 @@ def test_a_picture_is_continued_as_the_prompt_says():
         percent = {name: rate["percent"] for name, rate in found["rates"].items()}
         assert all(percent[name] >= bar for name, bar in bars.items()), (mode, percent)
         assert found["psnr"] > 20
-
-
-@pytest.mark.skipif(not IMAGE_TO_VIDEO.is_dir(), reason=f"no embedded checkpoint at {IMAGE_TO_VIDEO}")
-def test_a_picture_without_a_model_takes_the_embedded_one(tmp_path, monkeypatch, capsys):
-    """As on a fresh machine: no model is named; stages on disk remember which it was."""
-    monkeypatch.chdir(tmp_path)
-    Image.fromarray(judge_image_to_video.make_items(1, "same")[0].picture).save("first.png")
-    options = ["--image", "first.png", "--steps", "2", "--dtype", "float32"]
-    assert main(["generate", "a red circle moves up", *options]) == 0
-    assert read_video("video.mp4")[0].shape == (17, 64, 64, 3)
-    assert main(["encode", "a red circle moves up", "--image", "first.png", "--dir", "run"]) == 0
-    assert main(["denoise", "--dir", "run", "--steps", "2"]) == 0
-    assert '"embedded-image-to-video"' in (tmp_path / "run" / "generation_config.json").read_text()

@@ -127,7 +127,7 @@ def test_image_to_video_starts_from_the_same_prediction():
     batch = {"mean": x, "std": 0.1 * jnp.ones_like(x), "image_mean": image, "image_std": 0.1 * jnp.ones_like(image)}
     batch |= {"ids": jnp.ones((2, 24), jnp.int32), "corners": jnp.zeros((2, 5, 8, 8))}
     frozen = {"empty": jnp.zeros(24, jnp.int32), "text_encoder": load_text_encoder(hub.EMBEDDED, dtype="float32")}
-    gradient = jax.grad(lambda params: image_to_video_loss(params, frozen, batch, jax.random.key(3))[0])
+    gradient = jax.jit(jax.grad(lambda params: image_to_video_loss(params, frozen, batch, jax.random.key(3))[0]))
     kernel = gradient({"transformer": wide})["transformer"].patch_embed.kernel[...].reshape(4, 32, -1)
     assert float(jnp.abs(kernel[:, 16:]).max()) > 1e-6
 

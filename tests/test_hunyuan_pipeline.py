@@ -176,7 +176,7 @@ def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
 
 
 def test_adapters_on_both_streams_are_trained(layout, pipe, tmp_path, run, picture):
-    """A few steps on a clip; the file has diffusers' names and changes the video."""
+    """A step on a clip; the file has diffusers' names and changes the video."""
     save_video(tmp_path / "clips" / "a", np.stack([np.resize(picture, (32, 48, 3))] * 5), fps=24)
     (tmp_path / "clips" / "a.txt").write_text('a sign says "OPEN"')
     (tmp_path / "sign.toml").write_text(f"""
@@ -187,7 +187,7 @@ def test_adapters_on_both_streams_are_trained(layout, pipe, tmp_path, run, pictu
         height = 32
         width = 48
         [loop]
-        steps = 3
+        steps = 1
         [lora]
         rank = 2
         targets = ["q", "text_q", "down"]

@@ -41,7 +41,7 @@ def test_muon_steps_are_orthogonal_where_they_should_be():
     optimizer = make_optimizer(config, 10)
     noise = np.random.default_rng(0)
     gradients = jax.tree.map(lambda x: jnp.asarray(noise.normal(size=x.shape) ** 3, jnp.float32), model)
-    steps, _ = optimizer.update(gradients, optimizer.init(model), model)
+    steps, _ = jax.jit(optimizer.update)(gradients, optimizer.init(model), model)
     moved = {name: np.asarray(step) for part in steps.values() for name, step in parameters(part).items()}
     for name in ("blocks.attn.q.kernel", "blocks.mlp.down.kernel", "blocks.mlp.gate.weight"):  # each layer by itself
         for layer in moved[name]:

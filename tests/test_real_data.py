@@ -100,8 +100,9 @@ class TinyVAE:
     def __init__(self, folder: Path):
         vae = make_vae(block_out_channels=(8, 8, 8, 8))
         model = load_vae(convert_component("vae", vae, folder), dtype="float32")
-        encode = jax.jit(lambda model, video: model.encode(video)[0])
-        decode = jax.jit(lambda model, z: model.decode(z))
+        as_users = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+        encode = jax.jit(lambda model, video: model.encode(video)[0], compiler_options=as_users)
+        decode = jax.jit(lambda model, z: model.decode(z), compiler_options=as_users)
         self.encode: Callable[[np.ndarray], np.ndarray] = lambda video: np.asarray(encode(model, video))
         self.decode: Callable[[np.ndarray], np.ndarray] = lambda z: np.asarray(decode(model, z))
         self.video = read_video(HIKER)[0][None].astype(np.float32) / 127.5 - 1
