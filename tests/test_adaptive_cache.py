@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 from flax import nnx
 from reference import convert_component, make_transformer, random, relative_error
 from test_hunyuan_transformer import inputs as hunyuan_inputs
@@ -22,7 +22,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.predict import taylor
-from cogvideox_flax.generate.predict.adaptive import FirstBlocks, TeaCache
+from cogvideox_flax.generate.predict.adaptive import FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
 from cogvideox_flax.generate.programs import RunPrograms
@@ -183,6 +183,37 @@ def test_teacache_is_its_definition(reference, model, sequence):
         assert relative_error(outputs[i], head(model, after)) < BAR
 
 
+def test_magcache_is_diffusers(reference, model, sequence, capsys):
+    """Its measured ratios, and the run with them; also at another number of steps."""
+    calibrated, _ = run_hooked(reference, sequence, MagCacheConfig(calibrate=True, num_inference_steps=STEPS))
+    measured = [
+        float(x) for x in re.search(r"\[([\d., ]+)\]", capsys.readouterr().out.split("=...):")[1])[1].split(",")
+    ]
+    outputs, kept = run_ours(model, MagCache(PLAIN, 0.06, measures=True), sequence)
+    np.testing.assert_allclose(kept.changes, measured, rtol=1e-4)
+    assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, calibrated, strict=True))
+    for ratios, threshold in ((measured, 0.3), ([1.0, 0.9, 0.97, 0.8, 0.99], 0.5), ([1.0] * 3, 0.1)):
+        config = MagCacheConfig(threshold=threshold, num_inference_steps=STEPS, mag_ratios=ratios)
+        expected, ran = run_hooked(reference, sequence, config)
+        full = magcache_steps(ratios, STEPS, threshold)
+        assert np.flatnonzero(full).tolist() == ran and len(ran) < STEPS
+        outputs, _ = run_ours(model, MagCache(PLAIN, threshold), sequence, full)
+        assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, expected, strict=True))
+
+
+def test_magcache_measures_and_is_replayed(pipe, caplog):
+    caplog.set_level("INFO", "cogvideox_flax")
+    exact = pipe(request(None), progress=False).frames
+    measuring = pipe(request("magcache"), progress=False).frames
+    assert relative_error(measuring, exact) < 1e-5
+    (found,) = re.findall(r"measured for magcache: --step-cache-ratios ([\d.,]+)", caplog.text)
+    ratios = [float(x) for x in found.split(",")]
+    assert len(ratios) == 8 and ratios[0] == 1
+    asked = request("magcache", step_cache_ratios=ratios, step_cache_threshold=0.5)
+    assert not pipe.programs(asked).full_steps.all()
+    assert relative_error(pipe(asked, progress=False).frames, exact) > 1e-3
+
+
 def test_dbcache_warms_up_and_computes_the_first_blocks(model, sequence):
     outputs, kept = run_ours(model, FirstBlocks(PLAIN, 1e9, first=2, warm_up=5), sequence)
     assert np.flatnonzero(np.asarray(kept.full) == 1).tolist() == [0, 1, 2, 3, 4]
@@ -234,7 +265,7 @@ def decisions(pipe, asked):
 
 
 def test_loops_agree_and_a_run_is_replayed(pipe, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cogvideox_flax")
     asked = request(step_cache_threshold=0.7)
     full, latents = decisions(pipe, asked)
     assert full[0] == 0 and 1 < len(full) < 8
@@ -320,10 +351,11 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
         ({"form": "teacache"}, "were published for cogvideox-2b, cogvideox-5b, .*; this model is another one"),
         ({"step_cache_schedule": [1, 4, 2]}, "first_block decides itself which steps are full"),
         ({"step_cache_threshold": -1.0}, "step_cache_threshold is -1.0; expected a number from 0 on, of teacache"),
-        ({"form": "residual", "step_cache_threshold": 0.1}, "of teacache, first_block, dbcache"),
+        ({"form": "residual", "step_cache_threshold": 0.1}, "of teacache, first_block, dbcache, magcache"),
         ({"form": None, "step_cache_threshold": 0.1}, "step_cache_threshold is of a step cache"),
         ({"step_cache_full": [1, 2]}, r"step_cache_full is \[1, 2\]; expected steps from 0 to 7, the first among them"),
         ({"step_cache_full": [0, 8]}, "expected steps from 0 to 7"),
+        ({"step_cache_ratios": [1.0]}, "step_cache_ratios are .1.0.; expected numbers, one for each step, of magcache"),
         ({"form": "residual", "step_cache_full": [0], "step_cache_schedule": [1, 4, 2]}, "give one"),
     ],
 )

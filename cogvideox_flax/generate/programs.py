@@ -101,7 +101,8 @@ class RunPrograms:
         if request.step_cache is None:
             return plain
         layers = model.workload(self.size).layers
-        return forms.cache_of(request.step_cache, plain, model, layers, request.step_cache_threshold)
+        how = request.step_cache_threshold, request.step_cache_ratios
+        return forms.cache_of(request.step_cache, plain, model, layers, *how)
 
     @property
     def guidance(self) -> Guidance:

@@ -31,7 +31,7 @@ STAGES = ("encode", "denoise", "decode")
 GUIDANCE = ("cfg", "cfg_zero", "apg")
 """Forms of guidance; see `guidance`."""
 
-STEP_CACHES = ("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache")
+STEP_CACHES = ("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache", "magcache")
 """What a cached step computes; see `predict.forms`."""
 
 MAX_SEED = 2**32 - 1
@@ -351,8 +351,8 @@ class GenerationRequest:
     )
     step_cache_threshold: float | None = option(
         None,
-        "of first_block, dbcache and teacache: a step is full when something has changed by more; higher is faster; "
-        "default: 0.05, 0.08, 0.1",
+        "of first_block, dbcache, teacache, magcache: a step is full when something has changed by more; higher is "
+        "faster; default: 0.05, 0.08, 0.1, 0.06",
         group=CACHE,
         planned=True,
     )
@@ -361,6 +361,13 @@ class GenerationRequest:
         "the full steps, counted from 0, such as a run with first_block logs them",
         group=CACHE,
         metavar="N,N,...",
+        planned=True,
+    )
+    step_cache_ratios: Sequence[float] | None = option(
+        None,
+        "of magcache: those that a run with it and without them measures and logs",
+        group=CACHE,
+        metavar="R,R,...",
         planned=True,
     )
     compiled_loop: bool = option(

@@ -407,7 +407,7 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
     if form is not None and form not in STEP_CACHES:
         raise InputError(f"step_cache is {shown(form)}; expected {' or '.join(STEP_CACHES)}, or leave it out")
     if form is None:
-        for name in ("step_cache_schedule", "step_cache_threshold", "step_cache_full"):
+        for name in ("step_cache_schedule", "step_cache_threshold", "step_cache_full", "step_cache_ratios"):
             if getattr(request, name) is not None:
                 raise InputError(f"{name} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
         return
@@ -418,6 +418,9 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
         raise InputError(
             f"step_cache_threshold is {shown(threshold)}; expected a number from 0 on, of {', '.join(THRESHOLDS)}"
         )
+    ratios = request.step_cache_ratios
+    if ratios is not None and not (form == "magcache" and len(ratios) > 0 and all(map(is_finite_number, ratios))):
+        raise InputError(f"step_cache_ratios are {shown(ratios)}; expected numbers, one for each step, of magcache")
     if full is not None:
         if schedule is not None:
             raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")

@@ -24,7 +24,7 @@ from cogvideox_flax.generate.decode import Decode, DecodePiece
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
-from cogvideox_flax.generate.predict.adaptive import Decided, full_steps_text
+from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.programs import RunPrograms, decode_programs
 from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import STAGES, ResolvedRequest
@@ -205,8 +205,11 @@ class _Video:
                     keep(self.state)
                 step = int(self.state.step) - 1
                 yield Step(self.request, self.state, timesteps[step].item())
-        if self.state is not None and isinstance(self.state.cache, Decided) and hosts.is_first():
-            log.info(full_steps_text(fetch(self.state.cache.full)))
+        predict = self._programs().predict
+        if self.state is not None and self.state.cache is not None and isinstance(predict, StepCache):
+            said = predict.said(self.state.cache)
+            if said is not None and hosts.is_first():
+                log.info(said)
         self.pipe.profiling.after_stage("denoising")
 
     def decode(self) -> Events[None]:

@@ -10,6 +10,9 @@ teacache: the conditioning vector, against that of the step before. A polynomial
 first_block, dbcache: what the first blocks add to the video tokens, against what they added in the last full step. A
     cached step runs these blocks and adds the update of the others. Source: diffusers' `FirstBlockCache` (one block,
     threshold 0.05), cache-dit's DBCache (eight blocks, 0.08, the first eight steps full).
+magcache: how much smaller the sum of all blocks' updates of the video tokens became from step to step, a ratio that is
+    measured once for a model, sampler and number of steps; the schedule is then known before a run. A cached step runs
+    no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
 
 A change is mean |x - before| / mean |before|, over all videos, both halves of guidance and all devices: one number, so
 one decision. Decisions are kept, and `At.is_full` takes the place of them: a run can be replayed.
@@ -18,17 +21,19 @@ one decision. Decisions are kept, and `At.is_full` takes the place of them: a ru
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int8
+from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax.generate.predict.plain import At
 from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.models.denoiser import Tokens
+from cogvideox_flax.runtime.global_arrays import fetch
 
 UNKNOWN = -1
 """In `Decisions.full`: of a step that was not done yet, or in an earlier process."""
@@ -63,6 +68,13 @@ class AdaptiveCache(StepCache):
     threshold: float
 
     last: ClassVar[int] = 0
+
+    def said(self, kept: Decided) -> str | None:
+        """What a run has decided, in a line, and how to do the same again; None where that was known before."""
+        full = fetch(kept.full)
+        steps = np.flatnonzero(full == 1).tolist()
+        again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
+        return f"{len(steps)} of {len(full)} steps were full{again}"
 
     def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
         """What is compared."""
@@ -151,13 +163,61 @@ class TeaCache(AdaptiveCache):
         return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
 
 
+@dataclass(frozen=True)
+class MagCache(AdaptiveCache):
+    """magcache: measures ratios where the schedule is not known."""
+
+    measures: bool = field(default=False, kw_only=True)
+
+    def said(self, kept: Decided) -> str | None:
+        full, ratios = fetch(kept.full), fetch(kept.changes)
+        if not self.measures:
+            return None
+        if (full == UNKNOWN).any():
+            return "the ratios of magcache were not measured at all steps; run it again from the beginning"
+        return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
+
+    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
+        return jnp.zeros(())
+
+    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
+        is_full = jnp.array(True) if at.is_full is None else at.is_full
+        decided = dataclasses.replace(kept, full=kept.full.at[at.step].set(is_full.astype(jnp.int8)))
+        return is_full, decided, (tokens, at.step)
+
+    def keep(self, before: Any, entered: Any, kept: Decided, seen: tuple[Tokens, Any]) -> Decided:
+        tokens, step = seen
+        update = jax.tree.map(jnp.subtract, before, entered)
+        now, then = (
+            jnp.linalg.norm(dataclasses.replace(tokens, x=x).video, axis=-1)  # type: ignore[type-var]
+            for x in (update, kept.update)
+        )
+        ratio = jnp.where(step == 0, 1.0, (now / (then + 1e-8)).mean())
+        return dataclasses.replace(kept, update=update, changes=kept.changes.at[step].set(ratio))
+
+
+MAX_SKIPS, RETENTION = 3, 0.2
+"""diffusers' defaults for magcache: so many cached steps in a row; a first share of the steps is full."""
+
+
+def magcache_steps(ratios: Sequence[float], steps: int, threshold: float) -> Bool[np.ndarray, " N"]:
+    """Which of N steps are full with magcache.
+
+    Args:
+        ratios: measured at so many steps; for another number the nearest is taken.
+    """
+    places = np.round(np.arange(steps) * (len(ratios) - 1) / max(steps - 1, 1)).astype(int)
+    full, ratio, error, skipped = np.ones(steps, bool), 1.0, 0.0, 0
+    for i in range(int(RETENTION * steps + 0.5), steps):
+        ratio *= ratios[places[i]]
+        skipped += 1
+        error += abs(1 - ratio)
+        full[i] = i == 0 or error > threshold or skipped > MAX_SKIPS
+        if full[i]:
+            ratio, error, skipped = 1.0, 0.0, 0
+    return full
+
+
 def relative_change(now: Float32[Array, ...], before: Float32[Array, ...]) -> Float32[Array, ""]:
     """mean |now - before| / mean |before|; infinite where there was nothing before."""
     return jnp.abs(now - before).mean() / jnp.abs(before).mean()
-
-
-def full_steps_text(full: Int8[np.ndarray, " N"]) -> str:
-    """The decisions of a run, in a line, and how to run it again with the same."""
-    steps = np.flatnonzero(full == 1).tolist()
-    again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
-    return f"{len(steps)} of {len(full)} steps were full{again}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,20 +10,27 @@ from jaxtyping import Bool
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import step_cache, taylor
-from cogvideox_flax.generate.predict.adaptive import AdaptiveCache, FirstBlocks, TeaCache
+from cogvideox_flax.generate.predict.adaptive import AdaptiveCache, FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
 from cogvideox_flax.models.model import VideoModel
 
-THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08}
-"""Form that decides itself -> its threshold by default, that of its authors (TeaCache's slowest)."""
+THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08, "magcache": 0.06}
+"""Form with a threshold -> its default, that of its authors (TeaCache's slowest)."""
 
 DB_BLOCKS = DB_WARM_UP = 8
 """cache-dit's defaults."""
 
 
-def cache_of(form: str, plain: Plain, model: VideoModel, layers: int, threshold: float | None = None) -> StepCache:
+def cache_of(
+    form: str,
+    plain: Plain,
+    model: VideoModel,
+    layers: int,
+    threshold: float | None = None,
+    ratios: Sequence[float] | None = None,
+) -> StepCache:
     """A form of the step cache for a model.
 
     Raises:
@@ -38,6 +46,8 @@ def cache_of(form: str, plain: Plain, model: VideoModel, layers: int, threshold:
             return TaylorSeer(plain)
         case "first_block":
             return FirstBlocks(plain, limit)
+        case "magcache":
+            return MagCache(plain, limit, measures=ratios is None)
         case "dbcache":
             if layers <= DB_BLOCKS:
                 raise InputError(f"dbcache computes {DB_BLOCKS} blocks in every step; this model has {layers} in all")
@@ -50,7 +60,7 @@ def cache_of(form: str, plain: Plain, model: VideoModel, layers: int, threshold:
 
 
 def is_adaptive(form: str | None) -> bool:
-    """Whether a form decides itself which steps are full."""
+    """Whether a form decides itself which steps are full, by a threshold."""
     return form in THRESHOLDS
 
 
@@ -61,6 +71,9 @@ def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
         return None
     if request.step_cache_full is not None:
         return np.isin(np.arange(steps), request.step_cache_full)
+    if form == "magcache" and request.step_cache_ratios is not None:
+        threshold = request.step_cache_threshold
+        return magcache_steps(request.step_cache_ratios, steps, THRESHOLDS[form] if threshold is None else threshold)
     if is_adaptive(form):
         return None
     if form == "taylorseer" and request.step_cache_schedule is None:

@@ -74,6 +74,10 @@ class StepCache:
         assert at.is_full is not None
         return at.is_full, kept, None
 
+    def said(self, kept: Kept) -> str | None:
+        """What there is to say after a run."""
+        return None
+
     def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
         """What a full step keeps, of the tokens before the last blocks and those after the first."""
         raise NotImplementedError
