@@ -10,12 +10,27 @@ import torch
 from diffusers.guiders.adaptive_projected_guidance import normalized_guidance
 from diffusers.guiders.classifier_free_zero_star_guidance import cfg_zero_star_scale
 from diffusers.guiders.guider_utils import rescale_noise_cfg
+from diffusers.guiders.skip_layer_guidance import SkipLayerGuidance
+from reference import convert_component, make_transformer, relative_error
+from test_transformer import inputs as transformer_inputs
+from test_transformer import run_reference
 
+from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.guidance import GUIDANCE, ClassifierFree, Projected, ZeroStar, guided_steps
+from cogvideox_flax.generate.guidance import (
+    GUIDANCE,
+    ClassifierFree,
+    Projected,
+    SkipLayer,
+    ZeroStar,
+    guided_steps,
+    skip_layer_steps,
+)
 from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.predict.plain import At
 from cogvideox_flax.generate.request import GUIDANCE as NAMES
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.sharding import make_mesh
@@ -40,6 +55,54 @@ def guided(form, given, scale=5.0):
 
 def torched(given):
     return [torch.from_numpy(np.array(x)).double() for x in given[:3]]
+
+
+def test_skip_layer_is_diffusers(tmp_path):
+    """The third prediction is the reference's with a block left out; the formula and the steps are the guider's."""
+    reference = make_transformer("cogvideox-5b", num_layers=3)
+    model = load_transformer(convert_component("transformer", reference, tmp_path), "float32")
+    latents, context, timestep = transformer_inputs(reference, 3, 8, 12)
+    exact = run_reference(reference, latents, context, timestep)
+    block = reference.transformer_blocks[1]
+    block.forward = lambda hidden_states, encoder_hidden_states, *_, **__: (hidden_states, encoder_hidden_states)
+    skipped = run_reference(reference, latents, context, timestep)
+    at = At(jnp.array(timestep), jnp.int32(0))
+    features = {"prompt_embeds": jnp.array(context)}
+    skip = SkipLayer(CogVideoX.embed, 1, 2.8)
+    shift = np.asarray(jax.jit(skip)(model, latents.transpose(0, 1, 3, 4, 2), features, at, jnp.array(exact)))
+    assert relative_error(shift, 2.8 * (exact - skipped)) < 1e-4
+
+    guider = SkipLayerGuidance(6.0, 2.8, skip_layer_guidance_layers=[1], guidance_rescale=0.5)
+    rng = np.random.default_rng(0)
+    without = exact + 0.3 * rng.standard_normal(exact.shape).astype(np.float32)
+    enabled = []
+    for step in range(50):
+        guider.set_state(step, 50, torch.tensor(0))
+        enabled.append(guider._is_slg_enabled())
+    assert skip_layer_steps(50, 0).tolist() == enabled
+    guider.set_state(5, 50, torch.tensor(0))
+    expected = guider.forward(*(torch.from_numpy(np.array(x)) for x in (exact, without, skipped))).pred
+    row = DDIMScheduler(SchedulerConfig()).plan(10).row(3)
+    ours = ClassifierFree(0.5)(jnp.concatenate([without, exact]), jnp.float32(6), jnp.array(exact), row, shift)
+    # diffusers' default formulation is u + w (c - u) + g (c - c_skip), its rescaling over all but the batch axis
+    assert relative_error(ours, expected) < 1e-4
+
+
+def test_a_run_with_skip_layer(pipe):
+    how = {"num_inference_steps": 12, "output_type": "latent", "progress": False}
+    plain, skipped = pipe(PROMPT, **how).frames, pipe(PROMPT, skip_layer=2, **how).frames
+    assert np.abs(skipped - plain).max() > 1e-2
+    np.testing.assert_allclose(pipe(PROMPT, skip_layer=2, compiled_loop=True, **how).frames, skipped, atol=1e-4)
+    np.testing.assert_allclose(pipe(PROMPT, skip_layer=2, skip_layer_scale=0.0, **how).frames, plain, atol=1e-5)
+    spread = Pipeline.from_pretrained(None, "float32", make_mesh(1, 2, 2))
+    np.testing.assert_allclose(spread(PROMPT, skip_layer=2, **how).frames, skipped, atol=1e-3)
+    for options, message in (
+        ({"skip_layer": 6}, "skip_layer is 6; expected a block from 0 to 5"),
+        ({"skip_layer": 1, "step_cache": "residual"}, "skip_layer does not go with step_cache"),
+        ({"skip_layer": 1, "skip_layer_scale": float("nan")}, "skip_layer_scale is nan"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pipe(PROMPT, **how, **options)
 
 
 def test_names_are_those_of_the_options():

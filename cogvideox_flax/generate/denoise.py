@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import NonFiniteError
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.guidance import Guidance, Unguided
+from cogvideox_flax.generate.guidance import Guidance, SkipLayer, Unguided
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import At, Predict
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
@@ -36,6 +36,7 @@ class DenoiseInputs:
     noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
     full_steps: which steps are full, with a step cache that does not decide itself; else None.
     guided_steps: which steps have guidance, where not all have; else None.
+    skip_layer_steps: which have skip-layer guidance, where there is any; else None.
     """
 
     conditioning: Conditioning | None
@@ -44,6 +45,7 @@ class DenoiseInputs:
     noise_source: Any
     full_steps: Bool[Any, " N"] | None = None
     guided_steps: Bool[Any, " N"] | None = None
+    skip_layer_steps: Bool[Any, " N"] | None = None
 
     def at(self, i: Int32[Array, ""]) -> At:
         """Where step i is, which may be traced."""
@@ -79,6 +81,7 @@ class DenoiseStep(Program):
     guidance: Guidance
     sampler: Scheduler
     same_noise: bool = False
+    skip_layer: SkipLayer | None = None
 
     name = "denoising step"
 
@@ -104,7 +107,13 @@ class DenoiseStep(Program):
         i, x = state.step, state.latents
         batch, features = guidance.batch(x), guidance.features(inputs.conditioning)
         prediction, kept = self.predict(model, batch, features, inputs.at(i), state.cache)
-        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i)), kept
+        shift: Any = 0.0
+        if self.skip_layer is not None:
+            assert inputs.skip_layer_steps is not None
+            args = model, x, Unguided().features(inputs.conditioning), inputs.at(i), prediction[-len(x) :]
+            nothing = partial(lambda x, *_: jnp.zeros_like(x), x)
+            shift = jax.lax.cond(inputs.skip_layer_steps[i], self.skip_layer, nothing, *args)
+        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i), shift), kept
 
     def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)

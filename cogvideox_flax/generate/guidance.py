@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Float32, Num
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.models.denoiser import Features
+from cogvideox_flax.generate.predict.plain import At, Embed
+from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.schedulers import StepTable
 
 
@@ -38,11 +39,13 @@ class Guidance(Protocol):
         scale: Float32[Array, ""],
         sample: Float32[Array, "B T h w C"],
         step: StepTable,
+        shift: Float32[Array, "B T h w C"] | float = 0.0,
     ) -> Float32[Array, "B T h w C"]:
         """One prediction for each video.
 
         scale, step: guidance's scale, and the sampler's scalars, of this step.
         sample: the latents that the prediction is for.
+        shift: of other guidance, see `SkipLayer`.
         """
 
 
@@ -64,8 +67,9 @@ class Unguided:
         scale: Float32[Array, ""],
         sample: Float32[Array, "B T h w C"],
         step: StepTable,
+        shift: Float32[Array, "B T h w C"] | float = 0.0,
     ) -> Float32[Array, "B T h w C"]:
-        return prediction
+        return prediction + shift
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,10 @@ class ClassifierFree:
         scale: Float32[Array, ""],
         sample: Float32[Array, "B T h w C"],
         step: StepTable,
+        shift: Float32[Array, "B T h w C"] | float = 0.0,
     ) -> Float32[Array, "B T h w C"]:
         without, with_prompt = jnp.split(prediction, 2)
-        guided = self.combine(without, with_prompt, scale, sample, step)
+        guided = self.combine(without, with_prompt, scale, sample, step) + shift
         if not self.rescale:
             return guided
         ratio = with_prompt.std(_VIDEO, keepdims=True) / guided.std(_VIDEO, keepdims=True)
@@ -156,6 +161,56 @@ class Projected(ClassifierFree):
         difference = -step.sigma * (with_prompt - without)  # of x0
         across = difference - _dot(difference, x0) / _dot(x0, x0) * x0
         return with_prompt - (scale - 1) * across / step.sigma
+
+
+@dataclass(frozen=True)
+class SkipLayer:
+    """Away from what the denoiser predicts with the prompt without one of its blocks: a worse prediction of its own.
+
+    block: counted from 0.
+    scale: of the difference.
+
+    Source: skip-layer guidance of Stable Diffusion 3.5 as in diffusers' guider; spatiotemporal skip guidance (arXiv
+    2411.18664).
+    """
+
+    embed: Embed
+    block: int
+    scale: float
+
+    def __call__(
+        self,
+        denoiser: Denoiser,
+        latents: Float32[Array, "B T h w C"],
+        features: Features,
+        at: At,
+        prediction: Float32[Array, "B T h w C"],
+    ) -> Float32[Array, "B T h w C"]:
+        """What is added to the guided prediction.
+
+        features: of the prompts.
+        prediction: with all blocks.
+        """
+        tokens: Any = self.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+        before = denoiser.run_blocks(tokens, stop=self.block) if self.block else tokens
+        after = denoiser.run_blocks(before, start=self.block + 1)
+        return self.scale * (prediction - denoiser.head(after).astype(jnp.float32))
+
+
+SKIP_LAYER_SHARES = (0.01, 0.2)
+"""Skip-layer guidance is for the steps between these shares of all, the ends left out: diffusers' defaults."""
+
+
+def skip_layer_steps(num_inference_steps: int, first: int) -> Bool[np.ndarray, " N"]:
+    """Which steps have skip-layer guidance.
+
+    Args:
+        num_inference_steps: all steps.
+        first: the first that is done.
+    """
+    start, stop = (int(share * num_inference_steps) for share in SKIP_LAYER_SHARES)
+    steps = np.arange(first, num_inference_steps)
+    return (start < steps) & (steps < stop)
 
 
 GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": ZeroStar, "apg": Projected}

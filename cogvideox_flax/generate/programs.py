@@ -32,7 +32,15 @@ from cogvideox_flax.generate.denoise import (
     encoder_noise_key,
 )
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
-from cogvideox_flax.generate.guidance import GUIDANCE, Guidance, Unguided, guidance_scales, guided_steps
+from cogvideox_flax.generate.guidance import (
+    GUIDANCE,
+    Guidance,
+    SkipLayer,
+    Unguided,
+    guidance_scales,
+    guided_steps,
+    skip_layer_steps,
+)
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
 from cogvideox_flax.generate.predict import forms, step_cache
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
@@ -178,7 +186,14 @@ class RunPrograms:
 
     @property
     def _step(self) -> DenoiseStep:
-        return DenoiseStep(self.predict, self.guidance, self.sampler, self.request.same_noise)
+        return DenoiseStep(self.predict, self.guidance, self.sampler, self.request.same_noise, self.skip_layer)
+
+    @property
+    def skip_layer(self) -> SkipLayer | None:
+        request = self.request
+        if request.skip_layer is None:
+            return None
+        return SkipLayer(self.model.embed, request.skip_layer, request.skip_layer_scale)
 
     @property
     def whole_run(self) -> WholeRun:
@@ -247,6 +262,9 @@ class RunPrograms:
         steps, timesteps = len(self.steps), self.steps.timesteps
         scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
         inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps, self.guided_steps)
+        if request.skip_layer is not None:
+            done = skip_layer_steps(request.num_inference_steps, request.first_step)
+            inputs = dataclasses.replace(inputs, skip_layer_steps=done)
         if conditioning is not None and conditioning.video is not None:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))

@@ -232,6 +232,15 @@ class GenerationRequest:
         group=SAMPLING,
         metavar="START,STOP",
     )
+    skip_layer: int | None = option(
+        None,
+        "away from what the model predicts without this block, such as 11 of 42: clearer shapes, half a guided step "
+        "more work in the first fifth of the steps; default: off",
+        group=SAMPLING,
+        metavar="BLOCK",
+        planned=True,
+    )
+    skip_layer_scale: float = option(1.0, "of --skip-layer; default: 1", group=SAMPLING)
     timesteps: Sequence[float] | None = option(
         None,
         "those that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to the "

@@ -100,6 +100,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         result.plan()
         if size is not None and not faults:
             _check_step_cache(result, size)
+            _check_skip_layer(result, size)
             _check_arrays(result, size, sampler)
     if request.tiling:
         with faults.caught():
@@ -391,9 +392,28 @@ def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingO
     Raises:
         InputError: with the numbers.
     """
-    halves = request.guided and request.guidance_interval is None  # else there are steps without the second one
+    # else there are predictions of the prompts alone
+    halves = request.guided and request.guidance_interval is None and request.skip_layer is None
     sharding.check_batch(mesh, request.batch * (2 if halves else 1))
     profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
+
+
+def _check_skip_layer(request: ResolvedRequest, size: Size) -> None:
+    """Refuse a block that the model does not have, and what skip-layer guidance does not go with.
+
+    Raises:
+        InputError: with what is expected.
+    """
+    block, layers = request.skip_layer, request.manifest.model.workload(size).layers
+    if not is_finite_number(request.skip_layer_scale):
+        raise InputError(f"skip_layer_scale is {shown(request.skip_layer_scale)}; expected a number")
+    if block is None:
+        return
+    if not isinstance(block, int) or not 0 <= block < layers:
+        raise InputError(f"skip_layer is {shown(block)}; expected a block from 0 to {layers - 1}")
+    for name in ("step_cache", "window", "positions"):
+        if getattr(request, name) is not None:
+            raise InputError(f"skip_layer does not go with {name}; leave one of them out")
 
 
 def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
