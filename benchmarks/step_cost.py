@@ -47,8 +47,8 @@ class Setting:
     options: dict[str, Any]
 
 
-def settings() -> Iterator[Setting]:
-    """All rows but the exact run."""
+def settings(ratios: Sequence[float] | None = None) -> Iterator[Setting]:
+    """All rows but the exact run. ratios: of magcache; None leaves it out."""
     for steps in (25, 15, 10, 8, 4):
         yield Setting("steps", "ddim", {"num_inference_steps": steps})
     for kind in ("euler", "uni_pc", "dpmpp_2m", "dpm", "dpmpp_2m_sde", "euler_ancestral", "lcm"):
@@ -66,9 +66,13 @@ def settings() -> Iterator[Setting]:
     for threshold in (0.05, 0.1, 0.2, 0.4):
         options = {"step_cache": "first_block", "step_cache_threshold": threshold}
         yield Setting("cache", f"first_block {threshold:g}", options)
+    for threshold in () if ratios is None else (0.06, 0.2, 0.6):
+        options = {"step_cache": "magcache", "step_cache_ratios": ratios, "step_cache_threshold": threshold}
+        yield Setting("cache", f"magcache {threshold:g}", options)
     for interval_end in (0.3, 0.6):
         yield Setting("guidance", f"interval 0,{interval_end:g}", {"guidance_interval": [0.0, interval_end]})
     yield Setting("guidance", "off", {"guidance_scale": 1.0})
+    yield Setting("guidance", "skip layer 2", {"skip_layer": 2})
 
 
 class Runner:
@@ -76,6 +80,12 @@ class Runner:
 
     def __init__(self, model: str | None):
         self.pipe = Pipeline.from_pretrained(model, "float32")
+
+    def ratios(self, prompt: str) -> list[float]:
+        """magcache's, measured in a run."""
+        asked = GenerationRequest(prompt, num_inference_steps=EXACT_STEPS, step_cache="magcache")
+        *_, last = self.pipe.denoise(self.pipe.encode(asked, progress=False), asked, progress=False)
+        return [float(ratio) for ratio in fetch(last.cache.changes)]
 
     def run(self, prompt: str, seed: int, options: dict[str, Any]) -> tuple[float, float, UInt8[Any, "F H W 3"]]:
         """Seconds of the denoising loop, its full steps, and the frames."""
@@ -170,10 +180,11 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     prompts = [item.clip.prompt for item in make_items(args.prompts, seed=0)]
     lpips = None if args.lpips is None else Lpips.load(args.lpips)
-    rows = [each for each in settings() if args.only in (None, each.kind)]
+    runner = Runner(args.model)
+    rows = [each for each in settings(runner.ratios(prompts[0])) if args.only in (None, each.kind)]
     columns = ("setting", "full steps", "time", "PSNR, dB", "SSIM", "LPIPS", "right")
     report = Report(args.json, columns, model=args.model or "embedded", prompts=prompts, seeds=args.seeds)
-    for row in measure(Runner(args.model), rows, prompts, args.seeds, lpips):
+    for row in measure(runner, rows, prompts, args.seeds, lpips):
         report.add(row, cells(row))
     print(f"exact: {report.rows[0]['seconds']:.2f} s of denoising; {report.record['machine']}")
     if args.plot is not None:
