@@ -70,8 +70,8 @@ def settings(ratios: Sequence[float] | None = None) -> Iterator[Setting]:
         options = {"step_cache": "magcache", "step_cache_ratios": ratios, "step_cache_threshold": threshold}
         yield Setting("cache", f"magcache {threshold:g}", options)
     for interval_end in (0.3, 0.6):
-        yield Setting("guidance", f"interval 0,{interval_end:g}", {"guidance_interval": [0.0, interval_end]})
-    yield Setting("guidance", "off", {"guidance_scale": 1.0})
+        yield Setting("guidance", f"guidance interval 0,{interval_end:g}", {"guidance_interval": [0.0, interval_end]})
+    yield Setting("guidance", "guidance off", {"guidance_scale": 1.0})
     yield Setting("guidance", "skip layer 2", {"skip_layer": 2})
 
 
