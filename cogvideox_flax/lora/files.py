@@ -26,7 +26,7 @@ from cogvideox_flax.io.tensor_file import PickledError, TensorFile, write_tensor
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora.adapters import adapters
 from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, Alphas
-from cogvideox_flax.lora.layouts import Key, any_layer, known_maps, last_layer, not_served, parse_key
+from cogvideox_flax.lora.layouts import Key, any_layer, known_maps, last_layers, not_served, parse_key
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 from conversion.mapping import Move, source_moves
@@ -271,6 +271,7 @@ def _group(
     """Map -> names of its A, B and alpha; all names; and the faults of names and dtypes."""
     groups: dict[str, dict[str, str]] = {}
     keys, faults = [], []
+    layers = last_layers(known)
     for name, info in file.tensors.items():
         key = parse_key(name, component)
         if key is None or key.map not in known:
@@ -279,7 +280,7 @@ def _group(
                     f"{file.path} is {what} ({any_layer(name)}); adapters of two low-rank matrices for each linear map "
                     f"of the {component} are served"
                 )
-            last = None if key is None else last_layer(key.map, known)
+            last = None if key is None else layers.get(any_layer(key.map))
             faults.append(
                 f"  unknown  {any_layer(name)}"
                 if last is None

@@ -107,7 +107,10 @@ def any_layer(name: str) -> str:
     return _LAYER.sub(r"\1*", name)
 
 
-def last_layer(name: str, known: Iterable[str]) -> int | None:
-    """The last layer of the known maps that are called as this one is; None if there are none."""
-    layers = [int(found[2]) for each in known if any_layer(each) == any_layer(name) and (found := _LAYER.search(each))]
-    return max(layers, default=None)
+def last_layers(known: Iterable[str]) -> dict[str, int]:
+    """Name without its layer number -> the last layer of the known maps that are called so."""
+    layers: dict[str, int] = {}
+    for name in known:
+        if found := _LAYER.search(name):
+            layers[any_layer(name)] = max(layers.get(any_layer(name), 0), int(found[2]))
+    return layers
