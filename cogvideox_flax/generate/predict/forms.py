@@ -10,7 +10,7 @@ from jaxtyping import Bool
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import step_cache, taylor
-from cogvideox_flax.generate.predict.adaptive import AdaptiveCache, FirstBlocks, MagCache, TeaCache, magcache_steps
+from cogvideox_flax.generate.predict.adaptive import FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
@@ -79,6 +79,3 @@ def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
     if form == "taylorseer" and request.step_cache_schedule is None:
         return taylor.full_steps(steps)
     return step_cache.full_steps(request.step_cache_schedule, steps)
-
-
-__all__ = ["THRESHOLDS", "AdaptiveCache", "cache_of", "full_steps", "is_adaptive"]
