@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import tpu
+from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.nn.conv import tpu_kernel
@@ -113,6 +114,22 @@ def test_convolution_compiles(topology, channels):
 
     text = compile_for(topology, f, *shapes).as_text()
     assert tpu_kernel.NAME in text and " convolution(" not in text
+
+
+@pytest.mark.parametrize(("mesh", "batch"), [((1, 8, 1), 1), ((8, 1, 1), 8)])
+def test_a_convolution_of_whole_pictures_compiles_on_a_mesh(mesh, batch):
+    """Eleven rows and 37 columns divide over no device; each computes all of them, or videos of its own."""
+    mesh = tpu.topology_mesh("v6e:2x4", mesh)
+    shapes = (batch, 4, 11, 37, 128), (3, 3, 3, 128, 128), (128,)
+
+    def f(x, kernel, bias):
+        with sharding.spatial_split(x) as x:
+            return conv3d(x, kernel, bias)
+
+    place = NamedSharding(mesh, PartitionSpec())
+    with compiling_on(mesh):
+        args = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes)
+        assert tpu_kernel.NAME in jax.jit(f).lower(*args).compile().as_text()
 
 
 @pytest.mark.parametrize(("dtype", "out_channels"), [(jnp.bfloat16, 256), (jnp.float32, 512)])

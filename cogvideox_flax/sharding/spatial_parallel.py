@@ -134,9 +134,9 @@ def spatial_parallel_conv(
                 x = jnp.pad(x, [halo if i == axis else (0, 0) for i in range(x.ndim)], mode="edge")
         return conv(x, residual, *params, padding=padding)
 
-    if not axes:
+    if layout is None:
         return local_conv(x, residual, *params)
-
+    # also where the pictures are whole: the compiler cannot split a TPU kernel itself
     specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
     return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
 
