@@ -367,14 +367,14 @@ class GenerationRequest:
     )
     step_cache_full: Sequence[int] | None = option(
         None,
-        "the full steps, counted from 0, such as a run with first_block logs them",
+        "the full steps, counted from 0, as a run with first_block logs them",
         group=CACHE,
         metavar="N,N,...",
         planned=True,
     )
     step_cache_ratios: Sequence[float] | None = option(
         None,
-        "of magcache: those that a run with it and without them measures and logs",
+        "for magcache, which measures and logs them in a run without",
         group=CACHE,
         metavar="R,R,...",
         planned=True,
