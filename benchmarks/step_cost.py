@@ -27,7 +27,7 @@ from benchmarks.fidelity import psnr, ssim
 from benchmarks.lpips import Lpips
 from benchmarks.runner import Report, make_parser, timed
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.predict.adaptive import Decided
+from cogvideox_flax.generate.predict.adaptive import FULL, Decided
 from cogvideox_flax.generate.predict.step_cache import default_schedule
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.runtime.global_arrays import fetch
@@ -97,7 +97,7 @@ class Runner:
         run = self.pipe.programs(asked)
         full = np.ones(len(run.steps)) if run.full_steps is None else run.full_steps
         if isinstance(last.cache, Decided):
-            full = fetch(last.cache.full) == 1
+            full = fetch(last.cache.full) == FULL
         frames = fetch(self.pipe.decode(run.without_extra(last.latents), progress=False))[0]
         return seconds, float(full.sum()), frames
 

@@ -22,7 +22,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.predict import taylor
-from cogvideox_flax.generate.predict.adaptive import FirstBlocks, MagCache, TeaCache, magcache_steps
+from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
 from cogvideox_flax.generate.programs import RunPrograms
@@ -122,14 +122,14 @@ def test_first_block_is_diffusers(reference, model, sequence, threshold):
     outputs, kept = run_ours(model, FirstBlocks(PLAIN, threshold), sequence)
     changes = np.asarray(kept.changes)[1:]
     assert np.abs(changes / threshold - 1).min() > 1e-3, "no decision hangs on rounding"
-    assert np.flatnonzero(np.asarray(kept.full) == 1).tolist() == ran
+    assert np.flatnonzero(np.asarray(kept.full) == FULL).tolist() == ran
     for ours, theirs in zip(outputs, expected, strict=True):
         assert relative_error(ours, theirs) < BAR
 
 
 def test_the_thresholds_decide_differently(model, sequence):
     counts = [
-        int((np.asarray(run_ours(model, FirstBlocks(PLAIN, t), sequence)[1].full) == 1).sum()) for t in (0, 0.6, 1e9)
+        int((np.asarray(run_ours(model, FirstBlocks(PLAIN, t), sequence)[1].full) == FULL).sum()) for t in (0, 0.6, 1e9)
     ]
     assert counts[0] == STEPS > counts[1] > counts[2] == 1
 
@@ -169,7 +169,7 @@ def test_teacache_is_its_definition(reference, model, sequence):
         total = 0.0 if full[-1] else total
     assert 2 < sum(full) < STEPS and np.abs(np.array(totals[1:]) / threshold - 1).min() > 1e-3
     outputs, kept = run_ours(model, TeaCache(PLAIN, threshold, coefficients), sequence)
-    assert (np.asarray(kept.full) == 1).tolist() == full
+    assert (np.asarray(kept.full) == FULL).tolist() == full
     np.testing.assert_allclose(np.asarray(kept.changes)[1:], totals[1:], rtol=1e-4)
 
     blocks, head = jax.jit(type(model).run_blocks), jax.jit(type(model).head)
@@ -216,7 +216,7 @@ def test_magcache_measures_and_is_replayed(pipe, caplog):
 
 def test_dbcache_warms_up_and_computes_the_first_blocks(model, sequence):
     outputs, kept = run_ours(model, FirstBlocks(PLAIN, 1e9, first=2, warm_up=5), sequence)
-    assert np.flatnonzero(np.asarray(kept.full) == 1).tolist() == [0, 1, 2, 3, 4]
+    assert np.flatnonzero(np.asarray(kept.full) == FULL).tolist() == [0, 1, 2, 3, 4]
     exact, _ = run_ours(model, FirstBlocks(PLAIN, 0.0), sequence)
     assert all(relative_error(outputs[i], exact[i]) < 1e-5 for i in range(5))
     assert relative_error(outputs[8], exact[8]) > 10 * BAR
@@ -242,7 +242,7 @@ def test_hunyuans_video_tokens_decide():
     first, kept = step(model, latents, given, at, kept)
     assert relative_error(first, model(latents, jnp.float32(900), **given)) < BAR
     again, after = step(model, latents, given, at._replace(step=jnp.int32(1)), kept)
-    assert float(after.changes[1]) == 0 and int(after.full[1]) == 0
+    assert float(after.changes[1]) == 0 and int(after.full[1]) == CACHED
     assert relative_error(again, first) < BAR, "cached, of the same latents"
 
 
@@ -261,7 +261,7 @@ def request(form="first_block", **options):
 
 def decisions(pipe, asked):
     *_, state = pipe.denoise(pipe.encode(asked, progress=False), asked)
-    return np.flatnonzero(np.asarray(state.cache.full) == 1).tolist(), np.asarray(state.latents)
+    return np.flatnonzero(np.asarray(state.cache.full) == FULL).tolist(), np.asarray(state.latents)
 
 
 def test_loops_agree_and_a_run_is_replayed(pipe, caplog):
@@ -336,7 +336,10 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
     parts = tmp_path / "parts.npz"
     assert cli.main([*COMMAND, "--out", str(parts)]) == 130
+    real, said = FirstBlocks.said, []
+    monkeypatch.setattr(FirstBlocks, "said", lambda *args: said.append(real(*args)))
     assert cli.main([*COMMAND, "--out", str(parts)]) == 0
+    assert "makes the same" not in said[0], "the steps of the first process are not known"
     assert started == [0, max(i for i in full if i < stop)], full
     np.testing.assert_array_equal(np.load(parts)["latents"], np.load(whole)["latents"])
 

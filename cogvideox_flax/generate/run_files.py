@@ -31,7 +31,7 @@ from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.media import MEDIA, Media
-from cogvideox_flax.generate.predict.adaptive import Decided
+from cogvideox_flax.generate.predict.adaptive import FULL, Decided
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
@@ -304,7 +304,7 @@ class StateKeeper:
         if isinstance(state.cache, Decided):
             # whether a step is full is known when it is done: then the loop can go on from the state before it
             before, self._before = self._before, dataclasses.replace(state, cache=None)
-            if fetch(state.cache.full)[int(state.step) - 1] != 1 or before is None:
+            if fetch(state.cache.full)[int(state.step) - 1] != FULL or before is None:
                 return
             state = before
         if not self._run.may_resume(int(state.step)):

@@ -9,10 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from cogvideox_flax.config import Config
@@ -24,6 +22,7 @@ from cogvideox_flax.lora.files import LoRARecord, Pair, matrix_shape, open_adapt
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.quantized import QuantizedLinear
 from cogvideox_flax.nn.stack import same_arrays
+from cogvideox_flax.runtime.global_arrays import replicate
 
 log = logging.getLogger(__name__)
 
@@ -78,16 +77,12 @@ def merge_files(
             if isinstance(linear, QuantizedLinear):
                 result = with_adapter(family, result, path, a, b, a.shape[-1], mesh)
             else:
-                set_linear(result, path, with_product(linear, _placed(a, mesh), _placed(b, mesh)))
+                set_linear(result, path, with_product(linear, *replicate((a, b), mesh)))
                 changed.add(kernel)
     for record in records:
         if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
     return Merged(result, changed)
-
-
-def _placed(matrix: np.ndarray, mesh: Mesh | None) -> jax.Array:
-    return jnp.asarray(matrix) if mesh is None else jax.device_put(matrix, NamedSharding(mesh, PartitionSpec()))
 
 
 def _stacked(

@@ -35,8 +35,8 @@ from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.models.denoiser import Tokens
 from cogvideox_flax.runtime.global_arrays import fetch
 
-UNKNOWN = -1
-"""In `Decisions.full`: of a step that was not done yet, or in an earlier process."""
+UNKNOWN, CACHED, FULL = 0, 1, 2
+"""In `Decided.full`. A step not done yet, or done in an earlier process, is unknown: what is kept begins as zeros."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ UNKNOWN = -1
 class Decided:
     """What an adaptive form keeps.
 
-    full: int8 [N], of each step: 1 full, 0 cached, `UNKNOWN`.
+    full: int8 [N], of each step `UNKNOWN`, `CACHED` or `FULL`.
     changes: [N], of each step what was compared with the threshold.
     update: the sum of the skipped blocks' updates in the last full step.
     seen: what the next step is compared with.
@@ -72,7 +72,7 @@ class AdaptiveCache(StepCache):
     def said(self, kept: Decided) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
         full = fetch(kept.full)
-        steps = np.flatnonzero(full == 1).tolist()
+        steps = np.flatnonzero(full == FULL).tolist()
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
         return f"{len(steps)} of {len(full)} steps were full{again}"
 
@@ -97,12 +97,12 @@ class AdaptiveCache(StepCache):
         now, steps = self.look(tokens, entered), kept.full.shape[0]
         change = self.change(now, kept)
         # without a full step in memory there is nothing to reuse
-        is_full = self.must(at.step, steps) | ~(kept.full == 1).any() | (change > self.threshold)
+        is_full = self.must(at.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
         if at.is_full is not None:
             is_full = at.is_full
         decided = dataclasses.replace(
             kept,
-            full=kept.full.at[at.step].set(is_full.astype(jnp.int8)),
+            full=_recorded(kept.full, at.step, is_full),
             changes=kept.changes.at[at.step].set(change),
             total=jnp.where(is_full, 0.0, change),
         )
@@ -182,7 +182,7 @@ class MagCache(AdaptiveCache):
 
     def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
         is_full = jnp.array(True) if at.is_full is None else at.is_full
-        decided = dataclasses.replace(kept, full=kept.full.at[at.step].set(is_full.astype(jnp.int8)))
+        decided = dataclasses.replace(kept, full=_recorded(kept.full, at.step, is_full))
         return is_full, decided, (tokens, at.step)
 
     def keep(self, before: Any, entered: Any, kept: Decided, seen: tuple[Tokens, Any]) -> Decided:
@@ -216,6 +216,10 @@ def magcache_steps(ratios: Sequence[float], steps: int, threshold: float) -> Boo
         if full[i]:
             ratio, error, skipped = 1.0, 0.0, 0
     return full
+
+
+def _recorded(full: Array, step: Any, is_full: Bool[Array, ""]) -> Array:
+    return full.at[step].set(jnp.where(is_full, FULL, CACHED).astype(jnp.int8))
 
 
 def relative_change(now: Float32[Array, ...], before: Float32[Array, ...]) -> Float32[Array, ""]:
