@@ -189,7 +189,7 @@ def test_magcache_is_diffusers(reference, model, sequence, capsys):
     measured = [
         float(x) for x in re.search(r"\[([\d., ]+)\]", capsys.readouterr().out.split("=...):")[1])[1].split(",")
     ]
-    outputs, kept = run_ours(model, MagCache(PLAIN, 0.06, measures=True), sequence)
+    outputs, kept = run_ours(model, MagCache(PLAIN, measures=True), sequence)
     np.testing.assert_allclose(kept.changes, measured, rtol=1e-4)
     assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, calibrated, strict=True))
     for ratios, threshold in ((measured, 0.3), ([1.0, 0.9, 0.97, 0.8, 0.99], 0.5), ([1.0] * 3, 0.1)):
@@ -197,7 +197,7 @@ def test_magcache_is_diffusers(reference, model, sequence, capsys):
         expected, ran = run_hooked(reference, sequence, config)
         full = magcache_steps(ratios, STEPS, threshold)
         assert np.flatnonzero(full).tolist() == ran and len(ran) < STEPS
-        outputs, _ = run_ours(model, MagCache(PLAIN, threshold), sequence, full)
+        outputs, _ = run_ours(model, MagCache(PLAIN), sequence, full)
         assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, expected, strict=True))
 
 

@@ -34,6 +34,9 @@ GUIDANCE = ("cfg", "cfg_zero", "apg")
 STEP_CACHES = ("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache", "magcache")
 """What a cached step computes; see `predict.forms`."""
 
+THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08, "magcache": 0.06}
+"""Form of the step cache with a threshold -> its default, that of its authors (TeaCache's slowest)."""
+
 MAX_SEED = 2**32 - 1
 
 MAX_VIDEOS = 10_000
@@ -360,8 +363,8 @@ class GenerationRequest:
     )
     step_cache_threshold: float | None = option(
         None,
-        "of first_block, dbcache, teacache, magcache: a step is full when something has changed by more; higher is "
-        "faster; default: 0.05, 0.08, 0.1, 0.06",
+        "a step is full when something has changed by more; higher is faster; default: "
+        + ", ".join(f"{form} {threshold:g}" for form, threshold in THRESHOLDS.items()),
         group=CACHE,
         planned=True,
     )

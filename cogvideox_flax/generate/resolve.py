@@ -18,7 +18,7 @@ from cogvideox_flax.checkpoint import Domain, Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
-from cogvideox_flax.generate.predict.forms import THRESHOLDS, cache_of, is_adaptive
+from cogvideox_flax.generate.predict.forms import cache_of, is_adaptive
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
 from cogvideox_flax.generate.request import (
@@ -27,6 +27,7 @@ from cogvideox_flax.generate.request import (
     MAX_SEED,
     MAX_VIDEOS,
     STEP_CACHES,
+    THRESHOLDS,
     GenerationRequest,
     ResolvedRequest,
     parse_lora,

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,15 +59,31 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class AdaptiveCache(StepCache):
+class UpdateCache(StepCache):
+    """The base of the forms that keep the sum of the skipped blocks' updates, and which steps were full."""
+
+    _: KW_ONLY
+    last: int = 0
+
+    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+        number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
+        return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
+
+    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
+        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, entered))
+
+    def reuse(self, kept: Decided, entered: Any) -> Any:
+        return jax.tree.map(jnp.add, entered, kept.update)
+
+
+@dataclass(frozen=True)
+class AdaptiveCache(UpdateCache):
     """The base of the forms that decide themselves.
 
-    threshold: of the change; below it a step is cached.
+    threshold: of the change; above it a step is full.
     """
 
     threshold: float
-
-    last: ClassVar[int] = 0
 
     def said(self, kept: Decided) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
@@ -90,8 +106,7 @@ class AdaptiveCache(StepCache):
 
     def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
         seen = jax.eval_shape(self.look, tokens, tokens)
-        number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
-        return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, seen, number)
+        return dataclasses.replace(super().kept(tokens, prediction, steps), seen=seen)
 
     def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
         now, steps = self.look(tokens, entered), kept.full.shape[0]
@@ -108,12 +123,6 @@ class AdaptiveCache(StepCache):
         )
         return is_full, decided, now
 
-    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
-        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, entered))
-
-    def reuse(self, kept: Decided, entered: Any) -> Any:
-        return jax.tree.map(jnp.add, entered, kept.update)
-
 
 @dataclass(frozen=True)
 class FirstBlocks(AdaptiveCache):
@@ -123,8 +132,9 @@ class FirstBlocks(AdaptiveCache):
     warm_up: so many steps at the beginning are full.
     """
 
-    first: int = field(default=1, kw_only=True)  # type: ignore[misc]
-    warm_up: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    first: int = 1
+    warm_up: int = 0
 
     def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, "B n D"]:
         return entered.video - tokens.video
@@ -164,10 +174,14 @@ class TeaCache(AdaptiveCache):
 
 
 @dataclass(frozen=True)
-class MagCache(AdaptiveCache):
-    """magcache: measures ratios where the schedule is not known."""
+class MagCache(UpdateCache):
+    """magcache.
 
-    measures: bool = field(default=False, kw_only=True)
+    measures: the ratios, in a run of full steps; else the schedule is known.
+    """
+
+    _: KW_ONLY
+    measures: bool = False
 
     def said(self, kept: Decided) -> str | None:
         full, ratios = fetch(kept.full), fetch(kept.changes)
@@ -177,23 +191,22 @@ class MagCache(AdaptiveCache):
             return "the ratios of magcache were not measured at all steps; run it again from the beginning"
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
-    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
-        return jnp.zeros(())
-
     def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
         is_full = jnp.array(True) if at.is_full is None else at.is_full
         decided = dataclasses.replace(kept, full=_recorded(kept.full, at.step, is_full))
         return is_full, decided, (tokens, at.step)
 
     def keep(self, before: Any, entered: Any, kept: Decided, seen: tuple[Tokens, Any]) -> Decided:
+        after = super().keep(before, entered, kept, seen)
+        if not self.measures:
+            return after
         tokens, step = seen
-        update = jax.tree.map(jnp.subtract, before, entered)
         now, then = (
             jnp.linalg.norm(dataclasses.replace(tokens, x=x).video, axis=-1)  # type: ignore[type-var]
-            for x in (update, kept.update)
+            for x in (after.update, kept.update)
         )
         ratio = jnp.where(step == 0, 1.0, (now / (then + 1e-8)).mean())
-        return dataclasses.replace(kept, update=update, changes=kept.changes.at[step].set(ratio))
+        return dataclasses.replace(after, changes=kept.changes.at[step].set(ratio))
 
 
 MAX_SKIPS, RETENTION = 3, 0.2

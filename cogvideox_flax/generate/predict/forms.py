@@ -14,10 +14,8 @@ from cogvideox_flax.generate.predict.adaptive import FirstBlocks, MagCache, TeaC
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
+from cogvideox_flax.generate.request import THRESHOLDS
 from cogvideox_flax.models.model import VideoModel
-
-THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08, "magcache": 0.06}
-"""Form with a threshold -> its default, that of its authors (TeaCache's slowest)."""
 
 DB_BLOCKS = DB_WARM_UP = 8
 """cache-dit's defaults."""
@@ -47,7 +45,7 @@ def cache_of(
         case "first_block":
             return FirstBlocks(plain, limit)
         case "magcache":
-            return MagCache(plain, limit, measures=ratios is None)
+            return MagCache(plain, measures=ratios is None)
         case "dbcache":
             if layers <= DB_BLOCKS:
                 raise InputError(f"dbcache computes {DB_BLOCKS} blocks in every step; this model has {layers} in all")

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,9 @@ class StepCache:
 
     inner: Plain
 
-    first: ClassVar[int] = 0
-    last: ClassVar[int] = 1
+    _: KW_ONLY
+    first: int = 0
+    last: int = 1
 
     def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
         """What is kept, as shapes: a pytree.
