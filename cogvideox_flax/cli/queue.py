@@ -29,6 +29,106 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
 log = logging.getLogger("cogvideox_flax")
 
 
+class _Queue:
+    """The lines of a --prompt-file: what they ask for, what of it is there, and what could not be made.
+
+    Attributes:
+        folder: of the run in the middle.
+        groups: the jobs that are made at once.
+        faults: number of a line -> why it was left out.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.out = args, args.out
+        self.folder: Path = args.dir or args.out.with_name(args.out.name + ".stages")
+        self.groups: list[list[Job]] = []
+        self.faults: dict[int, str] = {}
+        self._lines: dict[int, str] = {}
+        self._entries: dict[tuple[int, int], Shown] = {}  # by line and seed
+
+    def refuse(self, number: int, error: InputError) -> None:
+        """Leave a line out."""
+        self.faults[number] = "; ".join(str(error).splitlines())
+        log.warning("line %d is left out: %s", number, self.faults[number])
+
+    def failed(self) -> InputError:
+        """The lines that were left out, in one message."""
+        each = [f"line {number}: {self.faults[number]}" for number in sorted(self.faults)]
+        first = f"of {len(self._lines)} prompts in {self.args.prompt_file}, these were not made:"
+        return InputError("\n".join([first, *each]))
+
+    def read(self) -> dict[str, Any]:
+        """Read the file; for `open_runs`."""
+        from cogvideox_flax.checkpoint import hub
+        from cogvideox_flax.generate.page import check_page
+        from cogvideox_flax.generate.queue import fields_of, folder_of, read_lines
+        from cogvideox_flax.generate.run_files import check_folder
+
+        args = self.args
+        if args.like is not None:
+            raise InputError("--like makes one video again; leave it out with a --prompt-file")
+        if args.prompt:
+            raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
+        self._lines = read_lines(args.prompt_file)
+        check_page(folder_of(self.out))
+        check_folder(self.folder)
+        lines = self._lines.values()
+        if args.model is None and all('"image"' in line and "image" in fields_of(line) for line in lines):
+            args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
+        return {}
+
+    def requests(self, manifest: Manifest, _: object) -> list[ResolvedRequest]:
+        """What the lines ask for, each request a group; for `open_runs`."""
+        from cogvideox_flax.generate.queue import batches, jobs_of, path_of, request_of
+
+        jobs, wrong = jobs_of(self._lines, {"lora": [], **given_options(self.args)}, manifest)
+        for job in jobs:
+            try:
+                check_output([path_of(self.out, job.line, job.request)], _latents_only(self.args), overwrite=True)
+            except InputError as e:
+                wrong[job.line] = e
+        self.groups = batches([job for job in jobs if job.line not in wrong], self.args.batch or 1)
+        if not self.groups:
+            self.faults = {number: str(error) for number, error in wrong.items()}
+            raise self.failed()
+        for number, error in wrong.items():
+            self.refuse(number, error)
+        return [request_of(batch) for batch in self.groups]
+
+    def left(self, pipe: Pipeline, checkpoint: str) -> list[list[tuple[int, int]]]:
+        """Of each group, the items that are still to be made: their places and lines. On process 0 alone."""
+        from cogvideox_flax.generate.page import Shown
+        from cogvideox_flax.generate.queue import path_of
+
+        for job in (job for batch in self.groups for job in batch):
+            path, key = path_of(self.out, job.line, job.request), (job.line, job.request.seed)
+            stored = _stored(pipe, path, job.request, checkpoint)
+            self._entries[key] = Shown(job.line, job.request.prompt[0], path if stored else None, stored)
+        if there := sum(each.path is not None for each in self._entries.values()):
+            log.info("%d of %d videos are there already", there, len(self._entries))
+        return [
+            [(i, job.line) for i, job in enumerate(batch) if self._entries[job.line, job.request.seed].path is None]
+            for batch in self.groups
+        ]
+
+    def made(self, line: int, seed: int, path: Path, metadata: dict[str, Any]) -> None:
+        """A video that is there now."""
+        from cogvideox_flax.generate.page import Shown
+
+        self._entries[line, seed] = Shown(line, metadata["prompt"], path, metadata)
+        print(path, flush=True)
+
+    def show_page(self) -> None:
+        """Write the page of what is there, what failed, and what is still to be made."""
+        from cogvideox_flax.generate.page import Shown, write_page
+        from cogvideox_flax.generate.queue import folder_of
+
+        if hosts.is_first():
+            wrong = [Shown(number, self._lines[number], fault=fault) for number, fault in self.faults.items()]
+            rest = [each for each in self._entries.values() if each.path is not None or each.line not in self.faults]
+            write_page(folder_of(self.out), self.out.name, sorted([*rest, *wrong], key=lambda each: each.line))
+
+
 def generate_queue(args: argparse.Namespace) -> None:
     """A video for each line of --prompt-file; those that are there already, made of the same, stay.
 
@@ -37,117 +137,44 @@ def generate_queue(args: argparse.Namespace) -> None:
     """
     import jax
 
-    from cogvideox_flax.checkpoint import hub
-    from cogvideox_flax.generate.page import Shown, check_page, write_page
-    from cogvideox_flax.generate.queue import (
-        batches,
-        fields_of,
-        folder_of,
-        items_of,
-        jobs_of,
-        path_of,
-        read_lines,
-        request_of,
-    )
+    from cogvideox_flax.generate.queue import items_of, path_of
     from cogvideox_flax.generate.run_files import check_folder, remove_files, run_dir_lock, space_needed
     from cogvideox_flax.io.paths import check_name
     from cogvideox_flax.runtime.terminal import duration_text, say
 
     loaded()
-    out: Path = args.out
-    check_name(out)
-    folder = args.dir or out.with_name(out.name + ".stages")
-    lines: dict[int, str] = {}
-    groups: list[list[Job]] = []
-    faults: dict[int, str] = {}
-
-    def refuse(number: int, error: InputError) -> None:
-        faults[number] = "; ".join(str(error).splitlines())
-        log.warning("line %d is left out: %s", number, faults[number])
-
-    def failed() -> InputError:
-        each = [f"line {number}: {faults[number]}" for number in sorted(faults)]
-        return InputError("\n".join([f"of {len(lines)} prompts in {args.prompt_file}, these were not made:", *each]))
-
-    def read() -> dict[str, Any]:
-        if args.like is not None:
-            raise InputError("--like makes one video again; leave it out with a --prompt-file")
-        if args.prompt:
-            raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
-        lines.update(read_lines(args.prompt_file))
-        check_page(folder_of(out))
-        check_folder(folder)
-        if args.model is None and all('"image"' in line and "image" in fields_of(line) for line in lines.values()):
-            args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
-        return {}
-
-    def requests(manifest: Manifest, _: object) -> list[ResolvedRequest]:
-        jobs, wrong = jobs_of(lines, {"lora": [], **given_options(args)}, manifest)
-        for job in jobs:
-            try:
-                check_output([path_of(out, job.line, job.request)], _latents_only(args), overwrite=True)
-            except InputError as e:
-                wrong[job.line] = e
-        groups.extend(batches([job for job in jobs if job.line not in wrong], args.batch or 1))
-        if not groups:
-            faults.update({number: str(error) for number, error in wrong.items()})
-            raise failed()
-        for number, error in wrong.items():
-            refuse(number, error)
-        return [request_of(batch) for batch in groups]
-
-    pipe, made, files = open_runs(args, folder, read, requests)
+    check_name(args.out)
+    queue = _Queue(args)
+    pipe, requests, files = open_runs(args, queue.folder, queue.read, queue.requests)
     keep, checkpoint = pipe.fits_at_once(), _checkpoint(pipe)
-    entries: dict[tuple[int, int], Shown] = {}
-
-    def left() -> list[list[tuple[int, int]]]:
-        """Of each batch, the items that are still to be made: their places and lines."""
-        for job in (job for batch in groups for job in batch):
-            path, key = path_of(out, job.line, job.request), (job.line, job.request.seed)
-            stored = _stored(pipe, path, job.request, checkpoint)
-            entries[key] = Shown(job.line, job.request.prompt[0], path if stored else None, stored)
-        return [
-            [(i, job.line) for i, job in enumerate(batch) if entries[job.line, job.request.seed].path is None]
-            for batch in groups
-        ]
-
-    def show_page() -> None:
-        if hosts.is_first():
-            wrong = [Shown(number, lines[number], fault=fault) for number, fault in faults.items()]
-            failed_lines = {each.line for each in wrong}
-            rest = [each for each in entries.values() if each.path is not None or each.line not in failed_lines]
-            write_page(folder_of(out), out.name, sorted([*rest, *wrong], key=lambda each: each.line))
-
-    todo = [(request, items) for request, items in zip(made, hosts.from_first(left), strict=True) if items]
+    left = hosts.from_first(lambda: queue.left(pipe, checkpoint))
+    todo = [(request, items) for request, items in zip(requests, left, strict=True) if items]
     count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()
-    if hosts.is_first() and (there := len(entries) - total):
-        log.info("%d of %d videos are there already", there, len(entries))
-    show_page()
-    with run_dir_lock(folder, temporary=True):
+    queue.show_page()
+    with run_dir_lock(queue.folder, temporary=True):
         for batch, items in todo:
             request = items_of(batch, [i for i, _ in items])
             rest = (time.monotonic() - started) / count * (total - count) if count else 0
             later = f", about {duration_text(rest)} left" if count else ""
             say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, request.prompt))}", not args.quiet)
-            paths = [path_of(out, line, items_of(request, [i])) for i, (_, line) in enumerate(items)]
+            paths = [path_of(args.out, line, items_of(request, [i])) for i, (_, line) in enumerate(items)]
             try:
-                check_folder(folder, space_needed(request))
+                check_folder(queue.folder, space_needed(request))
                 stored = _make(args, pipe, request, files, paths, keep, checkpoint)
             except InputError as e:
                 if jax.process_count() > 1:
                     raise
                 for _, line in items:
-                    refuse(line, e)
+                    queue.refuse(line, e)
             else:
                 for (_, line), path, metadata in zip(items, paths, stored, strict=True):
-                    entries[line, request.seed] = Shown(line, metadata["prompt"], path, metadata)
-                    print(path, flush=True)
+                    queue.made(line, request.seed, path, metadata)
                 if hosts.is_first():
-                    remove_files(folder)
+                    remove_files(queue.folder)
             count += len(items)
-            show_page()
-    if faults:
-        raise failed()
+            queue.show_page()
+    if queue.faults:
+        raise queue.failed()
 
 
 def _latents_only(args: argparse.Namespace) -> bool:
