@@ -89,7 +89,7 @@ def add_lora(
         mesh: the transformer's mesh.
 
     Raises:
-        InputError: a rank below 1, no target, an unknown target or one that has an adapter already.
+        InputError: a rank below 1, no target, an unknown target or one that has an adapter already; 8-bit weights.
     """
     if rank < 1:
         raise InputError(f"the rank of a LoRA must be 1 or more; got {rank}")
@@ -100,7 +100,11 @@ def add_lora(
         raise InputError(f"{wrong}; known are {', '.join(known)}")
     model = same_arrays(transformer)
     for target in dict.fromkeys(targets):
-        layers, width, out = plain_linear(model, known[target]).kernel.shape
+        linear = unadapted(model, known[target])
+        if isinstance(linear, QuantizedLinear):
+            kind = kind_of(linear.kernel.dtype)
+            raise InputError(f"adapters are trained on weights as they were trained; this transformer's are {kind}")
+        layers, width, out = linear.kernel.shape
         bound = width**-0.5
         a = jax.random.uniform(rngs.params(), (layers, width, rank), minval=-bound, maxval=bound)
         b = jnp.zeros((layers, rank, out))
@@ -153,17 +157,13 @@ def without_adapters(transformer: Any) -> Any:
     return model
 
 
-def plain_linear(transformer: Any, path: str) -> Linear:
+def unadapted(transformer: Any, path: str) -> Linear | QuantizedLinear:
     """The linear map at a path such as "blocks.attn.q", to be adapted.
 
     Raises:
-        InputError: it has an adapter already, or is quantized.
+        InputError: it has an adapter already.
     """
-    linear: Linear = attrgetter(path)(transformer)
-    if isinstance(linear, QuantizedLinear):
-        raise InputError(
-            f"adapters go with weights as they were trained, and this transformer's are {kind_of(linear.kernel.dtype)}"
-        )
+    linear: Linear | QuantizedLinear | LoRALinear = attrgetter(path)(transformer)
     if isinstance(linear, LoRALinear):
         raise InputError(f"{path} of this transformer has a LoRA already; merge_lora makes it part of the weights")
     return linear

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +13,10 @@ from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from cogvideox_flax.config import Config
-from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile
-from cogvideox_flax.lora.adapters import LoRALinear, set_linear, with_adapter, with_product
+from cogvideox_flax.lora.adapters import set_linear, unadapted, with_adapter, with_product
 from cogvideox_flax.lora.files import LoRARecord, Pair, matrix_shape, open_adapter, read_adapter
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.quantized import QuantizedLinear
@@ -58,6 +57,7 @@ def merge_files(
 
     Raises:
         CheckpointError: a file is missing, damaged, not the one that was described, or does not fit.
+        InputError: the denoiser has adapters beside its weights already.
     """
     result, changed = same_arrays(denoiser), set[str]()
     with ExitStack() as files:
@@ -70,9 +70,7 @@ def merge_files(
                 kernels.setdefault(pair.move.target, []).append(_Part(file, pair, record["scale"]))
         for kernel, parts in kernels.items():
             path = kernel.removesuffix(".kernel")
-            linear = attrgetter(path)(denoiser)
-            if isinstance(linear, LoRALinear):
-                raise InputError(f"{path} has a LoRA already; merge_lora makes it part of the weights")
+            linear = unadapted(denoiser, path)
             a, b = _stacked(parts, linear.kernel.shape)
             if isinstance(linear, QuantizedLinear):
                 result = with_adapter(family, result, path, a, b, a.shape[-1], mesh)

@@ -181,7 +181,7 @@ class Distillation:
     def __str__(self) -> str:
         guidance = "no guidance" if self.guidance_scale == 1 else f"guidance {self.guidance_scale:g}"
         at = "" if self.timesteps is None else f" at {', '.join(f'{t:g}' for t in self.timesteps)}"
-        return f"the distillation {self.name}: {self.steps} steps of {self.scheduler}{at}, {guidance}"
+        return f"the distillation {self.name}: {self.steps} steps of {self.scheduler}{at}, {guidance}; by {self.basis}"
 
 
 @dataclass(frozen=True, kw_only=True)
