@@ -22,7 +22,7 @@ from weights.toy_world import world
 from weights.toy_world.autoencoder import standardise
 from weights.toy_world.diffusion import oversample
 from weights.toy_world.image_to_video import IMAGE_TRANSFORMER, image_to_video_loss, train_image_to_video, widen
-from weights.toy_world.objectives import TimestepDensity, reconstruction
+from weights.toy_world.objectives import TimestepDensity, focus, reconstruction
 from weights.toy_world.settings import Run
 
 
@@ -67,14 +67,13 @@ def test_reconstruction_terms():
 
 
 def test_timesteps_follow_the_density():
-    density = TimestepDensity(0.25, 0.9, 0.85)
+    density = focus(0.25, 0.9, 0.85)
     samples = np.asarray(density((jnp.arange(20000) + 0.5) / 20000))
     shares = np.histogram(samples, [0, 0.25, 0.9, 1])[0] / 20000
     np.testing.assert_allclose(shares, [0.15 * 25 / 35, 0.85, 0.15 * 10 / 35], atol=1e-3)
     assert (np.diff(samples) > 0).all() and samples[0] >= 0 and samples[-1] < 1
-    np.testing.assert_allclose(
-        TimestepDensity(0, 0.5, 0.5)(jnp.linspace(0, 0.99, 7)), np.linspace(0, 0.99, 7), atol=1e-6
-    )
+    three = TimestepDensity((0.0, 0.3, 0.7, 1.0), (0.4, 0.5, 0.1))
+    np.testing.assert_allclose(three(jnp.array([0.2, 0.4, 0.65, 0.95])), [0.15, 0.3, 0.5, 0.85], atol=1e-6)
     seen = {}
 
     def denoiser(x, t):
@@ -84,9 +83,17 @@ def test_timesteps_follow_the_density():
     latents = jnp.zeros((40, 1, 2, 2, 16))
     velocity_loss(denoiser, latents, jax.random.key(0), DDIMScheduler(SchedulerConfig()), density)
     assert ((seen["t"] >= 250) & (seen["t"] < 900)).sum() in (33, 34, 35)
-    for wrong in ((0.5, 0.4, 0.5), (0, 1, 0.5), (0.1, 0.9, 0)):
-        with pytest.raises(ValueError, match="expected 0 <= low"):
-            TimestepDensity(*wrong)
+    for low, high in ((0.5, 0.4), (0, 0.5), (0.5, 1)):
+        with pytest.raises(ValueError, match="expected 0 < low"):
+            focus(low, high, 0.5)
+    for edges, shares in (
+        ((0, 0.5), (1,)),
+        ((0, 1), (0.9,)),
+        ((0, 1), (0.5, 0.5)),
+        ((0, 0.6, 0.5, 1), (0.4, 0.3, 0.3)),
+    ):
+        with pytest.raises(ValueError, match="edges that rise from 0 to 1"):
+            TimestepDensity(edges, shares)
 
 
 def test_clips_with_small_squares_are_oversampled():

@@ -30,6 +30,7 @@ from weights.toy_world.settings import (
     ROWS,
     SEED,
     SIZE,
+    TWO_OBJECTS,
     VAE,
     VIDEO_BATCH,
     VIDEO_COOLDOWN,
@@ -122,7 +123,8 @@ def _train_vae_video(run: Run) -> Autoencoder:
 
 def world_clips(indices: range, seed: int) -> Float32[np.ndarray, "B F H W 3"]:
     """Clips of the training split, in [-1, 1]."""
-    return from_uint8(np.stack([world.sample_clip(seed, i, "train", FRAMES, SIZE).video for i in indices]))
+    clips = (world.sample_clip(seed, i, "train", FRAMES, SIZE, TWO_OBJECTS) for i in indices)
+    return from_uint8(np.stack([clip.video for clip in clips]))
 
 
 def standardise(vae: Autoencoder, mean: Float[Array, " L"], std: Float[Array, " L"]) -> Autoencoder:

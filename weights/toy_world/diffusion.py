@@ -30,6 +30,7 @@ from cogvideox_flax.training.step import TrainState
 from weights.toy_world import world
 from weights.toy_world.autoencoder import train_vae, world_clips
 from weights.toy_world.settings import (
+    BRIEF,
     CAPTION_DROPOUT,
     CLIP_SEED,
     CLIPS,
@@ -47,6 +48,7 @@ from weights.toy_world.settings import (
     TOKENIZER,
     TOKENIZER_FILE,
     TRANSFORMER,
+    TWO_OBJECTS,
     VAE,
     Phase,
     Run,
@@ -137,7 +139,7 @@ def make_batches(
         step += first_step
         indices = shown[shuffled_indices(step, batch=DIFFUSION_BATCH, count=len(shown), seed=SEED + 2)]
         # A clip has a new prompt in every epoch: a fixed wording would be memorised.
-        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step])) for i in indices]
+        prompts = [world.describe(scenes[i], np.random.default_rng([CLIP_SEED, i, step]), BRIEF) for i in indices]
         return indices, {"ids": tokenizer(prompts), "corners": corners[indices]}
 
     return batch, tokenizer([""])[0]
@@ -146,7 +148,8 @@ def make_batches(
 @cache
 def _scenes() -> tuple[tuple[world.Scene, ...], Float16[np.ndarray, "N T h w"]]:
     """The scenes of the training clips, and where their corners are."""
-    scenes, tracks = zip(*(world.tracks_of_clip(CLIP_SEED, i, "train", FRAMES) for i in range(CLIPS)), strict=True)
+    tracks_of = partial(world.tracks_of_clip, CLIP_SEED, split="train", frames=FRAMES, two_objects=TWO_OBJECTS)
+    scenes, tracks = zip(*(tracks_of(i) for i in range(CLIPS)), strict=True)
     return scenes, np.stack([world.corners(track).astype(np.float16) for track in tracks])
 
 

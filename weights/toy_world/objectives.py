@@ -5,7 +5,9 @@ Source: CogVideoX (arXiv 2408.06072), section 2.1; VAE (arXiv 1312.6114).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +19,32 @@ from cogvideox_flax.training.objectives import Metrics
 
 @dataclass(frozen=True)
 class TimestepDensity:
-    """A piecewise constant density of timesteps: `share` of them are in [low, high), the rest evenly outside.
+    """A piecewise constant density of timesteps: `shares[i]` of them are in [edges[i], edges[i + 1]).
 
-    low, high: as shares of the full range; 0 is the clean end.
+    edges: as shares of the full range, from 0, the clean end, to 1.
+    shares: of the timesteps; their sum is 1.
     """
 
-    low: float
-    high: float
-    share: float
+    edges: tuple[float, ...]
+    shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not (0 <= self.low < self.high <= 1 and 0 < self.share <= 1 and (self.high - self.low < 1)):
-            raise ValueError(f"expected 0 <= low < high <= 1, less than the whole, and 0 < share <= 1; got {self}")
+        rises = all(a < b for a, b in pairwise(self.edges))
+        whole = self.edges[0] == 0 and self.edges[-1] == 1 and math.isclose(sum(self.shares), 1)
+        if not (rises and whole and len(self.edges) == len(self.shares) + 1 and min(self.shares) >= 0):
+            raise ValueError(f"expected edges that rise from 0 to 1, and a share for each interval; got {self}")
 
     def __call__(self, u: Float[Array, " B"]) -> Float[Array, " B"]:
         """The inverse cumulative distribution: uniform numbers in [0, 1) become samples of this density."""
-        below = (1 - self.share) * self.low / (self.low + 1 - self.high)
-        return jnp.interp(u, jnp.array([0, below, below + self.share, 1]), jnp.array([0, self.low, self.high, 1]))
+        return jnp.interp(u, jnp.array([0, *accumulate(self.shares)]), jnp.array(self.edges))
+
+
+def focus(low: float, high: float, share: float) -> TimestepDensity:
+    """The density with `share` of the timesteps in [low, high), the rest evenly outside."""
+    if not 0 < low < high < 1:
+        raise ValueError(f"expected 0 < low < high < 1; got {low} and {high}")
+    outside = (1 - share) / (low + 1 - high)
+    return TimestepDensity((0.0, low, high, 1.0), (outside * low, share, outside * (1 - high)))
 
 
 def reconstruction(

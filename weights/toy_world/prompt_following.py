@@ -38,7 +38,7 @@ from benchmarks.runner import machine, make_parser
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
 from weights.toy_world.claims import read_prompt
-from weights.toy_world.judge import ATTRIBUTES, compare, rates
+from weights.toy_world.judge import ATTRIBUTES, OVERLAPS, compare, drawn, rates
 from weights.toy_world.seeing import Seen, SeenThing, see
 from weights.toy_world.world import FRAMES, UNIT, Clip, Split, sample_clip
 
@@ -129,14 +129,15 @@ def run(mode: str, items: Sequence[Item], make: Callable[[list[Item]], Videos], 
 
 def judge(mode: str, item: Item, video: UInt8[np.ndarray, "F H W 3"], keep_frames: bool) -> Record:
     """The record of one clip."""
-    seen = see(video)
+    seen, claims = see(video, outlines=True), read_prompt(item.clip.prompt)
     record = {
         "mode": mode,
         "index": item.index,
         "split": item.split,
         "things": len(item.clip.scene.things),
         "prompt": item.clip.prompt,
-        "score": compare(seen, read_prompt(item.clip.prompt)),
+        "score": compare(seen, claims),
+        "frames_drawn": _shares(drawn(seen, claims)),
         "seen": {"background": seen.background, "things": [dataclasses.asdict(thing) for thing in seen.things]},
     }
     if mode == "reconstruction":
@@ -156,18 +157,24 @@ def shuffled(records: Sequence[Record]) -> list[Record]:
         own = [r for r in records if r["split"] == split]
         for judged, made in zip(own, own[1:] + own[:1], strict=True):
             things = tuple(SeenThing(**thing) for thing in made["seen"]["things"])
-            seen = Seen(made["seen"]["background"], things)
+            seen, claims = Seen(made["seen"]["background"], things, outlined=True), read_prompt(judged["prompt"])
             result.append(
                 judged
                 | {key: made[key] for key in ("seen", "frames") if key in made}
                 | {"mode": "shuffled", "generated_from": made["prompt"]}
-                | {"score": compare(seen, read_prompt(judged["prompt"]))}
+                | {"score": compare(seen, claims), "frames_drawn": _shares(drawn(seen, claims))}
             )
     return result
 
 
+def _shares(frames: dict[str, list[bool]]) -> dict[str, float]:
+    """The share of a clip's frames that are clear, and that are clean."""
+    return {name: float(np.mean(found)) if found else 0.0 for name, found in frames.items()}
+
+
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Rates of each group of clips; for reconstructions PSNR and SSIM too (means over clips)."""
+    """Rates of each group of clips, and the percentage of their frames that are clear and clean; for reconstructions
+    PSNR and SSIM too (means over clips)."""
     groups: dict[str, Callable[[Record], bool]] = {
         "all": lambda r: True,
         "trained": lambda r: r["split"] == "train",
@@ -181,6 +188,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
             continue
         scores = rates(r["score"] for r in own)
         result[name] = {"clips": len(own), "rates": {k: dataclasses.asdict(rate) for k, rate in scores.items()}}
+        result[name]["frames"] = {k: 100 * float(np.mean([r["frames_drawn"][k] for r in own])) for k in OVERLAPS}
         for measure in ("psnr", "ssim"):
             if measure in own[0]:
                 result[name][measure] = float(np.mean([r[measure] for r in own]))
@@ -192,7 +200,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     measures = [
         m for m in ("psnr", "ssim") if any(m in row for groups in summaries.values() for row in groups.values())
     ]
-    columns = ["mode", "prompts", "n", *ATTRIBUTES, *measures]
+    columns = ["mode", "prompts", "n", *ATTRIBUTES, *(f"{name} frames" for name in OVERLAPS), *measures]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for mode, groups in summaries.items():
         for name, row in groups.items():
@@ -200,6 +208,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
             for attribute in ATTRIBUTES:
                 rate = row["rates"].get(attribute)
                 cells.append(f"{rate['percent']:.1f} ({rate['low']:.0f}–{rate['high']:.0f})" if rate else "")
+            cells += [f"{row['frames'][name]:.1f}" for name in OVERLAPS]
             cells += [f"{row[m]:.{2 if m == 'psnr' else 4}f}" if m in row else "" for m in measures]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

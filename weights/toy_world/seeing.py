@@ -11,14 +11,16 @@ Lengths are in units of a 64-pixel frame, as in `weights.toy_world.world`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import sqrt
+from typing import cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from cogvideox_flax.errors import InputError
+from weights.toy_world.outlines import fit_shapes, window
 from weights.toy_world.world import (
     AREAS,
     BACKGROUNDS,
@@ -59,21 +61,30 @@ Frames = UInt8[np.ndarray, "F H W 3"]
 
 @dataclass(frozen=True)
 class SeenThing:
-    """One detected object; None for attributes that cannot be measured."""
+    """One detected object; None for attributes that cannot be measured.
+
+    overlaps: of each frame with each of `SHAPES`, see `outlines`; 0 where the object is not visible. Empty if it is
+        not measured.
+    """
 
     colour: str | None
     shape: str | None
     size: str | None
     motion: str | None
     speed: str | None
+    overlaps: list[list[float]] = field(default_factory=list, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen in a clip."""
+    """What is seen in a clip.
+
+    outlined: whether the things' overlaps with ideal shapes were measured.
+    """
 
     background: str | None
     things: tuple[SeenThing, ...]
+    outlined: bool = False
 
 
 @dataclass
@@ -87,11 +98,12 @@ class _Blob:
     area: float
 
 
-def see(frames: Frames) -> Seen:
+def see(frames: Frames, outlines: bool = False) -> Seen:
     """What is seen in a clip.
 
     Args:
         frames: square, of any size, at the world's rate of motion per frame.
+        outlines: measure how well each thing fits the ideal shapes, frame by frame. Takes ten times longer.
 
     Raises:
         InputError: frames of another shape or dtype.
@@ -135,12 +147,12 @@ def see(frames: Frames) -> Seen:
 
     names = (None, *COLOURS, None)
     things = [
-        _read(track, names[label], len(frames), cover, grown, scale)
+        _read(track, names[label], len(frames), cover, grown, scale, outlines)
         for label, found in blobs.items()
         for track in _tracks(found)
         if len(track) >= FLICKER * len(frames)
     ]
-    return Seen(_background(ground), tuple(things))
+    return Seen(_background(ground), tuple(things), outlines)
 
 
 def _border(rgb: Float32[np.ndarray, "F H W 3"], width: int) -> Float32[np.ndarray, "F 3"]:
@@ -294,6 +306,7 @@ def _read(
     cover: Float32[np.ndarray, "F H W"],
     grown: Int[np.ndarray, "F H W"],
     scale: float,
+    outlines: bool,
 ) -> SeenThing:
     """The object of a track; attributes are None if it has no known colour or is not visible for the whole clip."""
     if colour is None or len(track) < VISIBLE * frames:
@@ -301,7 +314,31 @@ def _read(
     areas = np.array([blob.area for blob in track])
     motion, speed = _motion(track)
     shape = _shape(track, sqrt(np.median(areas) / np.pi), cover, grown, scale)
-    return SeenThing(colour, shape, _size(np.sqrt(areas / AREAS.get(str(shape), np.pi))), motion, speed)
+    size = _size(np.sqrt(areas / AREAS.get(str(shape), np.pi)))
+    overlaps = _overlaps(track, frames, cover, grown, scale) if outlines else []
+    return SeenThing(colour, shape, size, motion, speed, overlaps)
+
+
+def _overlaps(
+    track: Sequence[_Blob],
+    frames: int,
+    cover: Float32[np.ndarray, "F H W"],
+    grown: Int[np.ndarray, "F H W"],
+    scale: float,
+) -> list[list[float]]:
+    """How well each frame of a track fits each of `SHAPES`."""
+    radii = np.array([sqrt(blob.area / np.pi) for blob in track]) * scale
+    half = window(float(radii.max()))
+    centres = np.array([(blob.x, blob.y) for blob in track]) * scale
+    corner = np.floor(centres).astype(int) - half
+    shares = np.zeros((len(track), 2 * half + 1, 2 * half + 1), np.float32)
+    for share, blob, (left, top) in zip(shares, track, corner, strict=True):
+        own = np.where(grown[blob.frame] == blob.id, cover[blob.frame], 0).clip(0, 1)
+        own = np.pad(own, half)  # the window may reach over the edge of the frame
+        share[:] = own[top + half : top + 3 * half + 1, left + half : left + 3 * half + 1]
+    found = np.zeros((frames, len(SHAPES)))
+    found[[blob.frame for blob in track]] = fit_shapes(shares, centres - corner, radii)
+    return cast(list[list[float]], found.round(3).tolist())
 
 
 def _size(radii: Float[np.ndarray, " n"]) -> str | None:

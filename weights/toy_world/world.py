@@ -130,10 +130,13 @@ def sample_thing(rng: np.random.Generator, split: Split = "train") -> Thing:
             return thing
 
 
-def sample_scene(rng: np.random.Generator, split: Split = "train") -> Scene:
-    """One thing, or two of different colours. In the held-out split the first thing of a scene is held out."""
+def sample_scene(rng: np.random.Generator, split: Split = "train", two_objects: float = TWO_OBJECTS) -> Scene:
+    """One thing, or two of different colours. In the held-out split the first thing of a scene is held out.
+
+    two_objects: the share of scenes with two.
+    """
     things = [sample_thing(rng, split)]
-    if rng.random() < TWO_OBJECTS:
+    if rng.random() < two_objects:
         second = things[0]
         while second.colour == things[0].colour:
             second = sample_thing(rng, "train" if split == "held_out" else split)
@@ -160,7 +163,7 @@ def render(scene: Scene, tracks: Tracks, frames: int = FRAMES, size: int = 64) -
     for thing, track in zip(scene.things, tracks, strict=True):
         dx = x - (track.start[0] + time * track.velocity[0])
         dy = y - (track.start[1] + time * track.velocity[1])
-        inside = np.clip(0.5 - _distance(thing.shape, dx, dy, track.radius) * scale, 0, 1)[..., None]
+        inside = np.clip(0.5 - signed_distance(thing.shape, dx, dy, track.radius) * scale, 0, 1)[..., None]
         video = video + inside.astype(np.float32) * (np.array(COLOURS[thing.colour], np.float32) - video)
     return np.rint(video).astype(np.uint8)
 
@@ -179,31 +182,44 @@ def corners(tracks: Tracks, frames: int = FRAMES, cell: int = 8, size: int = 64)
             centres - start - np.arange(frames)[:, None] * velocity
             for start, velocity in zip(track.start, track.velocity, strict=True)
         )
-        square, circle = (_distance(shape, dx[:, None], dy[:, :, None], track.radius) for shape in ("square", "circle"))
+        square, circle = (
+            signed_distance(shape, dx[:, None], dy[:, :, None], track.radius) for shape in ("square", "circle")
+        )
         covered |= (square < 0) & (circle > 0)
     cells = covered.reshape(frames, size // cell, cell, size // cell, cell).mean((2, 4))
     return np.concatenate([cells[:1], cells[1:].reshape(-1, 4, *cells.shape[1:]).mean(1)])
 
 
-def sample_tracks(rng: np.random.Generator, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
+def sample_tracks(
+    rng: np.random.Generator, split: Split = "train", frames: int = FRAMES, two_objects: float = TWO_OBJECTS
+) -> tuple[Scene, Tracks]:
     """A scene of the split and its tracks; scenes that do not fit into the frame are rejected."""
     while True:
-        scene = sample_scene(rng, split)
+        scene = sample_scene(rng, split, two_objects)
         tracks = place(scene, rng, frames)
         if tracks is not None:
             return scene, tracks
 
 
-def sample_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES, size: int = 64) -> Clip:
-    """Clip number `index` of the infinite sequence with this seed and split."""
+def sample_clip(
+    seed: int,
+    index: int,
+    split: Split = "train",
+    frames: int = FRAMES,
+    size: int = 64,
+    two_objects: float = TWO_OBJECTS,
+) -> Clip:
+    """Clip number `index` of the infinite sequence with this seed, split and share of clips with two objects."""
     rng = np.random.default_rng([seed, index])
-    scene, tracks = sample_tracks(rng, split, frames)
+    scene, tracks = sample_tracks(rng, split, frames, two_objects)
     return Clip(render(scene, tracks, frames, size), describe(scene, rng), scene)
 
 
-def tracks_of_clip(seed: int, index: int, split: Split = "train", frames: int = FRAMES) -> tuple[Scene, Tracks]:
+def tracks_of_clip(
+    seed: int, index: int, split: Split = "train", frames: int = FRAMES, two_objects: float = TWO_OBJECTS
+) -> tuple[Scene, Tracks]:
     """The scene and the tracks of `sample_clip`, without rendering."""
-    return sample_tracks(np.random.default_rng([seed, index]), split, frames)
+    return sample_tracks(np.random.default_rng([seed, index]), split, frames, two_objects)
 
 
 def crowded_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) -> UInt8[np.ndarray, "F H W 3"]:
@@ -214,29 +230,34 @@ def crowded_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) ->
     return render(scene, tuple(_track(thing, rng, frames) for thing in things), frames, size)
 
 
-def describe(scene: Scene, rng: np.random.Generator) -> str:
+def describe(scene: Scene, rng: np.random.Generator, brief: float = 0.0) -> str:
     """A prompt for the scene. Wording and word order vary; every statement is true.
 
     Colour, shape and motion are always stated; size, speed and background may be omitted.
+
+    brief: the share of prompts that may omit everything but the shapes, as people do: "a red circle".
     """
-    parts = [_describe_thing(thing, rng) for thing in scene.things]
-    text = " and ".join(parts)
-    if rng.random() < 0.7:
+    short = brief > 0 and rng.random() < brief
+    text = " and ".join(_describe_thing(thing, rng, short) for thing in scene.things)
+    if rng.random() < (0.3 if short else 0.7):
         ground = f"{_choose(rng, 'on', 'against')} a {scene.background} background"
         text = f"{ground} {text}" if rng.random() < 0.25 else f"{text} {ground}"
     return text
 
 
-def _describe_thing(thing: Thing, rng: np.random.Generator) -> str:
-    words = [thing.colour]
-    if rng.random() < 0.9:
+def _describe_thing(thing: Thing, rng: np.random.Generator, short: bool = False) -> str:
+    words = [] if short and rng.random() < 0.1 else [thing.colour]
+    if rng.random() < (0.4 if short else 0.9):
         size = {"small": _choose(rng, "small", "small", "little"), "large": _choose(rng, "large", "large", "big")}[
             thing.size
         ]
-        words = [thing.colour, size] if rng.random() < 0.2 else [size, thing.colour]
+        words = [*words, size] if rng.random() < 0.2 else [size, *words]
     noun = {"circle": _choose(rng, "circle", "circle", "ball"), "square": "square", "triangle": "triangle"}[thing.shape]
-    article = "an" if words[0][0] in "aeiou" else "a"
-    subject = f"{article} {' '.join(words)} {noun}"
+    subject = " ".join([*words, noun])
+    if not (short and rng.random() < 0.2):
+        subject = f"{'an' if subject[0] in 'aeiou' else 'a'} {subject}"
+    if short and rng.random() < 0.6:
+        return subject
     if thing.motion == "still":
         return f"{subject} {_choose(rng, 'stays still', 'staying still', 'does not move')}"
     verb = _choose(rng, "moves", "moving", "goes", "going", "slides", "sliding")
@@ -258,7 +279,7 @@ def _choose(rng: np.random.Generator, *choices: str) -> str:
     return choices[int(rng.integers(len(choices)))]
 
 
-def _distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float) -> Float[np.ndarray, "F H W"]:
+def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float | np.ndarray) -> np.ndarray:
     """Signed distance to the outline, negative inside; exact along the sides, which is enough for anti-aliasing."""
     if shape == "circle":
         return np.hypot(dx, dy) - radius
