@@ -1,4 +1,5 @@
-"""Step caches that decide themselves, and the extrapolated one: against diffusers' hooks; meshes, stops, replays."""
+"""Step caches that decide themselves, extrapolate, or leave out a part of a step: against diffusers' hooks; meshes,
+stops, replays."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 from flax import nnx
 from reference import convert_component, make_transformer, random, relative_error
 from test_hunyuan_transformer import inputs as hunyuan_inputs
@@ -23,12 +30,14 @@ from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.predict import taylor
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
+from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf, half_steps, pab_steps
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
 from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.models.hunyuan_video15 import few_steps as hunyuan_few_steps
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
@@ -69,6 +78,10 @@ def sequence(reference):
     ]
 
 
+NOW = [0]
+"""The timestep, for hooks that ask for it."""
+
+
 def run_hooked(reference, sequence, config):
     """diffusers' outputs with a cache, and at which steps the second block ran."""
     ran, outputs = [], []
@@ -77,11 +90,12 @@ def run_hooked(reference, sequence, config):
     try:
         for latents, context, timestep in sequence:
             latents = torch.tensor(latents)
+            NOW[:] = [timestep]
             with torch.no_grad(), reference.cache_context("cond_uncond"):
                 out = reference(
-                    latents,
-                    torch.tensor(context),
-                    torch.tensor([timestep] * 2),
+                    hidden_states=latents,
+                    encoder_hidden_states=torch.tensor(context),
+                    timestep=torch.tensor([timestep] * 2),
                     image_rotary_emb=Rope(reference)(latents),
                     return_dict=False,
                 )[0]
@@ -99,7 +113,7 @@ def run_ours(model, cache, sequence, full=None):
     features = {"prompt_embeds": jnp.array(context)}
     tokens = jax.eval_shape(CogVideoX.embed, model, latents, features, np.int32(0))
     shape = jax.ShapeDtypeStruct(latents.shape, jnp.float32)
-    kept, outputs = empty_of(cache.kept(tokens, shape, len(sequence))), []
+    kept, outputs = empty_of(cache.kept(model, tokens, shape, len(sequence))), []
     step = jax.jit(cache)
     for i, (latents, _, timestep) in enumerate(sequence):
         is_full = None if full is None else jnp.array(full[i])
@@ -146,6 +160,42 @@ def test_taylorseer_is_diffusers(reference, model, sequence):
 
 def test_taylorseers_schedule():
     assert np.flatnonzero(taylor.full_steps(50)).tolist() == [0, 1, 2, 4, 9, 14, 19, 24, 29, 34, 39, 44, 49]
+
+
+def timesteps_of(sequence):
+    return np.array([timestep for _, _, timestep in sequence])
+
+
+def assert_cached_as_by(config, reference, model, sequence, cache, full):
+    """diffusers' outputs with the config; those of cached steps are not the exact ones."""
+    expected, _ = run_hooked(reference, sequence, config)
+    outputs, _ = run_ours(model, cache, sequence, full)
+    exact, _ = run_ours(model, cache, sequence, np.ones(STEPS, bool))
+    for ours, theirs, right, is_full in zip(outputs, expected, exact, full, strict=True):
+        assert relative_error(ours, theirs) < BAR
+        assert is_full or relative_error(ours, right) > 10 * BAR
+
+
+def test_pab_is_diffusers(reference, model, sequence):
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: NOW[0]
+    )
+    full = pab_steps(timesteps_of(sequence))
+    assert 3 < full.sum() < STEPS
+    assert_cached_as_by(config, reference, model, sequence, AttentionCache(PLAIN), full)
+    assert pab_steps(np.linspace(999, 19, 50)).sum() == 33
+
+
+def test_fastercache_is_diffusers_without_its_attentions(reference, model, sequence):
+    config = FasterCacheConfig(
+        spatial_attention_timestep_skip_range=(-2, -1),
+        tensor_format="BFCHW",
+        current_timestep_callback=lambda: NOW[0],
+    )
+    full = half_steps(timesteps_of(sequence))
+    assert 3 < full.sum() < STEPS
+    assert_cached_as_by(config, reference, model, sequence, SkippedHalf(PLAIN), full)
+    assert half_steps(np.linspace(999, 19, 50)).sum() == 24
 
 
 def test_teacache_is_its_definition(reference, model, sequence):
@@ -222,8 +272,8 @@ def test_dbcache_warms_up_and_computes_the_first_blocks(model, sequence):
     assert relative_error(outputs[8], exact[8]) > 10 * BAR
 
 
-def test_hunyuans_video_tokens_decide():
-    """The streams are two, and the text's updates are kept too."""
+def test_hunyuans_streams():
+    """The video's tokens decide, and the text's updates are kept too."""
     config = TransformerConfig(layers=2, refiner_layers=1, heads=2, head_dim=16, rope_axes=(4, 6, 6), in_channels=9,
                                out_channels=4, text_width=32, glyph_width=24, image_width=20)  # fmt: skip
     leaves, structure = jax.tree.flatten(Transformer(config, rngs=nnx.Rngs(0)))
@@ -236,14 +286,26 @@ def test_hunyuans_video_tokens_decide():
 
     cache = FirstBlocks(Plain(embed), 0.0)
     tokens = jax.eval_shape(embed, model, latents, given, jnp.float32(0))
-    kept = empty_of(cache.kept(tokens, jax.ShapeDtypeStruct(latents.shape, jnp.float32), 3))
+    kept = empty_of(cache.kept(model, tokens, jax.ShapeDtypeStruct(latents.shape, jnp.float32), 3))
     step = jax.jit(cache)
     at = At(jnp.float32(900), jnp.float32(0), None, jnp.int32(0))
     first, kept = step(model, latents, given, at, kept)
-    assert relative_error(first, model(latents, jnp.float32(900), **given)) < BAR
+    exact = model(latents, jnp.float32(900), **given)
+    assert relative_error(first, exact) < BAR
     again, after = step(model, latents, given, at._replace(step=jnp.int32(1)), kept)
     assert float(after.changes[1]) == 0 and int(after.full[1]) == CACHED
     assert relative_error(again, first) < BAR, "cached, of the same latents"
+
+    # the attentions of both streams
+    cache = AttentionCache(Plain(embed))
+    kept, step = empty_of(cache.kept(model, tokens, latents, 3)), jax.jit(cache)
+    out, kept = step(model, latents, given, at._replace(is_full=jnp.array(True)), kept)
+    assert relative_error(out, exact) < BAR and [x.ndim for x in kept] == [4, 4]
+    cached = at._replace(is_full=jnp.array(False))
+    again, kept = step(model, latents, given, cached, kept)
+    assert relative_error(again, exact) < BAR
+    other, _ = step(model, latents + 1, given, cached, kept)
+    assert relative_error(other, exact) > BAR
 
 
 # --- whole runs
@@ -281,8 +343,8 @@ def test_loops_agree_and_a_run_is_replayed(pipe, caplog):
     assert relative_error(decisions(pipe, request(step_cache_threshold=0.0))[1], exact) < 1e-5
 
 
-def test_one_program_and_taylorseer(pipe):
-    for asked in (request(step_cache_threshold=0.7), request("taylorseer")):
+def test_one_program(pipe):
+    for asked in (request(step_cache_threshold=0.7), request("taylorseer"), request("pab"), request("fastercache")):
         frames, at_once = (
             pipe(dataclasses.replace(asked, output_type="float", one_program=one), progress=False).frames
             for one in (False, True)
@@ -293,13 +355,13 @@ def test_one_program_and_taylorseer(pipe):
 @pytest.mark.parametrize("mesh", [(2, 4, 1), (1, 2, 2), (2, 2, 1, True), (1, 8, 1)], ids=str)
 def test_every_mesh_decides_the_same(pipe, mesh):
     spread = Pipeline.from_pretrained(None, "float32", sharding.make_mesh(*mesh))
-    for form, threshold in (("first_block", 0.7), ("taylorseer", None)):
-        asked = request(form, step_cache_threshold=threshold)
-        if form == "taylorseer":
-            ours, theirs = (pipe_(asked, progress=False).frames for pipe_ in (spread, pipe))
-        else:
-            (full, ours), (expected, theirs) = decisions(spread, asked), decisions(pipe, asked)
-            assert full == expected
+    asked = request(step_cache_threshold=0.7)
+    (full, ours), (expected, theirs) = decisions(spread, asked), decisions(pipe, asked)
+    assert full == expected
+    np.testing.assert_allclose(ours, theirs, atol=1e-3 * theirs.std())
+    # a half of guidance alone does not divide over dp
+    for form in ("taylorseer", "pab", *(["fastercache"] if mesh[0] == 1 else [])):
+        ours, theirs = (pipe_(request(form), progress=False).frames for pipe_ in (spread, pipe))
         np.testing.assert_allclose(ours, theirs, atol=1e-3 * theirs.std())
 
 
@@ -350,6 +412,7 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"form": "fastercache", "guidance_scale": 1.0}, "leaves out a half of guidance, which is off"),
         ({"form": "dbcache"}, "dbcache computes 8 blocks in every step; this model has 6 in all"),
         ({"form": "teacache"}, "were published for cogvideox-2b, cogvideox-5b, .*; this model is another one"),
         ({"step_cache_schedule": [1, 4, 2]}, "first_block decides itself which steps are full"),
@@ -367,14 +430,14 @@ def test_refused(pipe, options, message):
         pipe.resolve(request(**options))
 
 
-@pytest.mark.parametrize("release", TEACACHE)
-def test_the_releases_have_teacache_and_dbcache(release):
+@pytest.mark.parametrize("release", [*TEACACHE, *hunyuan_few_steps.TEACACHE])
+def test_the_releases_have_what_needs_their_blocks(release):
     """As programs, from shapes."""
     manifest = Manifest.of_release(RELEASES[release])
     picture = {"image": [np.zeros((480, 720, 3), np.uint8)]} if release.endswith("i2v") else {}
-    for form in ("teacache", "dbcache"):
+    for form in ("pab", "teacache", "dbcache"):
         run = RunPrograms(resolve(GenerationRequest(PROMPT, step_cache=form, **picture), manifest), "bfloat16")
-        assert run.full_steps is None and run.may_resume(17)
+        assert (run.full_steps is None and run.may_resume(17)) or form == "pab"
         ((program, args, _),) = run.abstract("denoise")
         state, _ = jax.eval_shape(program, *args)
         assert jax.tree.structure(state) == jax.tree.structure(args[2])

@@ -205,6 +205,8 @@ def test_an_interval_does_not_divide_over_what_guidance_alone_fills():
     spread = Pipeline.from_pretrained(dtype="float32", mesh=make_mesh(2, 2, 2))
     with pytest.raises(InputError, match="1 does not divide over mesh axis dp of size 2"):
         spread(PROMPT, guidance_interval=(0, 0.5))
+    with pytest.raises(InputError, match="1 does not divide over mesh axis dp of size 2"):
+        spread(PROMPT, step_cache="fastercache")
 
 
 @pytest.mark.parametrize(

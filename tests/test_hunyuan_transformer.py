@@ -140,6 +140,18 @@ def test_blocks_in_two_parts_and_recomputed_blocks(pair):
         np.testing.assert_allclose(a, b, atol=1e-4 * max(float(jnp.abs(a).max()), 1e-3))
 
 
+def test_teacache_compares_the_first_modulated_input(pair):
+    module, native = pair
+    seen = []
+    handle = module.transformer_blocks[0].norm1.register_forward_hook(lambda *args: seen.append(args[-1][0]))
+    given, latents = inputs(True), random(0, BATCH, *GRID, 9)
+    run_reference(module, latents, [300.0, 300.0], given)
+    handle.remove()
+    model = load_component("transformer", native, "float32")
+    found = jax.jit(lambda model: model.teacache_signal(model.embed(latents, 300.0, **given)))(model)
+    assert relative_error(found, seen[0].numpy()) < BAR
+
+
 def test_tokens_that_are_not_attended_do_not_matter(pair):
     _, native = pair
     model = load_component("transformer", native, "float32")

@@ -295,7 +295,7 @@ class RunPrograms:
         given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
         with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
             tokens = jax.eval_shape(embedded, *given)
-            kept = predict.kept(tokens, latents, len(self.steps))
+            kept = predict.kept(denoiser, tokens, latents, len(self.steps))
             return step_cache.kept_shapes(kept, mesh)
 
     def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:

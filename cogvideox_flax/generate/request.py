@@ -31,7 +31,10 @@ STAGES = ("encode", "denoise", "decode")
 GUIDANCE = ("cfg", "cfg_zero", "apg")
 """Forms of guidance; see `guidance`."""
 
-STEP_CACHES = ("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache", "magcache")
+STEP_CACHES = (
+    *("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache", "magcache"),
+    *("pab", "fastercache"),
+)
 """What a cached step computes; see `predict.forms`."""
 
 THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08, "magcache": 0.06}
@@ -347,7 +350,7 @@ class GenerationRequest:
     )
     step_cache: str | None = option(
         None,
-        "leave out most blocks in some steps: faster, another video (docs/step_cache.md); default: every step is full",
+        "leave out work in some steps: faster, another video (docs/step_cache.md); default: every step is full",
         group=CACHE,
         choices={name: name for name in STEP_CACHES},
         planned=True,

@@ -394,7 +394,8 @@ def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingO
         InputError: with the numbers.
     """
     # else there are predictions of the prompts alone
-    halves = request.guided and request.guidance_interval is None and request.skip_layer is None
+    alone = request.guidance_interval, request.skip_layer
+    halves = request.guided and alone == (None, None) and request.step_cache != "fastercache"
     sharding.check_batch(mesh, request.batch * (2 if halves else 1))
     profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
 
@@ -432,6 +433,10 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
             if getattr(request, name) is not None:
                 raise InputError(f"{name} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
         return
+    if form == "fastercache" and not request.guided:
+        raise InputError(
+            f"fastercache leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
+        )
     model = request.manifest.model
     cache_of(form, Plain(model.embed), model, model.workload(size).layers)
     threshold = request.step_cache_threshold

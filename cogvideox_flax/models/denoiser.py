@@ -17,7 +17,6 @@ class Tokens(Protocol):
 
     x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
     video: of these, the video's tokens, without padding.
-    emb: the conditioning vector, from the timestep.
     """
 
     @property
@@ -25,9 +24,6 @@ class Tokens(Protocol):
 
     @property
     def video(self) -> Float32[Array, "B n D"]: ...
-
-    @property
-    def emb(self) -> Float32[Array, "B E"]: ...
 
 
 class Denoiser(Protocol):
@@ -40,6 +36,15 @@ class Denoiser(Protocol):
             start, stop: as of a slice; start=-1 is the last block.
             remat: recompute each block in the backward pass.
         """
+
+    def run_attended(self, tokens: Any, attended: Any = None) -> tuple[Any, Any]:
+        """The tokens after all blocks, and what their attentions return; or with that of another step in their place.
+
+        attended: arrays [layers, B, S, D], from an earlier call; None is returned with it.
+        """
+
+    def teacache_signal(self, tokens: Any) -> Float32[Array, "B ..."]:
+        """What TeaCache compares from step to step, of the embedded tokens; see `VideoModel.teacache`."""
 
     def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
         """The prediction from the tokens after the last block."""

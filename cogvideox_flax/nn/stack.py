@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import jax
@@ -43,6 +44,43 @@ def scan_layers(
         return body(x, jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), layers))
 
     return jax.lax.scan(at_index, x, jnp.arange(first, end))[0]
+
+
+def scan_attended(
+    layer: Callable[..., Any], attend: Callable[..., Any], x: Any, layers: Any, attended: Any = None
+) -> tuple[Any, Any]:
+    """Run x through all layers and keep what their attentions return, or take that in place of the attentions.
+
+    Args:
+        layer: layer(x, weights, attend) -> x.
+        attend: the attention function: an array [B, S, N, K], or a pytree of them. A layer calls it once.
+        attended: what it returned, from an earlier call. Queries, keys and values are then unused, so the compiler
+            leaves them out.
+
+    Returns:
+        x; and what the attentions returned, [layers, B, S, N K], or None with `attended`.
+    """
+
+    def body(x: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:
+        weights, kept = given
+        if kept is not None:
+            return layer(x, weights, lambda *_, **__: kept), None
+        returned: list[Any] = []
+
+        def recorded(*args: Any, **settings: Any) -> Any:
+            returned.append(attend(*args, **settings))
+            return returned[-1]
+
+        x = layer(x, weights, recorded)
+        return x, jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1), returned[0])
+
+    if not isinstance(layers, nnx.List):
+        return jax.lax.scan(body, x, (layers, attended))
+    each = []
+    for i, weights in enumerate(layers):
+        x, kept = body(x, (weights, jax.tree.map(itemgetter(i), attended)))
+        each.append(kept)
+    return x, None if attended is not None else jax.tree.map(lambda *a: jnp.stack(a), *each)
 
 
 def same_arrays(module: T) -> T:

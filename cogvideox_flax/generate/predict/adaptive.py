@@ -2,11 +2,10 @@
 
 The quantity and the blocks that are left out:
 
-teacache: the conditioning vector, against that of the step before. A polynomial, fitted by its authors for each
-    release, makes of the relative change an estimate of the output's; the sum of these since the last full step is
-    compared with the threshold. A cached step runs no block, and adds the last full step's sum of updates to its own
-    tokens. Source: TeaCache (arXiv 2411.19108) and its authors' code for CogVideoX. The conditioning vector depends on
-    the timestep alone, so the decisions are equal for all videos.
+teacache: the family's `teacache_signal`, against that of the step before. A polynomial, fitted for each release, makes
+    of the relative change an estimate of the output's; the sum of these since the last full step is compared with the
+    threshold. A cached step runs no block, and adds the last full step's sum of updates to its own tokens. Source:
+    TeaCache (arXiv 2411.19108), its authors' code for CogVideoX, LightX2V's for HunyuanVideo-1.5.
 first_block, dbcache: what the first blocks add to the video tokens, against what they added in the last full step. A
     cached step runs these blocks and adds the update of the others. Source: diffusers' `FirstBlockCache` (one block,
     threshold 0.05), cache-dit's DBCache (eight blocks, 0.08, the first eight steps full).
@@ -32,7 +31,7 @@ from jaxtyping import Array, Bool, Float32
 
 from cogvideox_flax.generate.predict.plain import At
 from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.models.denoiser import Tokens
+from cogvideox_flax.models.denoiser import Denoiser, Tokens
 from cogvideox_flax.runtime.global_arrays import fetch
 
 UNKNOWN, CACHED, FULL = 0, 1, 2
@@ -65,7 +64,7 @@ class UpdateCache(StepCache):
     _: KW_ONLY
     last: int = 0
 
-    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
         return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
 
@@ -92,7 +91,7 @@ class AdaptiveCache(UpdateCache):
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
         return f"{len(steps)} of {len(full)} steps were full{again}"
 
-    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
+    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
         """What is compared."""
         raise NotImplementedError
 
@@ -104,12 +103,14 @@ class AdaptiveCache(UpdateCache):
         """What is compared with the threshold."""
         raise NotImplementedError
 
-    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
-        seen = jax.eval_shape(self.look, tokens, tokens)
-        return dataclasses.replace(super().kept(tokens, prediction, steps), seen=seen)
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+        seen = jax.eval_shape(self.look, denoiser, tokens, tokens)
+        return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), seen=seen)
 
-    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
-        now, steps = self.look(tokens, entered), kept.full.shape[0]
+    def decide(
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
+    ) -> tuple[Bool[Array, ""], Decided, Any]:
+        now, steps = self.look(denoiser, tokens, entered), kept.full.shape[0]
         change = self.change(now, kept)
         # without a full step in memory there is nothing to reuse
         is_full = self.must(at.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
@@ -136,7 +137,7 @@ class FirstBlocks(AdaptiveCache):
     first: int = 1
     warm_up: int = 0
 
-    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, "B n D"]:
+    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, "B n D"]:
         return entered.video - tokens.video
 
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
@@ -158,8 +159,8 @@ class TeaCache(AdaptiveCache):
 
     coefficients: tuple[float, ...]
 
-    def look(self, tokens: Tokens, entered: Tokens) -> Float32[Array, "B E"]:
-        return tokens.emb
+    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, "B ..."]:
+        return denoiser.teacache_signal(tokens)
 
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
         return (step == 0) | (step == steps - 1)
@@ -168,8 +169,10 @@ class TeaCache(AdaptiveCache):
         estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(now, kept.seen))
         return kept.total + estimate
 
-    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
-        is_full, decided, now = super().decide(at, tokens, entered, kept)
+    def decide(
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
+    ) -> tuple[Bool[Array, ""], Decided, Any]:
+        is_full, decided, now = super().decide(denoiser, at, tokens, entered, kept)
         return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
 
 
@@ -191,7 +194,9 @@ class MagCache(UpdateCache):
             return "the ratios of magcache were not measured at all steps; run it again from the beginning"
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
-    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Decided) -> tuple[Bool[Array, ""], Decided, Any]:
+    def decide(
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
+    ) -> tuple[Bool[Array, ""], Decided, Any]:
         is_full = jnp.array(True) if at.is_full is None else at.is_full
         decided = dataclasses.replace(kept, full=_recorded(kept.full, at.step, is_full))
         return is_full, decided, (tokens, at.step)

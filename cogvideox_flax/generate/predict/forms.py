@@ -9,8 +9,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.predict import step_cache, taylor
+from cogvideox_flax.generate.predict import parts, step_cache, taylor
 from cogvideox_flax.generate.predict.adaptive import FirstBlocks, MagCache, TeaCache, magcache_steps
+from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
@@ -42,6 +43,10 @@ def cache_of(
             return ResidualCache(plain)
         case "taylorseer":
             return TaylorSeer(plain)
+        case "pab":
+            return AttentionCache(plain)
+        case "fastercache":
+            return SkippedHalf(plain)
         case "first_block":
             return FirstBlocks(plain, limit)
         case "magcache":
@@ -74,6 +79,12 @@ def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
         return magcache_steps(request.step_cache_ratios, steps, THRESHOLDS[form] if threshold is None else threshold)
     if is_adaptive(form):
         return None
-    if form == "taylorseer" and request.step_cache_schedule is None:
-        return taylor.full_steps(steps)
+    if request.step_cache_schedule is None:
+        match form:
+            case "taylorseer":
+                return taylor.full_steps(steps)
+            case "pab":
+                return parts.pab_steps(request.plan().timesteps)
+            case "fastercache":
+                return parts.half_steps(request.plan().timesteps)
     return step_cache.full_steps(request.step_cache_schedule, steps)

@@ -10,7 +10,8 @@ residual: the sum of the skipped blocks' updates is kept, the tokens before the 
     cached step embeds its own latents and adds it.
 
 Which steps are full is an array of the program's inputs (`full_steps`), so one program serves all schedules. Forms that
-decide in each step themselves are in `adaptive`, the extrapolation of predictions in `taylor`.
+decide in each step themselves are in `adaptive`, the extrapolation of predictions in `taylor`; those that reuse
+attentions alone, or half of guidance, in `parts`.
 """
 
 from __future__ import annotations
@@ -55,17 +56,20 @@ class StepCache:
     first: int = 0
     last: int = 1
 
-    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
         """What is kept, as shapes: a pytree.
 
         Args:
+            denoiser: as shapes.
             tokens: embedded, as shapes.
             prediction: [P*B, T, h, w, C], P being `Guidance.passes`.
             steps: N, the number of steps that are done.
         """
         return tokens.x
 
-    def decide(self, at: At, tokens: Tokens, entered: Tokens, kept: Kept) -> tuple[Bool[Array, ""], Kept, Any]:
+    def decide(
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Kept
+    ) -> tuple[Bool[Array, ""], Kept, Any]:
         """Whether this step is full; what is kept then, full or not; and what was seen, for `keep`.
 
         Args:
@@ -92,15 +96,15 @@ class StepCache:
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
         tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
         entered = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
-        is_full, kept, seen = self.decide(at, tokens, entered, kept)
+        is_full, kept, seen = self.decide(denoiser, at, tokens, entered, kept)
         stop = -self.last if self.last else None
 
         def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
             before = denoiser.run_blocks(dataclasses.replace(entered, x=x), start=self.first, stop=stop).x
-            return before, jax.tree.map(_constrain, self.keep(before, x, kept, seen))
+            return before, constrain_kept(self.keep(before, x, kept, seen))
 
         def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-            return self.reuse(kept, x), jax.tree.map(_constrain, kept)
+            return self.reuse(kept, x), constrain_kept(kept)
 
         with jax.named_scope(SCOPE):
             before, kept = jax.lax.cond(is_full, full_step, cached_step, entered.x, kept)
@@ -155,15 +159,21 @@ def place(kept: Any, mesh: Mesh | None) -> Kept:
 
 
 def _axes(shape: tuple[int, ...], parts: int) -> tuple[str | None, ...]:
-    """Tokens [B, S, D] are split as in the blocks; a stream of them that does not divide, such as a short one of text,
-    and what is not tokens, are whole."""
-    if len(shape) != 3:
+    """Tokens [B, S, D], also of each layer, [layers, B, S, D], are split as in the blocks; a stream of them that does
+    not divide, such as a short one of text, and what is not tokens, are whole."""
+    if len(shape) not in (3, 4):
         return (None,) * len(shape)
-    return "batch", "tokens" if shape[1] % parts == 0 else None, None
+    tokens = "batch", "tokens" if shape[-2] % parts == 0 else None, None
+    return tokens if len(shape) == 3 else (None, *tokens)
 
 
-def _constrain(x: Array) -> Array:
-    return sharding.constrain(x, *_axes(x.shape, devices_of("tokens"))) if x.ndim == 3 else x
+def constrain_kept(kept: Kept) -> Kept:
+    """What is kept, split over the devices as in `kept_shapes`."""
+
+    def constrain(x: Array) -> Array:
+        return sharding.constrain(x, *_axes(x.shape, devices_of("tokens"))) if x.ndim in (3, 4) else x
+
+    return jax.tree.map(constrain, kept)
 
 
 def _sharding(shape: tuple[int, ...], mesh: Mesh | None) -> NamedSharding | None:

@@ -42,7 +42,7 @@ class Extrapolated:
 class TaylorSeer(StepCache):
     """taylorseer."""
 
-    def kept(self, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
         return Extrapolated(prediction, prediction, jax.ShapeDtypeStruct((), jnp.int32))
 
     def __call__(

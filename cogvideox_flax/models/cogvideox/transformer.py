@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid
-from cogvideox_flax.nn.stack import scan_layers, stack
+from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 log = logging.getLogger(__name__)
 
@@ -222,15 +223,26 @@ class Transformer(nnx.Module):
 
     def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
-        attend = self.attend or attention.attend
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
-            block = sharding.layer_weights(TRANSFORMER, block)
-            return block(replace(tokens, x=_shard_tokens(x)), attend), None
+            return _run_block(tokens, x, block, self.attend or attention.attend), None
 
         # in a scan, no barrier is needed against common subexpression elimination
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
         return replace(tokens, x=scan_layers(body, tokens.x, self.blocks, start, stop))
+
+    def run_attended(self, tokens: Tokens, attended: Any = None) -> tuple[Tokens, Any]:
+        """All blocks, and what their attentions return; or with that of another step in their place.
+
+        attended: [layers, B, S, D], from an earlier call; None is returned with it.
+        """
+        attend = self.attend or attention.attend
+        x, attended = scan_attended(partial(_run_block, tokens), attend, tokens.x, self.blocks, attended)
+        return replace(tokens, x=x), attended
+
+    def teacache_signal(self, tokens: Tokens) -> Float32[Array, "B E"]:
+        """The time embedding."""
+        return tokens.emb
 
     def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
         """The v prediction of the video tokens."""
@@ -275,6 +287,10 @@ class Transformer(nnx.Module):
             raise InputError(
                 "this release needs ofs (2.0 in the released pipeline)" if ofs is None else "this release takes no ofs"
             )
+
+
+def _run_block(tokens: Tokens, x: Float32[Array, "B S D"], block: Block, attend: Attend) -> Float32[Array, "B S D"]:
+    return sharding.layer_weights(TRANSFORMER, block)(replace(tokens, x=_shard_tokens(x)), attend)
 
 
 def _shard_tokens(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

@@ -18,3 +18,12 @@ DISTILLATIONS = (
     ),
 )
 """Its distilled releases are releases of their own, with their settings as defaults."""
+
+TEACACHE = {
+    "hunyuanvideo1.5-480p-t2v": (-29719.0924, 22283.4983, -4374.1836, 339.340251, -10.1365855, 0.129101768),
+    "hunyuanvideo1.5-480p-i2v": (8085.28429, -2446.07178, 249.489589, -9.10697865, 0.120261379),
+    "hunyuanvideo1.5-720p-t2v": (-30890.7507, 16778.6188, -3191.78643, 260.740519, -8.19205881, 0.107913775),
+    "hunyuanvideo1.5-720p-i2v": (3843.00014, -1392.47433, 169.167679, -7.07679232, 0.102419011),
+}
+"""Release -> polynomial of the relative change of the first block's modulated input. Source: LightX2V's configurations,
+which decide for each half of guidance alone; here both decide together."""

@@ -18,7 +18,7 @@ from cogvideox_flax.models.hunyuan_video15 import qwen, releases, sharding, sigl
 from cogvideox_flax.models.hunyuan_video15.adapters import LORA
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig, VAEConfig
-from cogvideox_flax.models.hunyuan_video15.few_steps import DISTILLATIONS
+from cogvideox_flax.models.hunyuan_video15.few_steps import DISTILLATIONS, TEACACHE
 from cogvideox_flax.models.hunyuan_video15.sizes import bucket_of, size_rule, size_warnings
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TOKENIZER_FILES, Tokenizers, TokenizersConfig
 from cogvideox_flax.models.hunyuan_video15.transformer import Tokens, Transformer
@@ -125,6 +125,7 @@ class HunyuanVideo15(VideoModel):
     releases = releases.releases_of(releases.FAMILY)
     lora = LORA
     distillations = DISTILLATIONS
+    teacache = TEACACHE
     license = LICENSE
     embed = staticmethod(embed)
 

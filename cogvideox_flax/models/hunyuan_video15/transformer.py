@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
-from cogvideox_flax.nn.stack import scan_layers, stack
+from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 EPS = 1e-6
 
@@ -244,16 +245,28 @@ class Transformer(nnx.Module):
 
     def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
-        attend = self.attend or attention.attend_jointly
 
         def layer(x: Streams, block: Block) -> tuple[Streams, None]:
-            block, (video, text) = sharding.layer_weights(TRANSFORMER, block), x
-            x = _shard_video(video), sharding.constrain(text, "batch", None, None)
-            return block(replace(tokens, x=x), attend), None
+            return _run_block(tokens, x, block, self.attend or attention.attend_jointly), None
 
         # in a scan, no barrier is needed against common subexpression elimination
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
         return replace(tokens, x=scan_layers(body, tokens.x, self.blocks, start, stop))
+
+    def run_attended(self, tokens: Tokens, attended: Any = None) -> tuple[Tokens, Any]:
+        """All blocks, and what their attentions return; or with that of another step in their place.
+
+        attended: of both streams, [layers, B, S, D], from an earlier call; None is returned with it.
+        """
+        attend = self.attend or attention.attend_jointly
+        x, attended = scan_attended(partial(_run_block, tokens), attend, tokens.x, self.blocks, attended)
+        return replace(tokens, x=x), attended
+
+    def teacache_signal(self, tokens: Tokens) -> Float32[Array, "B S D"]:
+        """The video's input of the first block's attention: normed and modulated by the timestep."""
+        first = self.blocks[0] if isinstance(self.blocks, nnx.List) else jax.tree.map(lambda x: x[0], self.blocks)
+        video = sharding.layer_weights(TRANSFORMER, first).video
+        return video.norm(tokens.x[0], *video.modulate(tokens.emb)[:2]).astype(jnp.float32)[:, : tokens.length]
 
     def head(self, tokens: Tokens) -> Float32[Array, "B T H W out"]:
         """The velocity of the video tokens."""
@@ -275,6 +288,12 @@ class Transformer(nnx.Module):
                 raise InputError(f"{name} must be [{batch}, tokens, {width}]; got {x.shape}")
         if next_timestep is not None and not config.use_meanflow:
             raise InputError("this checkpoint takes one timestep; leave next_timestep out")
+
+
+def _run_block(tokens: Tokens, x: Streams, block: Block, attend: Attend) -> Streams:
+    block, (video, text) = sharding.layer_weights(TRANSFORMER, block), x
+    x = _shard_video(video), sharding.constrain(text, "batch", None, None)
+    return block(replace(tokens, x=x), attend)
 
 
 def _shard_video(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:

@@ -1,0 +1,128 @@
+"""Step caches whose cached steps leave out a part of each block, or of guidance.
+
+pab: a cached step takes what each attention returned in the last full step, and computes the rest of the blocks.
+    Source: pyramid attention broadcast (arXiv 2408.12588), as diffusers' hook: every attention of the blocks, reused
+    once.
+fastercache: a cached step computes the half of guidance with the prompt alone. The other half is that plus the
+    difference that the two had in the last full step, whose low and high frequencies are amplified in each cached step.
+    Source: FasterCache (arXiv 2410.19355, equations 9 and 10), as diffusers' hook without its attentions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Num
+
+from cogvideox_flax import sharding
+from cogvideox_flax.generate.predict.plain import At, Kept
+from cogvideox_flax.generate.predict.step_cache import SCOPE, StepCache, constrain_kept
+from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
+
+PAB_TIMESTEPS, PAB_EVERY = (100, 800), 2
+"""diffusers' defaults: between these timesteps, one step in so many is full."""
+
+HALF_TIMESTEPS, HALF_EVERY = 641, 5
+"""diffusers' defaults: below this timestep, one step in so many has both halves."""
+AMPLIFY = 1.1
+LOW_TIMESTEPS, HIGH_TIMESTEPS = (99, 901), (-1, 301)
+"""Timesteps in which a cached step multiplies the kept low and high frequencies by `AMPLIFY`: diffusers' defaults."""
+
+
+@dataclass(frozen=True)
+class AttentionCache(StepCache):
+    """pab."""
+
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
+        return jax.eval_shape(lambda denoiser, tokens: denoiser.run_attended(tokens)[1], denoiser, tokens)
+
+    def __call__(
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        assert at.is_full is not None
+        tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+
+        def full_step(tokens: Any, kept: Kept) -> tuple[Any, Kept]:
+            tokens, attended = denoiser.run_attended(tokens)
+            return tokens, constrain_kept(attended)
+
+        def cached_step(tokens: Any, kept: Kept) -> tuple[Any, Kept]:
+            return denoiser.run_attended(tokens, kept)[0], constrain_kept(kept)
+
+        with jax.named_scope(SCOPE):
+            tokens, kept = jax.lax.cond(at.is_full, full_step, cached_step, tokens, kept)
+        return denoiser.head(tokens).astype(jnp.float32), kept
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Difference:
+    """The prediction without the prompt minus that with it, [B, T, h, w, C]: its low and its high frequencies."""
+
+    low: Any
+    high: Any
+
+
+@dataclass(frozen=True)
+class SkippedHalf(StepCache):
+    """fastercache. Latents and features are those of both halves, without the prompt first."""
+
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Difference:
+        half = jax.ShapeDtypeStruct((prediction.shape[0] // 2, *prediction.shape[1:]), jnp.float32)
+        return Difference(half, half)
+
+    def __call__(
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        assert at.is_full is not None
+
+        def full_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
+            prediction, _ = self.inner(denoiser, latents, features, at, None)
+            without, with_prompt = jnp.split(prediction, 2)
+            difference = without - with_prompt
+            low = low_frequencies(difference)
+            return prediction, Difference(low, difference - low)
+
+        def cached_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
+            latents, features = jax.tree.map(_second_half, (latents, features))
+            with_prompt, _ = self.inner(denoiser, latents, features, at, None)
+            low = kept.low * _amplification(at.timestep, LOW_TIMESTEPS)
+            high = kept.high * _amplification(at.timestep, HIGH_TIMESTEPS)
+            return jnp.concatenate([with_prompt + low + high, with_prompt]), Difference(low, high)
+
+        with jax.named_scope(SCOPE):
+            return jax.lax.cond(at.is_full, full_step, cached_step, latents, features, kept)
+
+
+def low_frequencies(x: Float32[Array, "B T h w C"]) -> Float32[Array, "B T h w C"]:
+    """Those of each frame, from a constant to a fifth of the smaller side in waves a side."""
+    height, width = x.shape[2:4]
+    waves = [np.fft.fftfreq(n, 1 / n) for n in (height, width)]
+    is_low = np.add.outer(waves[0] ** 2, waves[1] ** 2) <= (min(height, width) // 5) ** 2
+    spectrum = jnp.fft.fft2(x, axes=(2, 3))
+    return jnp.fft.ifft2(spectrum * is_low[:, :, None], axes=(2, 3)).real
+
+
+def _amplification(timestep: Num[Array, ""], between: tuple[int, int]) -> Float32[Array, ""]:
+    return jnp.where((between[0] < timestep) & (timestep < between[1]), AMPLIFY, 1.0)
+
+
+def _second_half(x: Array) -> Array:
+    return sharding.constrain(x.reshape(2, -1, *x.shape[1:])[1], "batch")
+
+
+def pab_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+    """Which steps are full with pab."""
+    low, high = PAB_TIMESTEPS
+    i = np.arange(len(timesteps))
+    return (i % PAB_EVERY == 0) | (timesteps <= low) | (timesteps >= high)
+
+
+def half_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+    """Which steps have both halves with fastercache."""
+    i = np.arange(len(timesteps))
+    return (i % HALF_EVERY == 0) | (timesteps >= HALF_TIMESTEPS)
