@@ -21,6 +21,7 @@ import pytest
 from reference import make_transformer, save_layout
 
 from cogvideox_flax.checkpoint import read_manifest, verify
+from cogvideox_flax.lora import FILE_NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "some-owner/Tiny.Model-2b"
@@ -190,9 +191,13 @@ CLIENT = """
 import json, sys
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora.files import find_adapter
 answers = []
 for name, where, revision in json.loads(sys.argv[1]):
     try:
+        if name == "find_adapter":
+            answers.append(str(find_adapter(where)))
+            continue
         answer = getattr(hub, name)(where, revision)
         answers.append(str(answer) if name == "resolve" else answer.to_json())
     except InputError as e:
@@ -317,6 +322,41 @@ def test_refusals_say_what_to_do(server, client):
     for error, pattern in zip(errors, expected, strict=True):
         assert re.match("error: .*" + pattern, error), (error, pattern)
     assert not any(name.endswith("safetensors") for name in server.files())
+
+
+def test_an_adapter_of_the_hub(server, client, tmp_path):
+    """Only its file is downloaded, once; of several, one has to be named."""
+    folders = {name: tmp_path / "adapters" / name for name in ("usual", "only", "several", "none")}
+    for name, files in (
+        ("usual", [FILE_NAME, "other.safetensors", "big.bin"]),
+        ("only", ["weights/style.safetensors", "README.md"]),
+        ("several", ["a.safetensors", "b/c.safetensors"]),
+        ("none", ["README.md"]),
+    ):
+        for file in files:
+            path = folders[name] / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{name}/{file}")
+        server.repos[f"owner/{name}"] = {"main": folders[name]}
+    names = ["owner/usual", "owner/only", "owner/several/b/c.safetensors"]
+    found = client(*(("find_adapter", name, None) for name in names))
+    contents = ["usual/" + FILE_NAME, "only/weights/style.safetensors", "several/b/c.safetensors"]
+    assert [Path(path).read_text() for path in found] == contents
+    assert server.files() == [content.split("/", 1)[1] for content in contents]
+    assert client(*(("find_adapter", name, None) for name in names[:1]), HF_HUB_OFFLINE="1") == found[:1]
+    wrong = ["owner/several", "owner/none", "owner/usual/x.safetensors", "owner/nothing"]
+    several, none, other, nothing = client(*(("find_adapter", name, None) for name in wrong))
+    assert several == (
+        "error: owner/several has 2 .safetensors files; it has a.safetensors, b/c.safetensors, to be named as "
+        "owner/several/a.safetensors"
+    )
+    assert none == "error: owner/none has 0 .safetensors files"
+    assert "owner/usual has no x.safetensors; it has other.safetensors, pytorch_lora_weights.safetensors" in other
+    assert "the hub has no model 'owner/nothing'" in nothing
+    server.asked.clear()
+    local = ["missing.safetensors", "folder/missing.safetensors", f"{tmp_path}/adapters/none/a/b.safetensors"]
+    assert client(*(("find_adapter", name, None) for name in local)) == local
+    assert server.asked == []
 
 
 def test_nothing_cached_and_nobody_there(server, client, tmp_path):

@@ -168,8 +168,8 @@ class GenerationRequest:
     negative_prompt: what to steer away from; one for all or one per prompt. Used where guidance is on.
     latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; extra latent frames count.
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
-    lora: adapters of this run, each a file, "FILE:SCALE", or a mapping with file and scale; None stands for those that
-        the pipeline has loaded.
+    lora: adapters of this run, each a file or a hub id, "FILE:SCALE", or a mapping with file and scale; None stands for
+        those that the pipeline has loaded.
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
@@ -277,7 +277,7 @@ class GenerationRequest:
         group=WHAT,
         common=True,
         parse=parse_lora,
-        metavar="FILE[:SCALE]",
+        metavar="FILE|HUB_ID[:SCALE]",
         repeat=True,
         json=list[AdapterRecord],
     )

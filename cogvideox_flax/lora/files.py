@@ -34,6 +34,8 @@ from conversion.mapping import Move, source_moves
 FILE_NAME = "pytorch_lora_weights.safetensors"
 MAX_FAULTS = 20
 
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
 
@@ -157,18 +159,41 @@ def describe_lora(
     return record if alpha is None else {**record, "alpha": float(alpha)}
 
 
+def find_adapter(where: str | Path) -> Path:
+    """The file of an adapter, which may be missing.
+
+    Args:
+        where: the file; the directory that diffusers saved it to; or, where there is nothing of the name, a hub id
+            ("owner/name"), with the file's name behind it ("owner/name/folder/file.safetensors") unless it is
+            diffusers' or the only one.
+
+    Raises:
+        InputError: it cannot be downloaded, or there are several files.
+    """
+    path = expand_user(where)
+    if path.is_dir():
+        return path / FILE_NAME
+    owner, *rest = str(where).split("/")
+    is_file = len(rest) == 1 and path.suffix in _SUFFIXES
+    if path.exists() or not owner or not rest or is_file or expand_user(owner).exists():
+        return path
+    from conversion.download import download_file  # here, since huggingface_hub takes long to import
+
+    return download_file(f"{owner}/{rest[0]}", "/".join(rest[1:]), FILE_NAME, ".safetensors")
+
+
 @contextmanager
 def open_adapter(path: str | Path) -> Iterator[TensorFile]:
     """An adapter's file.
 
     Args:
-        path: the file, or the directory that diffusers saved it to.
+        path: as for `find_adapter`.
 
     Raises:
         CheckpointError: missing, damaged, or a pickle; with the command that makes safetensors of it.
+        InputError: it cannot be downloaded.
     """
-    path = expand_user(path)
-    path = path / FILE_NAME if path.is_dir() else path
+    path = find_adapter(path)
     try:
         file = TensorFile(path)
     except PickledError as e:
