@@ -66,6 +66,8 @@ def settings(ratios: Sequence[float] | None = None) -> Iterator[Setting]:
     for threshold in (0.05, 0.1, 0.2, 0.4):
         options = {"step_cache": "first_block", "step_cache_threshold": threshold}
         yield Setting("cache", f"first_block {threshold:g}", options)
+    yield Setting("cache", "pab", {"step_cache": "pab"})
+    yield Setting("cache", "fastercache", {"step_cache": "fastercache"})
     for threshold in () if ratios is None else (0.06, 0.2, 0.6):
         options = {"step_cache": "magcache", "step_cache_ratios": ratios, "step_cache_threshold": threshold}
         yield Setting("cache", f"magcache {threshold:g}", options)
