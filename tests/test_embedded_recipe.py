@@ -10,17 +10,20 @@ import torch
 from flax import nnx
 from reference import relative_error
 
-from cogvideox_flax.checkpoint import hub, load_text_encoder, load_transformer, read_manifest
+from cogvideox_flax.checkpoint import hub, load_text_encoder, load_transformer, load_vae, read_manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.objectives import velocity_loss
-from weights.toy_world import world
+from weights.toy_world import four_steps, settings, world
 from weights.toy_world.autoencoder import standardise
+from weights.toy_world.decoder import NEAR, decoder_loss, near_things, train_decoder
 from weights.toy_world.diffusion import oversample
+from weights.toy_world.four_steps import train_four_steps, velocity_between
 from weights.toy_world.image_to_video import IMAGE_TRANSFORMER, image_to_video_loss, train_image_to_video, widen
 from weights.toy_world.objectives import TimestepDensity, focus, reconstruction
 from weights.toy_world.settings import Run
@@ -139,6 +142,62 @@ def test_image_to_video_starts_from_the_same_prediction():
     assert float(jnp.abs(kernel[:, 16:]).max()) > 1e-6
 
 
-def test_image_to_video_needs_a_base(tmp_path):
+@pytest.mark.parametrize("train", [train_image_to_video, train_decoder, train_four_steps])
+def test_these_need_a_base(tmp_path, train):
     with pytest.raises(InputError, match="give it with --from"):
-        train_image_to_video(Run(tmp_path))
+        train(Run(tmp_path))
+
+
+def test_errors_near_things_weigh_more():
+    scene, tracks = world.tracks_of_clip(3, 0)
+    video = world.render(scene, tracks)
+    near = near_things(video[None])[0].astype(bool)
+    thing = (video != video[:, :1, :1]).any(-1)
+    assert near[thing].all() and near.mean() < 0.6
+    y, _ = np.nonzero(thing[0])
+    rows = np.nonzero(near[0].any(1))[0]
+    assert (rows[0], rows[-1]) == (max(y.min() - NEAR, 0), min(y.max() + NEAR, 63))
+
+
+def test_the_decoder_learns_from_both_kinds_of_latents_and_the_encoder_does_not():
+    vae = load_vae(hub.EMBEDDED, dtype="float32")
+    clips = [world.sample_clip(5, i, frames=1).video for i in range(2)]
+    video = from_uint8(np.stack(clips))
+    mean, _ = jax.jit(lambda vae, video: vae.encode(video))(vae, video)
+    batch = {"mean": mean, "made": mean + 1.0, "video": jnp.asarray(video), "near": near_things(np.stack(clips))}
+    loss = jax.jit(lambda vae, batch, key: decoder_loss({"vae": vae}, None, batch, key)[0])
+    keys = [jax.random.key(i) for i in range(12)]
+    both = {round(float(loss(vae, batch, key)) / 0.02) for key in keys}
+    alike = {round(float(loss(vae, batch | {"made": mean}, key)) / 0.02) for key in keys}
+    assert len(both) > len(alike), "latents that are wrong cost more, where they are drawn"
+    gradient = jax.jit(jax.grad(lambda vae: decoder_loss({"vae": vae}, None, batch, keys[0])[0]))(vae)
+    assert all(float(jnp.abs(x).max()) == 0 for x in jax.tree.leaves(gradient.encoder))
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient.decoder)) > 0
+
+
+def test_a_velocity_leads_to_the_next_state():
+    """Also from pure noise, where the latents say nothing of x0."""
+    scheduler = DDIMScheduler(settings.SCHEDULER)
+    plan = scheduler.plan(4)
+    here, there = (jax.random.normal(jax.random.key(i), (4, 5, 2, 2, 16)) for i in range(2))
+    v = velocity_between(jax.tree.map(jnp.asarray, plan), jnp.arange(4), here, there)
+    for i in range(4):
+        found, _ = scheduler.step(plan, i, v[i : i + 1], here[i : i + 1])
+        np.testing.assert_allclose(found, there[i : i + 1], atol=1e-4)
+
+
+def test_a_perfect_adapter_has_no_loss(monkeypatch):
+    """States of a model whose velocity is constant, and that model."""
+    scheduler = DDIMScheduler(settings.SCHEDULER)
+    plan = scheduler.plan(4)
+    v = jax.random.normal(jax.random.key(0), (8, 5, 2, 2, 16))
+    states = [jax.random.normal(jax.random.key(1), v.shape)]
+    for i in range(4):
+        states.append(scheduler.step(plan, i, v, states[-1])[0])
+    batch = {"states": jnp.stack(states, 1)}
+    for offset, close in ((0.0, True), (0.1, False)):
+        monkeypatch.setattr(
+            four_steps, "_bind", lambda *_, offset=offset: (lambda x, context, t, remat: v + offset, None)
+        )
+        for loss in (four_steps.step_loss, four_steps.run_loss):
+            assert (float(loss({}, {}, batch, jax.random.key(2))[0]) < 1e-6) == close

@@ -54,6 +54,22 @@ def test_prompts_are_true(split):
             assert claim.size in (None, thing.size) and claim.speed in (None, thing.speed), prompt
 
 
+def test_brief_prompts_leave_out_anything_but_shapes():
+    """As people write them, and still true of what they state."""
+    prompts = []
+    for scene, rng in scenes(600):
+        prompt = world.describe(scene, rng, brief=1.0)
+        prompts.append(prompt)
+        if all(thing.colour in prompt for thing in scene.things):
+            for claim, thing in zip(read_prompt(prompt).things, scene.things, strict=True):
+                assert claim.shape == thing.shape and claim.motion in (None, thing.motion), prompt
+                assert claim.size in (None, thing.size) and claim.speed in (None, thing.speed), prompt
+    lengths = [len(prompt.split()) for prompt in prompts]
+    assert min(lengths) <= 2 and np.mean(np.array(lengths) <= 3) > 0.15
+    assert "a red circle" in prompts or "a red ball" in prompts
+    assert not any(prompt.endswith(("a", "an")) or "  " in prompt for prompt in prompts)
+
+
 def test_wording_varies():
     scene = Scene((Thing("red", "circle", "small", "right", "slowly"),), "black")
     prompts = {world.describe(scene, np.random.default_rng(i)) for i in range(200)}

@@ -5,6 +5,7 @@ python -m weights.toy_world RUN vae            # up to one stage
 python -m weights.toy_world RUN --from weights/embedded    # trains an existing checkpoint further
 python -m weights.toy_world RUN image-to-video --from weights/embedded    # with a first frame as an input
 python -m weights.toy_world RUN decoder --from weights/embedded    # its decoder, for the transformer's latents
+python -m weights.toy_world RUN four-steps --from weights/embedded    # an adapter that takes four steps
 
 RUN is a folder. Each stage resumes where it stopped, and is skipped once it is done.
 """
@@ -25,6 +26,7 @@ from cogvideox_flax.errors import InputError
 from weights.toy_world.autoencoder import train_vae, train_vae_images
 from weights.toy_world.decoder import export_decoder
 from weights.toy_world.diffusion import export, prepare_latents, train_transformer
+from weights.toy_world.four_steps import export_four_steps
 from weights.toy_world.image_to_video import export_image_to_video
 from weights.toy_world.settings import CONSTANT_STEPS, RESTART_LOOP, Run
 
@@ -36,6 +38,7 @@ STAGES: dict[str, Callable[[Run], Any]] = {
     "export": export,
     "image-to-video": export_image_to_video,
     "decoder": export_decoder,
+    "four-steps": export_four_steps,
 }
 """Each stage first runs the unfinished stages that it needs."""
 
