@@ -1,4 +1,4 @@
-"""Video files for tests, made and decoded by ffmpeg alone, and the memory that reading one takes."""
+"""Pictures and video files for tests, these made and decoded by ffmpeg alone; the memory that reading one takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from pathlib import Path
 import imageio_ffmpeg
 import numpy as np
 import processes
+from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.video import count_frames, read_metadata, read_video, save_video
 
 ROOT = Path(__file__).resolve().parents[1]
 EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+
+
+def smooth(seed: int, *shape: int) -> np.ndarray:
+    """Random pictures with large structures, uint8 [..., H, W, 3]."""
+    small = np.random.default_rng(seed).integers(0, 256, (*shape[:-2], 4, 6, 3), np.uint8)
+    frames = [
+        np.asarray(Image.fromarray(each).resize(shape[:-3:-1], Image.Resampling.BICUBIC))
+        for each in small.reshape(-1, 4, 6, 3)
+    ]
+    return np.stack(frames).reshape(*shape, 3)
 
 
 def ffmpeg(*arguments: object) -> bytes:

@@ -191,7 +191,7 @@ CLIENT = """
 import json, sys
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.lora.files import find_adapter
+from cogvideox_flax.lora import find_adapter
 answers = []
 for name, where, revision in json.loads(sys.argv[1]):
     try:

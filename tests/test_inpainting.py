@@ -14,9 +14,10 @@ from diffusers.models import upsampling
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import get_resize_crop_region_for_grid
 from diffusers.schedulers import scheduling_dpm_cogvideox
+from media import smooth
 from PIL import Image
 from reference import make_scheduler, make_transformer, save_layout
-from test_media import NEGATIVE, PIXEL_BAR, PROMPTS, channels_first, same_at_once, smooth
+from test_media import NEGATIVE, PIXEL_BAR, PROMPTS, channels_first, same_at_once
 from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline

@@ -406,13 +406,13 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     """
     from cogvideox_flax.generate.distilled import recognised
     from cogvideox_flax.io.paths import expand_user
-    from cogvideox_flax.lora import FILE_NAME, fitting_releases, is_adapter, open_adapter
+    from cogvideox_flax.lora import SUFFIXES, find_adapter, fitting_releases, is_adapter, open_adapter
     from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
-    path = expand_user(where)
-    if not os.path.isfile(path) and not os.path.isfile(path / FILE_NAME):
+    if not os.path.exists(expand_user(where)):  # a hub id is a model's
         return False
-    if path.is_file() and path.suffix not in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+    path = find_adapter(where)
+    if not path.is_file() or path.suffix not in SUFFIXES:
         return False
     with open_adapter(path) as file:
         if not is_adapter(file):

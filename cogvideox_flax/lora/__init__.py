@@ -13,8 +13,10 @@ from cogvideox_flax.lora.adapters import (
 )
 from cogvideox_flax.lora.files import (
     FILE_NAME,
+    SUFFIXES,
     LoRARecord,
     describe_lora,
+    find_adapter,
     fitting_releases,
     is_adapter,
     open_adapter,
@@ -25,11 +27,13 @@ from cogvideox_flax.lora.merge import Merged, merge_files
 
 __all__ = [
     "FILE_NAME",
+    "SUFFIXES",
     "LoRALinear",
     "LoRARecord",
     "Merged",
     "add_lora",
     "describe_lora",
+    "find_adapter",
     "fitting_releases",
     "is_adapter",
     "lora_parameters",

@@ -34,7 +34,8 @@ from conversion.mapping import Move, source_moves
 FILE_NAME = "pytorch_lora_weights.safetensors"
 MAX_FAULTS = 20
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+"""Of files that may hold an adapter; all but the first are pickles, which are refused with what to do."""
 
 _FLOATS = tuple(map(np.dtype, (jnp.bfloat16, np.float16, np.float32, np.float64)))
 
@@ -174,7 +175,7 @@ def find_adapter(where: str | Path) -> Path:
     if path.is_dir():
         return path / FILE_NAME
     owner, *rest = str(where).split("/")
-    is_file = len(rest) == 1 and path.suffix in _SUFFIXES
+    is_file = len(rest) == 1 and path.suffix in SUFFIXES
     if path.exists() or not owner or not rest or is_file or expand_user(owner).exists():
         return path
     from conversion.download import download_file  # here, since huggingface_hub takes long to import
