@@ -10,7 +10,8 @@ The pictures are first frames of clips, half of them of combinations that traini
     silent  as "same", with a picture of the background alone: what the prompt alone gives (one object)
 
 "kept" is colour, shape, size, number and background of the frame in the video, "moves" direction and speed of the
-prompt, "all" both. PSNR is of the video's first frame against the picture.
+prompt, "all" both; "clear" and "clean" are as for `prompt_following`. PSNR is of the video's first frame against the
+picture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world
 from weights.toy_world.claims import Claims, ThingClaims
-from weights.toy_world.judge import Rate, compare, percent, wilson
+from weights.toy_world.judge import OVERLAPS, Rate, compare, percent, wilson
 from weights.toy_world.judge_video_to_video import generate
 from weights.toy_world.prompt_following import FIRST_SEED, SHOWN
 from weights.toy_world.seeing import see
@@ -79,11 +80,11 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
     scores = []
     for item, video in zip(items, videos, strict=True):
         things = tuple(ThingClaims(**dataclasses.asdict(thing)) for thing in item.scene.things)
-        found = compare(see(video), Claims(things, item.scene.background))
+        found = compare(see(video, outlines=True), Claims(things, item.scene.background))
         found = {name: value for name, value in found.items() if name != "all"}
         kept, moves = (all(found[name] for name in names if name in found) for names in (KEPT, MOVES))
         scores.append(found | {"kept": kept, "moves": moves, "all": kept and moves})
-    names = (*KEPT, *MOVES, "kept", "moves", "all")
+    names = (*KEPT, *MOVES, "kept", "moves", "all", *OVERLAPS)
     values = {name: [score[name] for score in scores if name in score] for name in names}
     rates: dict[str, Rate] = {name: wilson(sum(found), len(found)) for name, found in values.items()}
     first = [psnr(item.picture[None], video[:1]) for item, video in zip(items, videos, strict=True)]
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--sheet", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     pipe = Pipeline.from_pretrained(args.model, "float32")
-    columns = ("prompt", *KEPT, *MOVES, "kept", "moves", "all", "PSNR, dB")
+    columns = ("prompt", *KEPT, *MOVES, "kept", "moves", "all", *OVERLAPS, "PSNR, dB")
     about = {name: getattr(args, name) for name in ("prompts", "steps", "guidance_scale")} | {"model": str(args.model)}
     report, shown = Report(args.json, columns, **about), []
     for mode in ("same", "other", "silent"):
