@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.programs import decode_programs
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
@@ -255,3 +257,49 @@ def test_meshes_are_read_or_refused(text):
     assert [sharding.describe_mesh(m) for m in ((2, 4, 1), (2, 4, 1, True))] == ["2,4,1", "2,4,1,fsdp"]
     with pytest.raises(InputError, match="2,1,4, or DP,SP,TP,fsdp; got"):
         sharding.parse_mesh(text)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "expected"),
+    [
+        ((1, 8, 1), (1, 13, 60, 90, 16), {4, 2, 1}),  # 8 divides neither side
+        ((8, 1, 1), (1, 13, 60, 90, 16), {4, 2, 1}),
+        ((1, 8, 1), (1, 13, 96, 170, 16), (1, 8, 1)),  # 8 divides the rows
+        ((1, 4, 2), (1, 13, 60, 90, 16), (1, 4, 2)),
+        ((2, 4, 1), (2, 13, 60, 90, 16), (2, 4, 1)),  # clips over dp, rows over sp
+        ((1, 8, 1), (8, 3, 60, 90, 16), (8, 1, 1)),
+        ((1, 8, 1, True), (1, 13, 60, 90, 16), (1, 8, 1, 1)),  # its weights are split over these axes
+    ],
+    ids=str,
+)
+def test_pictures_divide_over_all_devices_where_they_can(mesh, shape, expected):
+    mesh = sharding.make_mesh(*mesh)
+    found = sharding.picture_mesh(mesh, shape)
+    sizes = found.devices.shape
+    assert (set(sizes) if isinstance(expected, set) else sizes) == expected
+    assert list(found.devices.flat) == list(mesh.devices.flat)
+    layout = sharding.spatial_layout(found, shape)
+    if expected == {4, 2, 1}:
+        names = [name for each in layout for name in ((each,) if isinstance(each, str) else each or ())]
+        assert math.prod(found.shape[name] for name in names) == 8
+
+
+def test_a_decode_that_only_other_axes_divide():
+    """12 rows and 6 columns, whole and in pieces, on one axis of 8 devices."""
+    latents = np.random.default_rng(0).normal(size=(1, 5, 12, 6, 16)).astype(np.float32)
+    alone, spread = (
+        CogVideoXPipeline.from_pretrained(dtype="float32", mesh=mesh) for mesh in (None, sharding.make_mesh(1, 8, 1))
+    )
+    expected = alone.decode(latents, output_type="float", progress=False)
+    found = spread.decode(latents, output_type="float", progress=False)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    (pieces,) = spread.decode(latents, output_type="float", in_pieces=True, progress=False)
+    np.testing.assert_allclose(np.stack(list(pieces)), expected[0], atol=1e-4)
+    (program, args, _), *_ = decode_programs(
+        spread.manifest, "float32", latents.shape, spread.mesh, True, False, in_pieces=False
+    )
+    mesh = program.mesh_for(spread.mesh, *args)
+    assert sorted(mesh.devices.shape) == [1, 2, 4]
+    with jax.set_mesh(mesh):
+        text = jax.jit(program).lower(*args).compile().as_text()
+    assert "collective-permute" in collectives(Program(text)), "halos are exchanged, not pictures repeated"

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, UInt8
 
+from cogvideox_flax import sharding
 from cogvideox_flax.io.video import to_uint8
 from cogvideox_flax.models.codec import Codec
 from cogvideox_flax.runtime.compile import Program
@@ -32,6 +34,9 @@ class Decode(Program):
     def __call__(self, model: Any, latents: Float32[Array, "B T h w C"]) -> tuple[Frames, Bool[Array, ""]]:
         return _to_frames(self.codec.decode(model, latents, self.tiling), self.as_float)
 
+    def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
+        return mesh if mesh is None or self.tiling else sharding.picture_mesh(mesh, args[1].shape)
+
 
 @dataclass(frozen=True)
 class DecodePiece(Program):
@@ -49,6 +54,9 @@ class DecodePiece(Program):
     ) -> tuple[Frames, Bool[Array, ""], Any]:
         video, cache = self.codec.decode_piece(model, latents, cache)
         return *_to_frames(video, self.as_float), cache
+
+    def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
+        return mesh if mesh is None else sharding.picture_mesh(mesh, args[1].shape)
 
 
 def _to_frames(video: Float32[Array, "B F H W 3"], as_float: bool) -> tuple[Frames, Bool[Array, ""]]:

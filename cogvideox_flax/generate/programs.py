@@ -440,5 +440,6 @@ def decode_programs(
 def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     if mesh is None:
         return x
+    mesh = sharding.picture_mesh(mesh, latents)
     where = NamedSharding(mesh, sharding.spatial_layout(mesh, latents, x.ndim))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

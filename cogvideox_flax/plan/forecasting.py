@@ -181,7 +181,7 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)
-    with compiling_on(mesh):
+    with compiling_on(program.mesh_for(mesh, *args)):
         executable = jax.jit(program, compiler_options=options, donate_argnames=program.donate).lower(*args).compile()
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()

@@ -46,6 +46,10 @@ class Program:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
+        """The mesh on which it is compiled for these arguments: the same devices in the same order."""
+        return mesh
+
 
 def _describe(part: Any) -> str | None:
     """Text that names a program, or a field of one, in every process; None if its code is not this package's."""
@@ -153,16 +157,16 @@ class CompiledProgram:
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
-        with compiling_on(self.mesh):
+        with compiling_on(self.program.mesh_for(self.mesh, *args)):
             return self._jit.lower(*args).compile()
 
     def __call__(self, model: Any, *args: Any, jit: bool = True) -> Any:
         if not jit:
-            with jax.disable_jit(), compiling_on(self.mesh):
+            with jax.disable_jit(), compiling_on(self.program.mesh_for(self.mesh, model, *args)):
                 return self.program(model, *args)
         args = (self.model_argument(model), *args)
         executable = self._executable(args)
-        with compiling_on(self.mesh):
+        with compiling_on(self.program.mesh_for(self.mesh, *args)):
             return executable(*args)
 
 

@@ -12,6 +12,7 @@ from cogvideox_flax.sharding.sequence_parallel import (
 )
 from cogvideox_flax.sharding.spatial_parallel import (
     Padding,
+    picture_mesh,
     spatial_constrain,
     spatial_layout,
     spatial_parallel_conv,
@@ -57,6 +58,7 @@ __all__ = [
     "parameter_name",
     "parameter_sharding",
     "parse_mesh",
+    "picture_mesh",
     "sequence_parallel_attention",
     "spatial_constrain",
     "spatial_layout",

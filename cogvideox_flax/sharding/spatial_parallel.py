@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from cogvideox_flax.sharding.tables import RULES
+from cogvideox_flax.sharding.tables import AXES, RULES
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +62,50 @@ def spatial_layout(
         factor: as for `spatial_split`.
     """
     sizes = dict(mesh.shape)
+    batch, rows, columns = _choose(sizes, shape, factor)
+    free = math.prod(sizes.values()) // math.prod(sizes[name] for name in batch)
+    parts = math.prod(sizes[name] for name in rows + columns)
+    if parts < free:
+        _log_idle(shape[HEIGHT] // factor, shape[WIDTH] // factor, free, parts)
+    return PartitionSpec(*[None] * (ndim - 5), *(names or None for names in (batch, (), rows, columns)))
+
+
+def _choose(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int = 1) -> tuple[_Names, _Names, _Names]:
+    """The mesh axes that split the batch, rows and columns. sizes: of the mesh axes."""
     batch = RULES["batch"]
     split_batch = shape[0] > 1 and shape[0] % sizes[batch] == 0
     free = {name: n for name, n in sizes.items() if n > 1 and not (split_batch and name == batch)}
-    height, width = shape[HEIGHT] // factor, shape[WIDTH] // factor
-    rows, columns = _split(height, width, tuple(free.items()))
-    parts = math.prod(sizes[name] for name in rows + columns)
-    if parts < math.prod(free.values()):
-        _log_idle(height, width, math.prod(free.values()), parts)
-    return PartitionSpec(*[None] * (ndim - 5), batch if split_batch else None, None, rows or None, columns or None)
+    rows, columns = _split(shape[HEIGHT] // factor, shape[WIDTH] // factor, tuple(free.items()))
+    return (batch,) if split_batch else (), rows, columns
+
+
+def picture_mesh(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
+    """The same devices in the same order as dp, sp and tp in the sizes over which a clip divides best.
+
+    An axis splits rows or columns, never both: over one axis of 8 devices neither 60 rows nor 90 columns divide, but
+    over axes of 4 and 2 they do. A mesh whose own axes use as many devices is returned itself, and one with weights
+    split over all of it (FSDP) too.
+
+    Args:
+        shape: [B, T, H, W, C] of the clip.
+    """
+    if mesh.axis_names != AXES:
+        return mesh
+
+    def used(sizes: tuple[int, ...]) -> int:
+        named = dict(zip(AXES, sizes, strict=True))
+        split_batch, rows, columns = _choose(named, shape)
+        return math.prod(named[name] for name in (*split_batch, *rows, *columns))
+
+    all_sizes = [(n // (sp * tp), sp, tp) for n in [mesh.size] for sp in _divisors(n) for tp in _divisors(n // sp)]
+    best = max((mesh.devices.shape, *all_sizes), key=used)  # the first of equals
+    if best == mesh.devices.shape:
+        return mesh
+    return Mesh(mesh.devices.reshape(best), AXES, axis_types=mesh.axis_types)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def spatial_constrain(tree: Any) -> Any:
