@@ -15,6 +15,7 @@ from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.platforms import compiling_for
+from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
 
@@ -671,3 +672,26 @@ def test_kernel_with_large_values_of_keys_far_above_the_first(excess, value):
     expected = textbook(q, k, v)
     found = interpreted(q, k, v * value)
     np.testing.assert_allclose(found / value, expected, atol=5e-5)
+
+
+@pytest.mark.parametrize("kv_len", [1, 900, 1024, 2000, 2100])
+def test_keys_past_the_length_are_left_out(kv_len):
+    """In tiles, and on a CPU by its own form; keys that are left out may hold anything."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 1, 32)) for i, n in enumerate((1100, 2100, 2100)))
+    far = jnp.arange(2100)[:, None, None] >= kv_len
+    expected = xla.attend(q, k[:, :kv_len], v[:, :kv_len])
+    attend_first = partial(xla.attend_to_first, share=0.5)
+    found = jax.jit(attend_first)(q, k, jnp.where(far, 1e4, v), jnp.int32(kv_len))
+    tiles = jax.jit(partial(xla.tiled, dtype=jnp.float32, share=0.5))(q, k, jnp.where(far, 1e4, v), jnp.int32(kv_len))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(tiles[0], expected, atol=1e-5)
+
+
+def test_tiles_past_the_length_are_not_computed():
+    """A choice, not a selection between two results; its scope says how often it is taken."""
+    q, k = (jax.ShapeDtypeStruct((2, n, 1, 32), jnp.float32) for n in (1100, 4096))
+    f = partial(xla.tiled, dtype=jnp.float32, share=0.25)
+    length = jax.ShapeDtypeStruct((), jnp.int32)
+    assert "runs_in_0.2500/cond" in jax.jit(f).lower(q, k, k, length).compile().as_text()
+    whole = count_flops(partial(xla.tiled, kv_len=None, dtype=jnp.float32), q, k, k).total
+    assert count_flops(f, q, k, k, length).total == pytest.approx(whole * (1 + 0.25 * 3) / 4, rel=1e-6)

@@ -20,6 +20,7 @@ from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.nn.scopes import runs_in, share_of
 from cogvideox_flax.plan import best_mesh, choose_mesh, forecast, meshes
 from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
@@ -324,3 +325,23 @@ def test_links_of_a_compiled_program():
     squares = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
     assert bytes_over_busiest_link(program, rows) == share
     assert bytes_over_busiest_link(program, squares) == share / 2
+
+
+def test_a_choice_that_says_how_often_it_is_made():
+    """In its jaxpr and in HLO: a product in a quarter of four rounds."""
+
+    def f(x, n):
+        def body(x, i):
+            with runs_in(0.25):
+                return jax.lax.cond(i < n, lambda x: x @ x, lambda x: x, x), None
+
+        return jax.lax.scan(body, x, jnp.arange(4))[0]
+
+    args = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    assert count_flops(f, *args).total == 2 * 64**3
+    hlo = Program(jax.jit(f).lower(*args).compile().as_text())
+    counts = [
+        times for _, op, times in hlo.run() if "/dot_general" in op.text and op.kind in ("dot", "fusion", "custom-call")
+    ]
+    assert sum(counts) == 1
+    assert share_of("a/runs_in_0.25/cond/branch_1_fun/add") is None and share_of("decode/runs_in_0.25") == 0.25

@@ -19,6 +19,7 @@ from cogvideox_flax.attention import cpu
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.nn.layers import precision, round_up
 from cogvideox_flax.nn.platforms import by_platform
+from cogvideox_flax.nn.scopes import runs_in
 
 TILE = 1024, 1024
 """The maximum queries and keys of one tile of scores."""
@@ -56,6 +57,28 @@ def attend(
     )
 
 
+def attend_to_first(
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, ""],
+    *,
+    share: float,
+) -> Float[Array, "B Q N K"]:
+    """`attend` to the first `kv_len` keys of a buffer: tiles of keys past them are left out, not masked.
+
+    share: of the keys that are attended in the mean over all calls, for `plan`.
+    """
+    lengths = jnp.full(len(q), kv_len)
+    if max(q.shape[1], k.shape[1]) <= SHORT:
+        return attend(q, k, v, lengths)
+    return by_platform(
+        *(q, k, v, lengths, kv_len),
+        cpu=lambda q, k, v, lengths, _: cpu.attend(q, k, v, lengths, dtype=q.dtype)[0],
+        default=lambda q, k, v, _, kv_len: tiled(q, k, v, kv_len, dtype=q.dtype, share=share)[0],
+    )
+
+
 def attend_with_lse(
     q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"]
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
@@ -72,19 +95,27 @@ def tiled(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    kv_len: Int[Array, " B"] | None,
+    kv_len: Int[Array, "*B"] | None,
     *,
     dtype: Any,
+    share: float | None = None,
 ) -> tuple[Float[Array, "B Q N K"], Float32[Array, "B Q N"]]:
-    """All heads, tile by tile with a running maximum: the result in `dtype`, and log_sum_exp."""
+    """All heads, tile by tile with a running maximum: the result in `dtype`, and log_sum_exp.
+
+    share: as for `attend_to_first`, with one kv_len for the batch; None leaves no tile out.
+    """
     batch, queries, heads, dim = q.shape
 
     def heads_first(x: Float[Array, "B S N K"]) -> Float[Array, "BN S K"]:
         return x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], dim)
 
-    lengths = jnp.broadcast_to(jnp.int32(k.shape[1]) if kv_len is None else kv_len, (batch,)).repeat(heads)
-    one_head = partial(_attend_head, masked=kv_len is not None, dtype=dtype)
-    out, log_sum_exp = jax.vmap(one_head)(heads_first(q), heads_first(k), heads_first(v), lengths)
+    lengths: Any = jnp.int32(k.shape[1]) if kv_len is None else kv_len
+    if share is None:
+        lengths = jnp.broadcast_to(lengths, (batch,)).repeat(heads)
+    one_head = partial(_attend_head, masked=kv_len is not None, dtype=dtype, share=share)
+    # with a length for each head, a choice would become a selection between two results
+    each_head = jax.vmap(one_head, (0, 0, 0, 0 if share is None else None))
+    out, log_sum_exp = each_head(heads_first(q), heads_first(k), heads_first(v), lengths)
     out = out.reshape(batch, heads, queries, dim).transpose(0, 2, 1, 3)
     return out, log_sum_exp.reshape(batch, heads, queries).swapaxes(1, 2)
 
@@ -97,6 +128,7 @@ def _attend_head(
     *,
     masked: bool,
     dtype: Any,
+    share: float | None,
 ) -> tuple[Float[Array, "Q K"], Float32[Array, " Q"]]:
     (queries, dim), keys = q.shape, len(k)
     # Tiles of queries have equal sizes, which keeps padding small. Keys are not padded, so they need no mask: the first
@@ -123,9 +155,15 @@ def _attend_head(
             pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
             return (new_max, rescale * row_sum + p.sum(-1, keepdims=True), rescale * out + pv), None
 
+        def add_if_attended(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+            assert share is not None
+            with runs_in(share):
+                return jax.lax.cond(kv[2][0] < length, lambda: add(carry, kv)[0], lambda: carry), None
+
         zeros = jnp.zeros((q_block, 1), jnp.float32)
         start = zeros + MASKED, zeros, jnp.zeros((q_block, dim), jnp.float32)
-        running_max, row_sum, out = jax.lax.scan(add, add(start, firsts)[0], rest)[0]
+        step = add if share is None else add_if_attended
+        running_max, row_sum, out = jax.lax.scan(step, add(start, firsts)[0], rest)[0]
         return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from cogvideox_flax.nn.conv import winograd
 from cogvideox_flax.nn.platforms import compiling_for
+from cogvideox_flax.nn.scopes import share_of
 
 CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 """Primitive of cuDNN's attention -> products of queries x keys x head size; backward recomputes the scores."""
@@ -46,7 +47,8 @@ Shares = Mapping[str, Sequence[float]]
 def count_flops(f: Callable[..., Any], *args: Any, shares: Shares = MappingProxyType({})) -> Flops:
     """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
 
-    Of a function with several platform-specific forms, and of any choice that `shares` does not know, the one with the
+    Of a function with several platform-specific forms, and of any choice of which neither `shares` nor its own scope
+    (`nn.scopes`) says how often it is made, the one with the
     least work counts: the others pad more. A Winograd convolution counts as a plain one.
 
     Raises:
@@ -86,7 +88,10 @@ def _count(jaxpr: Jaxpr, shares: Shares) -> Flops:
             total += _count(params["jaxpr"].jaxpr, shares) * params["length"]
         elif name == "cond":
             branches = [_count(branch.jaxpr, shares) for branch in params["branches"]]
-            known = [shares[scope] for scope in shares if scope in str(eqn.source_info.name_stack).split("/")]
+            path = str(eqn.source_info.name_stack)
+            known = [shares[scope] for scope in shares if scope in path.split("/")]
+            if (stated := share_of(path)) is not None:
+                known = [(1 - stated, stated)]
             if known:
                 total += sum((work * share for work, share in zip(branches, known[0], strict=True)), Flops())
             else:

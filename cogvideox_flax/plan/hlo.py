@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
+from cogvideox_flax.nn.scopes import share_of
+
 _OP = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\((?P<rest>.*)$")
 _TENSOR = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\](\{[^}]*\})?")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
@@ -68,7 +70,8 @@ class Program:
     def run(self) -> Iterator[tuple[dict[str, Op], Op, float]]:
         """Every operation that runs, with its computation and its count; fusions and reductions are one operation.
 
-        Of a conditional that `shares` does not know, all branches are counted.
+        Of a conditional of which neither `shares` nor its own scope (`nn.scopes`) says how often it is taken, all
+        branches are counted.
 
         Raises:
             ValueError: a loop whose number of iterations is not known.
@@ -84,6 +87,8 @@ class Program:
                 called = op.called()
                 scopes = [s for s in self.shares if f"/{s}/cond" in op.text] if op.kind == "conditional" else []
                 shares = self.shares[scopes[0]] if scopes else [1] * len(called)
+                if op.kind == "conditional" and (stated := share_of(op.text)) is not None:
+                    shares = [1 - stated, stated]
                 for inner, share in zip(called, shares, strict=True):
                     yield from self._run(inner, times * share)
             else:

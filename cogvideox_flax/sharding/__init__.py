@@ -12,11 +12,13 @@ from cogvideox_flax.sharding.sequence_parallel import (
 )
 from cogvideox_flax.sharding.spatial_parallel import (
     Padding,
+    on_each_part,
     picture_mesh,
     spatial_constrain,
     spatial_layout,
     spatial_parallel_conv,
     spatial_split,
+    whole_clips,
 )
 from cogvideox_flax.sharding.tables import (
     AXES,
@@ -53,6 +55,7 @@ __all__ = [
     "layer_weights",
     "make_mesh",
     "named",
+    "on_each_part",
     "pad_tokens",
     "parameter_axes",
     "parameter_name",
@@ -64,4 +67,5 @@ __all__ = [
     "spatial_layout",
     "spatial_parallel_conv",
     "spatial_split",
+    "whole_clips",
 ]

@@ -176,6 +176,31 @@ def spatial_parallel_conv(
     return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
 
 
+def whole_clips(x: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """x with all of each clip on the devices that have a part of it, inside `spatial_split`."""
+    layout = _layout.get()
+    if layout is None:
+        return x
+    where = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(layout[0]))
+    return jax.lax.with_sharding_constraint(x, where)
+
+
+def on_each_part(
+    f: Callable[..., Float[Array, "B T h w O"]], x: Float[Array, "B T H W I"], clips: Any, *whole: Array
+) -> Float[Array, "B T H W O"]:
+    """f(x, *clips, *whole) on each device's part of x, inside `spatial_split`.
+
+    Args:
+        clips: arrays [B, ...], each device's clips whole.
+        whole: the same on all devices.
+    """
+    layout = _layout.get()
+    if layout is None:
+        return f(x, *clips, *whole)
+    specs = (layout, *[PartitionSpec(layout[0])] * len(clips), *[PartitionSpec()] * len(whole))
+    return jax.shard_map(f, in_specs=specs, out_specs=layout, check_vma=False)(x, *clips, *whole)
+
+
 def _halo_exchange(x: Array, axis: int, names: Any, halo: tuple[int, int], repeat_edges: bool) -> Array:
     """x with the neighbours' edges along an axis; at the edges of the picture zeros, or its own edges."""
     names = (names,) if isinstance(names, str) else tuple(names)

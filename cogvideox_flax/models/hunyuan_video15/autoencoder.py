@@ -67,17 +67,24 @@ class FrameAttention(nnx.Module):
         """One frame. frames: of the whole clip; the cache has place for all of them."""
         batch, _, height, width, channels = x.shape
         pixels = height * width
-        narrow = self.norm(x).astype(self.q.kernel.dtype).reshape(batch, pixels, channels)
-        # each device computes all of the attention, a hundredth of a decoder's work on one device
-        q, k, v = (sharding.constrain(f(narrow))[:, :, None] for f in (self.q, self.k, self.v))
+        narrow = self.norm(x).astype(self.q.kernel.dtype)
+        # each device has its own queries, and all keys
+        flat = narrow.reshape(batch, pixels, channels)
+        k, v = (sharding.whole_clips(f(flat))[:, :, None] for f in (self.k, self.v))
         empty = jnp.zeros((batch, frames * pixels, 1, channels), k.dtype)
         keys, values, done = cache or (empty, empty, jnp.int32(0))
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(buffer, new, done * pixels, 1)
             for buffer, new in ((keys, k), (values, v))
         )
-        seen = jnp.full(batch, (done + 1) * pixels)
-        out = self.out(xla.attend(q, keys, values, seen).reshape(x.shape), out_dtype=jnp.float32)
+
+        def attend(q: Array, keys: Array, values: Array, seen: Array) -> Array:
+            share = (frames + 1) / (2 * frames)
+            queries = q.reshape(len(q), -1, 1, channels)
+            return xla.attend_to_first(queries, keys, values, seen, share=share).reshape(q.shape)
+
+        attended = sharding.on_each_part(attend, self.q(narrow), (keys, values), (done + 1) * pixels)
+        out = self.out(attended, out_dtype=jnp.float32)
         return (x + out).astype(x.dtype), (keys, values, done + 1)
 
 
