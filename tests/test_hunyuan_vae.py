@@ -112,10 +112,19 @@ def test_bfloat16_is_no_worse_than_torch(pair):
     assert rms_error(encode(model, video)[0], exact_mean) <= rms_error(their_mean, exact_mean)
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (2, 2, 2), (1, 1, 3)])
-def test_every_mesh(pair, vae, mesh):
-    """8 columns divide over 8 devices and over 2 x 2 x 2; 3 of them divide rows alone."""
-    z, video = random(0, 1, 2, 3, 8, 4), random(1, 1, 5, 48, 128, 3)
+@pytest.mark.parametrize(
+    ("mesh", "rows", "columns"),
+    [
+        ((1, 8, 1), 3, 8),  # 8 columns divide
+        ((2, 2, 2), 3, 8),
+        ((1, 1, 3), 3, 8),  # the rows divide
+        ((1, 4, 1), 7, 3),  # neither, a row is added
+        ((2, 2, 2), 15, 5),
+        ((1, 8, 1), 5, 3),  # too few for 8 devices
+    ],
+)
+def test_every_mesh(pair, vae, mesh, rows, columns):
+    z, video = random(0, 1, 2, rows, columns, 4), random(1, 1, 5, 16 * rows, 16 * columns, 3)
     whole = decode(vae, z), encode(vae, video)[0]
     split = make_mesh(*mesh)
     model = load_component("vae", pair[1], "float32", split)

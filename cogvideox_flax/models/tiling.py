@@ -182,19 +182,21 @@ def run_clips(
     *,
     slicing: bool,
     factor: int,
+    pad: bool = False,
 ) -> Float[Array, "B t h w D"]:
     """`run` on x: tile by tile if `layout` applies, else split over the devices.
 
     Args:
         slicing: clip by clip: the same result in less memory.
-        factor: as for `sharding.spatial_split`.
+        factor, pad: as for `sharding.spatial_split`.
     """
 
     def whole(x: Array) -> Array:
         if layout is not None and layout.applies(x):
             return tiled(run, x, layout)
-        with sharding.spatial_split(x, factor) as x:
-            return run(x)
+        with sharding.spatial_split(x, factor, pad=pad) as x:
+            y = run(x)
+            return y[:, :, : sharding.picture_rows(y.shape[HEIGHT])]
 
     if not slicing:
         return whole(x)

@@ -28,10 +28,13 @@ Padding = tuple[tuple[int, int], tuple[int, int]]
 
 _Names = tuple[str, ...]
 _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", default=None)
+_rows: ContextVar[tuple[int, int]] = ContextVar("rows of the picture, and with padding", default=(1, 1))
 
 
 @contextmanager
-def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Float[Array, "B T H W C"]]:
+def spatial_split(
+    x: Float[Array, "B T H W C"], factor: int = 1, *, pad: bool = False
+) -> Iterator[Float[Array, "B T H W C"]]:
     """Yields x split over the mesh; inside the context, `spatial_parallel_conv` assumes that its clips are split alike.
 
     A batch that divides over dp is split over dp. The remaining mesh axes split rows if those divide, else columns or
@@ -39,17 +42,46 @@ def spatial_split(x: Float[Array, "B T H W C"], factor: int = 1) -> Iterator[Flo
 
     Args:
         factor: height and width of all clips inside the context are multiples of x's, divided by this.
+        pad: rather than let devices repeat work, add rows at the bottom until they divide; `picture_rows` says which
+            are the picture's. For models that repeat edges, and look at neighbours in convolutions alone.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         yield x
         return
-    layout = spatial_layout(mesh, x.shape, factor=factor)
-    token = _layout.set(layout)
+    height, layout, extra = x.shape[HEIGHT], None, 0
+    if pad:
+        layout, extra = _padded_layout(dict(mesh.shape), x.shape, factor)
+        x = jnp.pad(x, [(0, extra * factor) if axis == HEIGHT else (0, 0) for axis in range(x.ndim)])
+    if layout is None:
+        layout = spatial_layout(mesh, x.shape, factor=factor)
+    tokens = _layout.set(layout), _rows.set((height, x.shape[HEIGHT]))
     try:
         yield jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout))
     finally:
-        _layout.reset(token)
+        _layout.reset(tokens[0])
+        _rows.reset(tokens[1])
+
+
+def _padded_layout(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int) -> tuple[PartitionSpec | None, int]:
+    """The layout with rows over all devices, and how many rows it needs more; (None, 0) where that does not help.
+
+    Only the last device has rows that are not the picture's, and at least one that is.
+    """
+    batch, rows, columns = _choose(sizes, shape, factor)
+    free = tuple(name for name, n in sizes.items() if n > 1 and name not in batch)
+    parts, height = math.prod(sizes[name] for name in free), shape[HEIGHT] // factor
+    each = -(-height // parts)
+    extra = each * parts - height
+    if math.prod(sizes[name] for name in rows + columns) == parts or extra >= each:
+        return None, 0
+    return PartitionSpec(batch or None, None, free, None), extra
+
+
+def picture_rows(height: int) -> int:
+    """How many of the rows of a clip inside `spatial_split` are the picture's."""
+    picture, padded = _rows.get()
+    return height * picture // padded
 
 
 def spatial_layout(
@@ -162,6 +194,7 @@ def spatial_parallel_conv(
     padding = tuple((0, 0) if repeat_edges or axis in axes else halo for axis in (HEIGHT, WIDTH))
 
     def local_conv(x: Array, residual: Array | None, *params: Array) -> Array:
+        x = _without_padding(x, axes.get(HEIGHT))
         for axis in (HEIGHT, WIDTH):
             if axis in axes:
                 x = _halo_exchange(x, axis, axes[axis], halo, repeat_edges)
@@ -174,6 +207,25 @@ def spatial_parallel_conv(
     # also where the pictures are whole: the compiler cannot split a TPU kernel itself
     specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
     return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
+
+
+def _count(names: str | _Names) -> int:
+    """Devices along one or several mesh axes."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes[name] for name in ((names,) if isinstance(names, str) else names))
+
+
+def _without_padding(x: Array, names: Any) -> Array:
+    """x, a device's part of a padded picture, with the picture's last row in all rows below it."""
+    picture, padded = _rows.get()
+    if picture == padded:
+        return x
+    n = _count(names)
+    own = x.shape[HEIGHT]
+    last = own - (own * n - picture_rows(own * n)) - 1  # on the last device
+    edge = jax.lax.slice_in_dim(x, last, last + 1, axis=HEIGHT)
+    below = (jnp.arange(own) > last) & (jax.lax.axis_index(names) == n - 1)
+    return jnp.where(below[:, None, None], edge, x)
 
 
 def whole_clips(x: Float[Array, "B ..."]) -> Float[Array, "B ..."]:
@@ -203,9 +255,7 @@ def on_each_part(
 
 def _halo_exchange(x: Array, axis: int, names: Any, halo: tuple[int, int], repeat_edges: bool) -> Array:
     """x with the neighbours' edges along an axis; at the edges of the picture zeros, or its own edges."""
-    names = (names,) if isinstance(names, str) else tuple(names)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    n, (before, after) = math.prod(sizes[name] for name in names), halo
+    n, (before, after) = _count(names), halo
     first, last = jax.lax.slice_in_dim(x, 0, 1, axis=axis), jax.lax.slice_in_dim(x, x.shape[axis] - 1, None, axis=axis)
 
     def outside(received: Array, device: int, edge: Array) -> Array:

@@ -66,10 +66,11 @@ class FrameAttention(nnx.Module):
     ) -> tuple[Float[Array, "B 1 H W C"], Cache]:
         """One frame. frames: of the whole clip; the cache has place for all of them."""
         batch, _, height, width, channels = x.shape
-        pixels = height * width
+        rows = sharding.picture_rows(height)
+        pixels = rows * width
         narrow = self.norm(x).astype(self.q.kernel.dtype)
         # each device has its own queries, and all keys
-        flat = narrow.reshape(batch, pixels, channels)
+        flat = narrow[:, :, :rows].reshape(batch, pixels, channels)
         k, v = (sharding.whole_clips(f(flat))[:, :, None] for f in (self.k, self.v))
         empty = jnp.zeros((batch, frames * pixels, 1, channels), k.dtype)
         keys, values, done = cache or (empty, empty, jnp.int32(0))
@@ -217,7 +218,7 @@ class Autoencoder(nnx.Module):
         run = partial(in_chunks, partial(self.encoder, frames=len(sizes)), sizes=sizes)
         narrow = video.astype(self.encoder.conv_in.kernel.dtype)
         layout = None if tiling is None else tiling.encode_layout(factor)
-        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
+        moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor, pad=True)
         return mean_and_logvar(moments.astype(narrow.dtype))
 
     def decode(
@@ -241,7 +242,7 @@ class Autoencoder(nnx.Module):
         run = partial(in_chunks, partial(self.decoder, frames=frames), sizes=[1] * frames)
         narrow = z.astype(self.decoder.conv_in.kernel.dtype)
         layout = None if tiling is None else tiling.decode_layout(self.config.spatial_compression)
-        return run_clips(run, narrow, layout, slicing=slicing, factor=1)
+        return run_clips(run, narrow, layout, slicing=slicing, factor=1, pad=True)
 
 
 def _run_levels(levels: Sequence[Level], x: Array, caches: Sequence[Cache]) -> tuple[Array, list[Cache]]:
