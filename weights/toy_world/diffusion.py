@@ -15,7 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Float16, Float32, Int, Key
 
 from cogvideox_flax import sharding
-from cogvideox_flax.checkpoint import Domain, Manifest, load_text_encoder, load_transformer, parameters, save
+from cogvideox_flax.checkpoint import (
+    Domain,
+    Manifest,
+    load_text_encoder,
+    load_transformer,
+    parameters,
+    read_manifest,
+    save,
+)
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder
@@ -228,10 +236,11 @@ def export(run: Run) -> None:
 def write_checkpoint(
     run: Run, folder: Path, transformer: TransformerConfig, modules: dict[str, nnx.Module], steps: int
 ) -> None:
-    """Write a native checkpoint from the three modules."""
+    """Write a native checkpoint from the three modules. The preview's map is the base's, whose encoder it keeps."""
     parts = {"text_encoder": TEXT, "transformer": transformer, "vae": VAE}
     configs = parts | {"scheduler": SCHEDULER, "tokenizer": TOKENIZER}
-    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE, domain=domain())
+    preview = None if run.base is None else read_manifest(run.base).preview
+    manifest = Manifest(family="cogvideox", configs=configs, guidance_scale=GUIDANCE, domain=domain(), preview=preview)
     source = {"recipe": "weights.toy_world", "seed": SEED, "steps": steps}
     make_tokenizer(run)
     save(folder, manifest, modules, DTYPES, source, {SPIECE_FILE: run.folder / TOKENIZER_FILE})
