@@ -72,7 +72,7 @@ def test_files_are_recognised(path, name):
 
 def test_when_it_decides(caplog):
     model = model_of("cogvideox-2b")
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cogvideox_flax")
 
     def found(**options):
         return with_distillation(GenerationRequest("p", **options), model)
