@@ -109,26 +109,27 @@ def download_file(hub_id: str, name: str, usual: str, suffix: str) -> Path:
     """One file of a repository, or find it in the hub's cache.
 
     Args:
-        name: in the repository; "": the usual one, or the only one with this suffix.
+        hub_id: "owner/name".
+        name: in the repository, with folders; "": the usual one, or the only one with this suffix.
 
     Raises:
         InputError: as for `download`; the repository has no such file, or several.
     """
-    patterns = (name or usual,)
-    source = download(hub_id, patterns=patterns)
-    if not (source.folder / patterns[0]).is_file():
+    file = name or usual
+    source = download(hub_id, patterns=(file,))
+    if not (source.folder / file).is_file():
         try:
             files = huggingface_hub.HfApi().list_repo_files(hub_id, revision=source.origin["revision"])
         except Exception as e:
             raise InputError(_explain(e, hub_id, None)) from e
-        known = sorted(file for file in files if file.endswith(suffix))
+        known = sorted(each for each in files if each.endswith(suffix))
         if name or len(known) != 1:
             wanted = f"no {name}" if name else f"{len(known)} {suffix} files"
             shown = f"; it has {', '.join(known[:20])}, to be named as {hub_id}/{known[0]}" if known else ""
             raise InputError(f"{hub_id} has {wanted}{shown}")
-        patterns = (known[0],)
-        source = download(hub_id, source.origin["revision"], patterns)
-    return source.folder / patterns[0]
+        file = known[0]
+        source = download(hub_id, source.origin["revision"], (file,))
+    return source.folder / file
 
 
 def _explain(error: Exception, hub_id: str, revision: str | None) -> str:

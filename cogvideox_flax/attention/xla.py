@@ -65,17 +65,19 @@ def attend_to_first(
     *,
     share: float,
 ) -> Float[Array, "B Q N K"]:
-    """`attend` to the first `kv_len` keys of a buffer: tiles of keys past them are left out, not masked.
+    """`attend` to the first `kv_len` keys of a buffer: tiles of keys past them are left out, but
+    for a CPU and short buffers, where they are masked.
 
     share: of the keys that are attended in the mean over all calls, for `plan`.
     """
-    lengths = jnp.full(len(q), kv_len)
+
+    def masked(q: Array, k: Array, v: Array, kv_len: Array) -> Array:
+        return attend(q, k, v, jnp.full(len(q), kv_len))
+
     if max(q.shape[1], k.shape[1]) <= SHORT:
-        return attend(q, k, v, lengths)
+        return masked(q, k, v, kv_len)
     return by_platform(
-        *(q, k, v, lengths, kv_len),
-        cpu=lambda q, k, v, lengths, _: cpu.attend(q, k, v, lengths, dtype=q.dtype)[0],
-        default=lambda q, k, v, _, kv_len: tiled(q, k, v, kv_len, dtype=q.dtype, share=share)[0],
+        *(q, k, v, kv_len), cpu=masked, default=lambda *args: tiled(*args, dtype=q.dtype, share=share)[0]
     )
 
 

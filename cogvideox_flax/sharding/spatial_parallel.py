@@ -129,8 +129,9 @@ def picture_mesh(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
         split_batch, rows, columns = _choose(named, shape)
         return math.prod(named[name] for name in (*split_batch, *rows, *columns))
 
-    all_sizes = [(n // (sp * tp), sp, tp) for n in [mesh.size] for sp in _divisors(n) for tp in _divisors(n // sp)]
-    best = max((mesh.devices.shape, *all_sizes), key=used)  # the first of equals
+    n = mesh.size
+    others = ((n // (sp * tp), sp, tp) for sp in _divisors(n) for tp in _divisors(n // sp))
+    best = max((mesh.devices.shape, *others), key=used)  # the first of equals
     if best == mesh.devices.shape:
         return mesh
     return Mesh(mesh.devices.reshape(best), AXES, axis_types=mesh.axis_types)

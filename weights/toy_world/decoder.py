@@ -27,13 +27,12 @@ from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
 from weights.toy_world import world
-from weights.toy_world.diffusion import make_tokenizer, sha256_of, write_checkpoint
+from weights.toy_world.diffusion import guided_velocity, make_tokenizer, sha256_of, write_checkpoint
 from weights.toy_world.settings import (
     DECODER_BATCH,
     DECODER_CLIPS,
     DECODER_LOOP,
     FRAMES,
-    GUIDANCE,
     L1_WEIGHT,
     LATENT_NOISE,
     NEAR_WEIGHT,
@@ -116,9 +115,7 @@ def prepare_rollouts(run: Run) -> LatentCache:
 
     @jax.jit
     def step(transformer: Any, context: Any, plan: Any, i: Any, x: Any) -> Any:
-        v = transformer(jnp.concatenate([x, x]), context, jnp.full(2 * len(x), plan.timesteps[i]))
-        empty, worded = jnp.split(v, 2)
-        return scheduler.step(plan, i, empty + GUIDANCE * (worded - empty), x)[0]
+        return scheduler.step(plan, i, guided_velocity(transformer, context, x, plan.timesteps[i]), x)[0]
 
     def compute(indices: range) -> dict[str, np.ndarray]:
         mean = np.asarray(encode(vae, from_uint8(np.stack([_video(i) for i in indices]))))

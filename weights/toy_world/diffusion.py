@@ -177,6 +177,14 @@ def diffusion_loss(
     return velocity_loss(denoiser, latents, noise_key, DDIMScheduler(SCHEDULER), phase.density, weights)
 
 
+def guided_velocity(
+    transformer: Transformer, context: Float[Array, "2B L E"], x: Float[Array, "B T h w C"], t: Int[Array, ""]
+) -> Float32[Array, "B T h w C"]:
+    """The prediction at the checkpoint's guidance. context: of the empty prompts, then of the prompts."""
+    empty, worded = jnp.split(transformer(jnp.concatenate([x, x]), context, t), 2)
+    return empty + GUIDANCE * (worded - empty)
+
+
 def train_transformer(run: Run) -> TrainState:
     """Train the transformer and the text encoder together, in all phases of the run."""
     latents = prepare_latents(run)

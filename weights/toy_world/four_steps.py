@@ -30,13 +30,12 @@ from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
 from weights.toy_world import world
-from weights.toy_world.diffusion import make_tokenizer, sha256_of
+from weights.toy_world.diffusion import guided_velocity, make_tokenizer, sha256_of
 from weights.toy_world.settings import (
     BRIEF,
     DISTIL_BATCH,
     DISTIL_LOOP,
     DISTIL_RANK,
-    GUIDANCE,
     ROLLOUT_LOOP,
     ROWS,
     SCHEDULER,
@@ -135,9 +134,7 @@ def prepare_trajectories(run: Run) -> LatentCache:
         context = encoder(ids)
 
         def step(x: Any, i: Any) -> tuple[Any, Any]:
-            v = transformer(jnp.concatenate([x, x]), context, jnp.full(2 * len(x), plan.timesteps[i]))
-            empty, worded = jnp.split(v, 2)
-            return scheduler.step(plan, i, empty + GUIDANCE * (worded - empty), x)[0], x
+            return scheduler.step(plan, i, guided_velocity(transformer, context, x, plan.timesteps[i]), x)[0], x
 
         last, states = jax.lax.scan(step, noise, jnp.arange(TEACHER_STEPS))
         return jnp.stack([*states[::every], last], 1)

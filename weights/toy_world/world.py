@@ -233,9 +233,9 @@ def crowded_clip(seed: int, index: int, frames: int = FRAMES, size: int = 64) ->
 def describe(scene: Scene, rng: np.random.Generator, brief: float = 0.0) -> str:
     """A prompt for the scene. Wording and word order vary; every statement is true.
 
-    Colour, shape and motion are always stated; size, speed and background may be omitted.
+    Colour, shape and motion are stated; size, speed and background may be omitted.
 
-    brief: the share of prompts that may omit everything but the shapes, as people do: "a red circle".
+    brief: the share of prompts that may omit all but the shapes, as people do: "a red circle".
     """
     short = brief > 0 and rng.random() < brief
     text = " and ".join(_describe_thing(thing, rng, short) for thing in scene.things)
@@ -280,7 +280,10 @@ def _choose(rng: np.random.Generator, *choices: str) -> str:
 
 
 def signed_distance(shape: str, dx: np.ndarray, dy: np.ndarray, radius: float | np.ndarray) -> np.ndarray:
-    """Signed distance to the outline, negative inside; exact along the sides, which is enough for anti-aliasing."""
+    """Signed distance to the outline, negative inside; exact along the sides, which is enough for anti-aliasing.
+
+    dx, dy: from the shape's centre, in the radius's unit; arrays that broadcast.
+    """
     if shape == "circle":
         return np.hypot(dx, dy) - radius
     if shape == "square":
