@@ -1,11 +1,12 @@
 """Memory and modelled time of the releases on TPUs, from programs compiled without one. Nothing is measured.
 
-    python -m benchmarks.tpu_aot [--cases 768p 720p ...] [--stages denoise] [--json FILE]
+    python -m benchmarks.tpu_aot [--cases 768p 720p ...] [--stages denoise] [--parts] [--json FILE]
 
 Memory, collectives and the number of operations are the compiler's and exact. Time is a model, per denoising step and
 chip, or per run of another stage: the attention kernel by its static schedule (`benchmarks.attention`, heads whose
 scores are bounded), the convolutions' by their work, all other operations by the compiler's cycles or their bytes,
-collectives by their bytes over the busiest link, without overlap and without stalls.
+collectives by their bytes over the busiest link, without overlap and without stalls. --parts lists the operations that
+take longest, with how often each runs.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ CASES = {
     "720p-4": replace(_720P, topology="v6e:2x2", mesh=(2, 2, 1)),
     "5b": _480P,
     "2b": replace(_480P, release="cogvideox-2b"),
+    "hunyuan-720p": Case("hunyuanvideo1.5-720p-t2v", 720, 1280, 121, "v6e:2x4", (2, 4, 1)),
+    "hunyuan-480p": Case("hunyuanvideo1.5-480p-t2v", 480, 848, 121, "v6e:2x4", (2, 4, 1)),
 }
 
 
@@ -53,6 +56,7 @@ def main() -> int:
     parser = make_parser("benchmarks.tpu_aot", __doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=" ".join(CASES))
     parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=["denoise"])
+    parser.add_argument("--parts", action="store_true", help="print the longest operations of each stage")
     args = parser.parse_args()
     start = time.perf_counter()
     columns = ("case", "mesh", "stage", "HBM GiB", "args", "temp", "TFLOP", "collectives", "wire GB", "compile s")
@@ -61,6 +65,8 @@ def main() -> int:
         for name in args.cases:
             for row in forecast(dump, CASES[name], args.stages):
                 report.add({"case": name} | row, _cells(name, row))
+                for part in row["parts"] if args.parts else ():
+                    print(f"  {1e3 * part['seconds']:9.2f} ms  {part['count']:6g} x  {part['name']}")
     print(f"\n{time.perf_counter() - start:.0f} s in all; seconds are modelled: kernels + other operations + wire")
     return 0
 
@@ -77,7 +83,8 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
-    request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler="ddim")
+    sampler = "ddim" if release.name.startswith("cogvideox") else None
+    request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler=sampler)
     run = RunPrograms(resolve(request, manifest), "bfloat16")
     rows = []
     for stage in plan.forecast(run, case.topology, case.mesh, stages):

@@ -124,8 +124,12 @@ def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     expected = y if residual is None else y + residual
     found = tpu_kernel.convolve(x, kernel, bias, residual, interpret=True)
     assert relative_error(found, expected) < ROUNDING_BAR
-    rows = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (0, 0), (0, 0)))  # as where neighbours gave theirs
-    found = tpu_kernel.convolve(rows, kernel, bias, residual, padding=((0, 0), (1, 1)), interpret=True)
+    # as where neighbours gave their rows and columns
+    wide = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
+    expected = expected - y + xla.convolve(wide, kernel, stride=1, padding=((0, 0), (0, 0))) + bias
+    sides = jnp.concatenate([wide[:, :, :, :1], wide[:, :, :, -1:]], 3)
+    rows = wide[:, :, :, 1:-1]
+    found = tpu_kernel.convolve(rows, kernel, bias, residual, sides=sides, rows=(0, 0), interpret=True)
     assert relative_error(found, expected) < ROUNDING_BAR
 
 
@@ -204,7 +208,9 @@ def test_the_kernel_rounds_once():
     x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
     residual = random(3, 1, 1, 4, 8, 128).astype(jnp.bfloat16)
     sum_ = xla.convolve(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
-    found = tpu_kernel.convolve(x, kernel, bias, residual, padding=((0, 0), (0, 0)), interpret=True)
+    sides = jnp.concatenate([x[:, :, :, :1], x[:, :, :, -1:]], 3)
+    how = {"sides": sides, "rows": (0, 0), "interpret": True}
+    found = tpu_kernel.convolve(x[:, :, :, 1:-1], kernel, bias, residual, **how)
     assert found.dtype == jnp.bfloat16
     assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
 

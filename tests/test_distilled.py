@@ -60,6 +60,7 @@ def test_timesteps_of_the_published_lists():
         ("/cache/models--Luo-Yihong--TDM_CogVideoX-2B_LoRA/snapshots/ab/pytorch_lora_weights.safetensors", "tdm"),
         ("BLADE/cogvideox-5b-psa-lora/pytorch_lora_weights.safetensors", "psa"),
         ("models--GYP666--BLADE/x.safetensors", "blade"),
+        ("embedded-four-steps", "embedded"),
         ("kites.safetensors", None),
     ],
 )
@@ -97,7 +98,7 @@ def test_when_it_decides(caplog):
 
 def test_refusals():
     request = GenerationRequest("p", distilled="lcm")
-    with pytest.raises(InputError, match=r"distilled is 'lcm'; expected .* family: tdm, psa, blade, off"):
+    with pytest.raises(InputError, match=r"distilled is 'lcm'; expected .* family: embedded, tdm, psa, blade, off"):
         with_distillation(request, model_of("cogvideox-2b"))
     with pytest.raises(InputError, match="tdm was distilled of cogvideox-2b; this model is cogvideox-5b"):
         with_distillation(dataclasses.replace(request, distilled="tdm"), model_of("cogvideox-5b"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.models.tiling import Tiling
+from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding import make_mesh
 from conversion import mapping
 from conversion.convert import convert
@@ -48,9 +51,11 @@ def vae(pair):
     return load_component("vae", pair[1], "float32")
 
 
-# One jit for all tests: a program is traced and compiled once per shape.
-decode = jax.jit(lambda model, z, **how: model.decode(z, **how), static_argnames=("tiling", "slicing"))
-encode = jax.jit(lambda model, video, **how: model.encode(video, **how), static_argnames="tiling")
+# One jit for all tests: a program is traced and compiled once per shape. With the pipeline's options: by XLA's default
+# order, devices of a CPU may reach the collectives of two chunks in different orders and wait for each other.
+jit = partial(jax.jit, compiler_options=compiler_options("float32"))
+decode = jit(lambda model, z, **how: model.decode(z, **how), static_argnames=("tiling", "slicing"))
+encode = jit(lambda model, video, **how: model.encode(video, **how), static_argnames="tiling")
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])

@@ -26,7 +26,7 @@ from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.hlo import Program, sizes
-from cogvideox_flax.plan.timing import seconds_outside_kernels
+from cogvideox_flax.plan.timing import parts
 from cogvideox_flax.plan.wire import busiest, bytes_over_busiest_link, exchange, ring
 
 
@@ -128,11 +128,34 @@ def test_time_of_products_grows_with_their_number(run):
         args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in ((2048, 2048), (layers, 2048, 2048))]
         f = lambda x, ws: jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]  # noqa: E731
         with jax.set_mesh(mesh):
-            return seconds_outside_kernels(Program(jax.jit(f).lower(*args).compile().as_text()), CHIPS["v6e"])
+            program = Program(jax.jit(f).lower(*args).compile().as_text())
+            return sum(part.seconds for part in parts(program, CHIPS["v6e"]))
 
     few, many = seconds(5), seconds(15)
     ideal = 10 * 2 * 2048**3 / CHIPS["v6e"].flops
     assert ideal < many - few < 3 * ideal
+
+
+def test_a_slice_of_a_sum_of_parts_reads_the_slice():
+    """Rows at an end of a concatenation: a fusion computes no others."""
+    program = Program(
+        """
+%fused (a: f32[100,8], b: f32[100,8]) -> f32[1,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  %b = f32[100,8]{1,0} parameter(1)
+  %both = f32[200,8]{1,0} concatenate(%a, %b), dimensions={0}
+  ROOT %last = f32[1,8]{1,0} slice(%both), slice={[199:200], [0:8]}
+}
+
+ENTRY %main (x: f32[100,8], y: f32[100,8]) -> f32[1,8] {
+  %x = f32[100,8]{1,0} parameter(0)
+  %y = f32[100,8]{1,0} parameter(1)
+  ROOT %fusion = f32[1,8]{1,0} fusion(%x, %y), kind=kLoop, calls=%fused
+}
+"""
+    )
+    (read,) = (program.read_bytes(ops, op) for ops, op, _ in program.run() if op.kind == "fusion")
+    assert read == 2 * 8 * 4  # of each part at most as much as the result
 
 
 def test_an_update_in_place_moves_the_update():

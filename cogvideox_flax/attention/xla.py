@@ -141,7 +141,9 @@ def _attend_head(
     exact = precision(q.dtype)
     # hardware computes 2^x: log2(e) is folded into the scale
     scale = math.log2(math.e) / math.sqrt(dim)
-    firsts, rest = zip(*(_split_first_tile(x, tiles - 1, kv_block) for x in (k, v, jnp.arange(keys))), strict=True)
+    parts = k, v, jnp.arange(keys)
+    firsts, rest = zip(*(_split_first_tile(x, tiles - 1, kv_block) for x in parts), strict=True)
+    starts = rest[2][:, 0]
 
     def attend_block(q: Float[Array, "block K"]) -> tuple[Float[Array, "block K"], Float32[Array, " block"]]:
         def add(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
@@ -157,15 +159,21 @@ def _attend_head(
             pv = jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact)
             return (new_max, rescale * row_sum + p.sum(-1, keepdims=True), rescale * out + pv), None
 
-        def add_if_attended(carry: tuple[Array, Array, Array], kv: tuple[Array, Array, Array]) -> tuple[tuple, None]:
+        def add_if_attended(carry: tuple[Array, Array, Array], start: Int[Array, ""]) -> tuple[tuple, None]:
             assert share is not None
+
+            def attended() -> tuple[Array, Array, Array]:
+                # slices of the buffer: as values of a scan, all but the first tile would be copied before it
+                k, v, position = (jax.lax.dynamic_slice_in_dim(x, start, kv_block) for x in parts)
+                return add(carry, (k, v, position))[0]
+
             with runs_in(share):
-                return jax.lax.cond(kv[2][0] < length, lambda: add(carry, kv)[0], lambda: carry), None
+                return jax.lax.cond(start < length, attended, lambda: carry), None
 
         zeros = jnp.zeros((q_block, 1), jnp.float32)
-        start = zeros + MASKED, zeros, jnp.zeros((q_block, dim), jnp.float32)
-        step = add if share is None else add_if_attended
-        running_max, row_sum, out = jax.lax.scan(step, add(start, firsts)[0], rest)[0]
+        nothing = zeros + MASKED, zeros, jnp.zeros((q_block, dim), jnp.float32)
+        step, each = (add, rest) if share is None else (add_if_attended, starts)
+        running_max, row_sum, out = jax.lax.scan(step, add(nothing, firsts)[0], each)[0]
         return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)

@@ -32,6 +32,8 @@ from cogvideox_flax.models.registry import FAMILIES, RELEASES
 from conversion.mapping import Move, source_moves
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
+EMBEDDED_ADAPTERS = {"embedded-four-steps": Path(__file__).resolve().parents[2] / "weights" / "embedded_four_steps"}
+"""Name -> directory of the adapters that come with the source tree, and with an installed package."""
 MAX_FAULTS = 20
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -164,14 +166,16 @@ def find_adapter(where: str | Path) -> Path:
     """The file of an adapter, which may be missing.
 
     Args:
-        where: the file; the directory that diffusers saved it to; or, where there is nothing of the name, a hub id
-            ("owner/name"), with the file's name behind it ("owner/name/folder/file.safetensors") unless it is
-            diffusers' or the only one.
+        where: the file; the directory that diffusers saved it to; or, where there is nothing of the name, an adapter
+            that comes with the package ("embedded-four-steps"), or a hub id ("owner/name"), with the file's name
+            behind it ("owner/name/folder/file.safetensors") unless it is diffusers' or the only one.
 
     Raises:
         InputError: it cannot be downloaded, or there are several files.
     """
     path = expand_user(where)
+    if not path.exists():
+        path = EMBEDDED_ADAPTERS.get(str(where), path)
     if path.is_dir():
         return path / FILE_NAME
     owner, *rest = str(where).split("/")

@@ -27,7 +27,7 @@ from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import meshes
-from cogvideox_flax.plan.timing import ATTENTION_RATES, KERNEL_RATES, seconds_in_kernels, seconds_outside_kernels
+from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts
 from cogvideox_flax.plan.wire import bytes_over_busiest_link
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
@@ -35,9 +35,10 @@ from cogvideox_flax.runtime.devices import GIB, bytes_needed
 _RATES = ", ".join(
     [
         *(f"attention of head size {size} at {rate}" for size, rate in ATTENTION_RATES.items()),
-        *(f"{name.removeprefix('cogvideox_')} at {rate}" for name, rate in KERNEL_RATES.items()),
+        *(f"convolutions to {n} channels or more at {rate}" for n, rate in CONVOLUTION_RATES.items()),
     ]
 )
+PARTS = 20
 METHOD = (
     f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
     "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"
@@ -54,6 +55,7 @@ class StageForecast:
     flops: over all chips.
     kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
     estimated_s: of all runs; see METHOD.
+    parts: the longest parts of a run on one chip, without collectives.
     """
 
     name: str
@@ -70,6 +72,7 @@ class StageForecast:
     wire_s: float
     estimated_s: float
     fits: bool
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     hlo = Program(text, _shares(run))
     traffic = collectives(hlo)
     wire_s = bytes_over_busiest_link(hlo, [device.coords for device in mesh.devices.flat]) / chip.link
-    kernels, outside = seconds_in_kernels(hlo, chip), seconds_outside_kernels(hlo, chip)
+    listed = parts(hlo, chip)
+    kernels, outside = (sum(part.seconds for part in listed if part.in_kernel == inside) for inside in (True, False))
     return StageForecast(
         name=name,
         runs=runs,
@@ -206,6 +210,7 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
         wire_s=wire_s,
         estimated_s=runs * (kernels + outside + wire_s),
         fits=peak <= chip.hbm,
+        parts=tuple(listed[:PARTS]),
     )
 
 

@@ -15,6 +15,8 @@ _TENSOR = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\](\{[^}]*\})?")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 _BYTES |= {"s64": 8, "u64": 8, "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1, "s4": 1, "u4": 1}
 
+_SLICES = {"slice", "dynamic-slice"}
+_BY_ELEMENT = {"bitcast", "concatenate", "convert", "copy", "pad", "reshape", "select", "transpose"}
 _CALLERS = {"call", "conditional", "async-start"}
 
 
@@ -130,7 +132,7 @@ class Program:
             if name not in ops:
                 continue
             whole = sum(sizes(ops[name].type, hbm_only=True))
-            if op.kind == "dynamic-slice":
+            if op.kind in _SLICES:
                 whole = min(whole, sum(sizes(op.type))) if i == 0 else 0
             elif op.kind == "dynamic-update-slice" and i == 0:
                 whole = 0
@@ -142,23 +144,34 @@ class Program:
     def _read_of_parameter(self, ops: dict[str, Op], index: int, whole: int) -> int:
         """Bytes that a fusion reads of its parameter with this index."""
         parameter = next((o for o in ops.values() if o.kind == "parameter" and f"parameter({index})" in o.text), None)
-        if parameter is None:
+        return whole if parameter is None else self._needed(ops, parameter, whole)
+
+    def _needed(self, ops: dict[str, Op], op: Op, whole: int) -> int:
+        """The bytes of a value inside a fusion that the fusion's result depends on.
+
+        whole: of the value. Sums and products need all of what they read; other operations as many elements as are
+        needed of them.
+        """
+        if "ROOT " in op.text:
             return whole
         total = 0
-        for op in ops.values():
-            if parameter.name not in op.operands:
+        for user in ops.values():
+            if op.name not in user.operands:
                 continue
-            position = op.operands.index(parameter.name)
-            inner = next((self.computations[n] for n in op.called() if n in self.computations), None)
-            if op.kind == "dynamic-slice" and position == 0:
-                total += sum(sizes(op.type))
-            elif op.kind == "dynamic-update-slice" and position == 0:
+            position = user.operands.index(op.name)
+            inner = next((self.computations[n] for n in user.called() if n in self.computations), None)
+            if user.kind in _SLICES and position == 0:
+                total += sum(sizes(user.type))
+            elif user.kind == "dynamic-update-slice" and position == 0:
                 continue
-            elif op.kind == "fusion" and inner is not None:
+            elif user.kind == "fusion" and inner is not None:
                 total += self._read_of_parameter(inner, position, whole)
+            elif user.kind in _BY_ELEMENT:
+                size = sum(sizes(user.type))
+                total += self._needed(ops, user, size)
             else:
                 return whole
-        return total
+        return min(whole, total)
 
     def inside(self, op: Op) -> Iterator[Op]:
         """The operations of a fusion."""

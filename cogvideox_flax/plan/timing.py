@@ -8,14 +8,17 @@ its own cost estimate at the share of the matrix rate that its static schedule r
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.plan.chips import Chip
 from cogvideox_flax.plan.collectives import kind_of
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
-KERNEL_RATES = {"cogvideox_conv": 0.75}
-"""Kernel -> share of the matrix rate by its static schedule. Convolutions: 0.68 at 128 channels, 0.95 at more
-(`python -m benchmarks.convolution`)."""
+CONVOLUTION_RATES = {128: 0.69, 256: 0.96}
+"""Output channels -> share of the matrix rate that a convolution reaches by its static schedule, over the columns that
+it computes, which are more than the picture's (`python -m benchmarks.convolution`)."""
 
 ATTENTION = "cogvideox_splash"
 ATTENTION_RATES = {64: 0.35, 128: 0.63}
@@ -34,13 +37,44 @@ _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "afte
 _PRODUCTS = {"convolution", "dot"}
 
 
-def seconds_outside_kernels(program: Program, chip: Chip) -> float:
-    """Seconds of one run on one chip, without collectives and Pallas kernels."""
-    total = 0.0
+@dataclass(frozen=True)
+class Part:
+    """An operation of a program on one chip, or several of the same name, kind and result.
+
+    name: the scopes and the function that it comes from, its kind, its result.
+    in_kernel: whether it is a Pallas kernel.
+    count: how often it runs.
+    seconds: of all those.
+    """
+
+    name: str
+    in_kernel: bool
+    count: float
+    seconds: float
+
+
+def parts(program: Program, chip: Chip) -> list[Part]:
+    """What one run on one chip consists of, without collectives, the longest first."""
+    found: dict[tuple[str, bool], tuple[float, float]] = {}
+    for op, times, seconds in _timed(program, chip):
+        scope = re.search(r'op_name="([^"]*)"', op.text)
+        key = (f"{scope[1] if scope else ''} {op.kind} {op.type.partition('{')[0]}".strip(), _is_kernel(op))
+        count, total = found.get(key, (0.0, 0.0))
+        found[key] = count + times, total + times * seconds
+    listed = (Part(*key, *values) for key, values in found.items())
+    return sorted(listed, key=lambda part: part.seconds, reverse=True)
+
+
+def _timed(program: Program, chip: Chip) -> Iterator[tuple[Op, float, float]]:
+    """The operations but for collectives, how often each runs, and the seconds that it takes."""
     for ops, op, times in program.run():
-        if op.kind in _FREE or kind_of(op) or _is_kernel(op) or op.kind.endswith("-start"):
+        if op.kind in _FREE or kind_of(op) or op.kind.endswith("-start"):
             continue
         if op.kind == "async-done":  # the asynchronous computation itself is counted separately
+            continue
+        if _is_kernel(op):
+            work = re.search(r'"flops":"(\d+)"', op.text)
+            yield op, times, int(work[1]) / (_kernel_rate(op) * chip.flops) if work else 0.0
             continue
         if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
             moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
@@ -50,18 +84,7 @@ def seconds_outside_kernels(program: Program, chip: Chip) -> float:
         if op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op)):
             cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
             seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
-        total += times * seconds
-    return total
-
-
-def seconds_in_kernels(program: Program, chip: Chip) -> float:
-    """Seconds of one run on one chip in Pallas kernels."""
-    total = 0.0
-    for _, op, times in program.run():
-        work = re.search(r'"flops":"(\d+)"', op.text) if _is_kernel(op) else None
-        if work:
-            total += times * int(work[1]) / (_kernel_rate(op) * chip.flops)
-    return total
+        yield op, times, seconds
 
 
 def _kernel_rate(op: Op) -> float:
@@ -69,7 +92,12 @@ def _kernel_rate(op: Op) -> float:
     heads = re.search(r"\[\d+,(\d+),\d+\]", op.type)  # the attention kernel's result is [heads, head size, queries]
     if ATTENTION in op.text and heads:
         return attention_rate(int(heads[1]))
-    return next((rate for name, rate in KERNEL_RATES.items() if name in op.text), _OTHER_KERNEL)
+    picture = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)
+    if tpu_kernel.NAME in op.text and picture:
+        columns, channels = int(picture[1]), int(picture[2])
+        rate = CONVOLUTION_RATES[max(n for n in CONVOLUTION_RATES if n <= channels)]
+        return rate * columns / tpu_kernel.row_width(columns)
+    return _OTHER_KERNEL
 
 
 def _is_kernel(op: Op) -> bool:

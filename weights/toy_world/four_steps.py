@@ -51,7 +51,7 @@ from weights.toy_world.settings import (
 from weights.toy_world.training import train_to_end
 
 STEPS = 4
-FILE = "embedded-four-steps.safetensors"
+FOLDER = "embedded_four_steps"
 PROMPT_SEED = SEED + 13
 TARGETS = tuple(CogVideoX.lora.targets)
 SHAPE = (5, SIZE // 8, SIZE // 8, VAE.latent_channels)
@@ -151,14 +151,14 @@ def prepare_trajectories(run: Run) -> LatentCache:
 
 
 def export_four_steps(run: Run) -> Path:
-    """Write RUN/embedded-four-steps.safetensors, an adapter in diffusers' layout, and plot the loss."""
+    """Write RUN/embedded_four_steps, an adapter in diffusers' layout, and plot the loss."""
     parameters = train_four_steps(run)
     for name, what in (("four-steps", "velocity"), ("four-steps-runs", "x0")):
         plot_metrics([run.folder / name / METRICS_FILE], (what,), run.folder / f"training-{name}.png")
     assert run.base is not None
     transformer = _with_adapter(load_transformer(run.base, dtype="float32"))
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)
-    return save_lora(CogVideoX, run.folder / FILE, with_parameters(transformer, narrow))
+    return save_lora(CogVideoX, run.folder / FOLDER, with_parameters(transformer, narrow))
 
 
 def _with_adapter(transformer: Any) -> Any:

@@ -1,6 +1,7 @@
 """How well a model follows its prompt: clips of the procedural world, judged attribute by attribute.
 
     python -m weights.toy_world.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE]
+    python -m weights.toy_world.prompt_following --lora embedded-four-steps --steps 4 --guidance-scale 1 --modes default
 
 Half of the prompts name combinations that training shows, in scenes that it does not; half name combinations that it
 never shows. Modes:
@@ -307,6 +308,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=_count, default=256)
     parser.add_argument("--steps", type=_count, default=50)
     parser.add_argument("--guidance-scale", type=float, help="default: the checkpoint's")
+    parser.add_argument("--lora", metavar="FILE", help="an adapter; --steps and --guidance-scale are not taken from it")
     parser.add_argument("--batch", type=_count, default=16)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and noise, 0 to 9999")
     parser.add_argument("--modes", type=_modes, default=list(MODES), help=f"some of {','.join(MODES)}; default: all")
@@ -332,6 +334,8 @@ def measure(args: argparse.Namespace) -> None:
         from cogvideox_flax.generate.request import GenerationRequest
 
         pipe = CogVideoXPipeline.from_pretrained(args.model, args.dtype)
+        if args.lora is not None:
+            pipe.load_lora(args.lora)
         if args.guidance_scale is None:
             args.guidance_scale = pipe.resolve(GenerationRequest("")).guidance_scale
         size = pipe.programs(GenerationRequest("")).size
@@ -344,7 +348,7 @@ def measure(args: argparse.Namespace) -> None:
             "scheduler": pipe.scheduler.config.kind,
             "backend": jax.default_backend(),
         }
-    names = ("prompts", "steps", "guidance_scale", "batch", "seed")
+    names = ("prompts", "steps", "guidance_scale", "batch", "seed", "lora")
     settings = {name: getattr(args, name) for name in names} | model
     settings |= {"frames": frames, "side": side, "world_seed": FIRST_SEED + args.seed, "version": __version__}
     items = make_items(args.prompts, args.seed, frames, side)

@@ -1,6 +1,6 @@
 """Prompts of two or three words, as people write them first: is the shape there, whole, in every frame?
 
-    python -m weights.toy_world.short_prompts [--model WHERE] [--seeds 8] [--steps 50] [--json FILE] [--sheet FILE.png]
+    python -m weights.toy_world.short_prompts [--model WHERE] [--seeds 8] [--lora FILE] [--json FILE] [--sheet FILE.png]
 
 Each prompt is run with seeds 0, 1, 2, ..., as `cogvideox generate PROMPT --seed N` does. "clear" and "clean" are judged
 as by `weights.toy_world.prompt_following`. The picture has one row per prompt: the middle frame of each seed.
@@ -40,9 +40,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--guidance-scale", type=float, help="default: the checkpoint's")
+    parser.add_argument("--lora", metavar="FILE", help="an adapter; --steps and --guidance-scale are not taken from it")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     pipe = Pipeline.from_pretrained(args.model, "float32")
+    if args.lora is not None:
+        pipe.load_lora(args.lora)
     report = Report(args.json, ("prompt", *NAMES), model=args.model, seeds=args.seeds, steps=args.steps)
     how = {"num_inference_steps": args.steps, "guidance_scale": args.guidance_scale, "compiled_loop": True}
     videos = np.stack(

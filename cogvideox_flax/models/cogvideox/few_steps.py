@@ -6,6 +6,15 @@ from cogvideox_flax.models.model import Distillation
 
 DISTILLATIONS = (
     Distillation(
+        name="embedded",
+        source="this package, embedded-four-steps",
+        releases=(),
+        scheduler="ddim",
+        num_inference_steps=4,
+        files=r"embedded[-_]four[-_]steps",
+        basis="its training, weights.toy_world",
+    ),
+    Distillation(
         name="tdm",
         source="Luo-Yihong/TDM_CogVideoX-2B_LoRA",
         releases=("cogvideox-2b",),

@@ -104,40 +104,65 @@ def conv3d(
     return sharding.spatial_parallel_conv(conv, x, residual, kernel, bias, halo=halo, repeat_edges=repeat_edges)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 6))
 def _conv3d(
-    static: tuple[int, Any], x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+    static: tuple[int, Any],
+    x: Array,
+    sides: Array | None,
+    residual: Array | None,
+    kernel: Array,
+    bias: Array,
+    padding: Padding,
 ) -> Array:
-    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype."""
+    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype. sides: columns beside x."""
     stride, dtype = static
     how: dict[str, Any] = {"stride": stride, "padding": padding, "dtype": dtype}
-    default = partial(xla.forward, **how)
+
+    def joined(forward: Any) -> Any:
+        return lambda x, sides, *rest: forward(_join(x, sides, stride), *rest, **how)
+
     by_kernel = stride == 1 and tpu_kernel.why_not(x, residual, dtype) is None
     return by_platform(
         x,
+        sides,
         residual,
         kernel,
         bias,
-        cpu=partial(cpu.forward, **how),
-        cuda=partial(cuda.forward, **how),
-        tpu=partial(tpu_kernel.forward, padding=padding, dtype=dtype) if by_kernel else default,
-        default=default,
+        cpu=joined(cpu.forward),
+        cuda=joined(cuda.forward),
+        tpu=partial(tpu_kernel.forward, rows=padding[0], dtype=dtype) if by_kernel else joined(xla.forward),
+        default=joined(xla.forward),
     )
 
 
+def _join(x: Array, sides: Array | None, stride: int) -> Array:
+    """x between its sides: a column before it, which stride 2 has none of, and one after it."""
+    if sides is None:
+        return x
+    before = 2 - stride
+    return jnp.concatenate([sides[:, :, :, :before], x, sides[:, :, :, before:]], 3)
+
+
 def _conv3d_forward(
-    static: tuple[int, Any], x: Array, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+    static: tuple[int, Any],
+    x: Array,
+    sides: Array | None,
+    residual: Array | None,
+    kernel: Array,
+    bias: Array,
+    padding: Padding,
 ) -> tuple[Array, tuple[Array | None, ...]]:
-    return _conv3d(static, x, residual, kernel, bias, padding), (x, residual, kernel, bias)
+    return _conv3d(static, x, sides, residual, kernel, bias, padding), (x, sides, residual, kernel, bias)
 
 
 def _conv3d_backward(
     static: tuple[int, Any], padding: Padding, saved: tuple[Any, ...], dy: Array
-) -> tuple[Array, Array | None, Array, Array]:
-    x, residual, kernel, bias = saved
+) -> tuple[Array, Array | None, Array | None, Array, Array]:
+    x, sides, residual, kernel, bias = saved
     how: dict[str, Any] = {"stride": static[0], "padding": padding}
+    joined, split = jax.vjp(lambda x, sides: _join(x, sides, static[0]), x, sides)
     dx, dkernel = by_platform(
-        x,
+        joined,
         kernel,
         dy,
         cpu=partial(cpu.backward, **how),
@@ -145,7 +170,7 @@ def _conv3d_backward(
         default=partial(xla.backward, **how),
     )
     dbias = dy.astype(jnp.float32).sum((0, 1, 2, 3)).astype(bias.dtype)
-    return dx, None if residual is None else dy.astype(residual.dtype), dkernel, dbias
+    return *split(dx), None if residual is None else dy.astype(residual.dtype), dkernel, dbias
 
 
 _conv3d.defvjp(_conv3d_forward, _conv3d_backward)

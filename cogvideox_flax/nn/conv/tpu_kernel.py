@@ -4,6 +4,9 @@ XLA's own convolution reaches an eighth of a v6e's matrix rate at 128 channels o
 seconds to compile. Here the taps in time and height are concatenated along the contracted dimension (their rows are
 whole registers, so that costs nothing) and those in width along the result, whose three parts are shifted against each
 other by a pixel and added. Bias and residual are added, and the sum rounded once, before it is written.
+
+Nothing is laid out for it: weights and pixels are read as they are stored. A row in VMEM is longer than the picture's,
+and the kernel writes the columns beside the picture into the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision, round_up
-from cogvideox_flax.sharding import Padding
 
 NAME = "cogvideox_conv"
 
@@ -47,7 +49,7 @@ _CHOICES = ((12, 1408, 256), (12, 704, 256), (8, 704, 256), (8, 704, 128), (4, 3
 class Tiles:
     """Tile sizes of one convolution.
 
-    width: pixels of a row in VMEM, padding included.
+    width: pixels of a row in VMEM: the picture's, the column to its right, some of no meaning, the column to its left.
     block: rows of a grid step, a divisor of the picture's rows.
     group: rows of one product, a divisor of `block`.
     part: output channels of a grid step. parts: number of those.
@@ -62,7 +64,7 @@ class Tiles:
     @classmethod
     def of(cls, rows: int, columns: int, channels: int, out_channels: int, taps: int, itemsize: int) -> Tiles:
         """For an output of this many rows and columns; channels are multiples of 128."""
-        width = round_up(columns + 2, _ROW_TILE)
+        width = row_width(columns)
         row_bytes = taps * width * channels * itemsize
         for mib, pixels, part in _CHOICES:
             fits = [n for n in range(1, rows + 1) if rows % n == 0 and (n + 2) * row_bytes <= mib * _MIB]
@@ -83,6 +85,11 @@ class Tiles:
         return 2 * (inputs + weights + outputs) + product
 
 
+def row_width(columns: int) -> int:
+    """Pixels of a row that the kernel computes for a picture with this many columns."""
+    return round_up(columns + 2, _ROW_TILE)
+
+
 def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
     """Why the kernel does not support these dtypes of x, residual and result, or None if it does."""
     dtypes = [x.dtype, jnp.dtype(dtype), *([] if residual is None else [residual.dtype])]
@@ -91,12 +98,13 @@ def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
 
 
 def convolve(
-    x: Float[Array, "B T+kt-1 h w I"],
+    x: Float[Array, "B T+kt-1 h W I"],
     kernel: Float[Array, "kt 3 3 I O"],
     bias: Float[Array, " O"],
     residual: Float[Array, "B T H W O"] | None,
     *,
-    padding: Padding = ((1, 1), (1, 1)),
+    sides: Float[Array, "B T+kt-1 h 2 I"] | None = None,
+    rows: tuple[int, int] = (1, 1),
     dtype: Any = None,
     interpret: bool = False,
 ) -> Float[Array, "B T H W O"]:
@@ -105,7 +113,8 @@ def convolve(
     Args:
         x, kernel: bfloat16 or float32. Channels that do not fill a register (latents, colours) are padded.
         residual: bfloat16 or float32; added before rounding.
-        padding: zeros before and after the rows, and the columns; h and w grow by that and shrink by 2.
+        sides: the columns to the left and right of x; None is zeros.
+        rows: of zeros above and below x; h grows by that and shrinks by 2.
         dtype: of the result, bfloat16 or float32; None is the residual's, or x's without a residual.
 
     Raises:
@@ -117,50 +126,63 @@ def convolve(
     if missing := -kernel.shape[-1] % LANES:
         more = partial(_pad_channels, count=missing)
         wide = None if residual is None else more(residual)
-        y = convolve(x, more(kernel), more(bias), wide, padding=padding, dtype=dtype, interpret=interpret)
-        return y[..., : kernel.shape[-1]]
-    kernel = jnp.pad(kernel, ((0, 0),) * 3 + ((0, -kernel.shape[-2] % LANES), (0, 0)))
+        how: dict[str, Any] = {"sides": sides, "rows": rows, "dtype": dtype, "interpret": interpret}
+        return convolve(x, more(kernel), more(bias), wide, **how)[..., : kernel.shape[-1]]
+    if missing := -kernel.shape[-2] % LANES:
+        kernel = jnp.pad(kernel, ((0, 0),) * 3 + ((0, missing), (0, 0)))
+        x, sides = jax.tree.map(partial(_pad_channels, count=missing), (x, sides))
+    x, sides = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), rows, (0, 0), (0, 0))), (x, sides))
     taps, _, _, channels, out_channels = kernel.shape
-    (top, bottom), (left, right) = padding
-    rows, columns = x.shape[2] + top + bottom - 2, x.shape[3] + left + right - 2
-    shape = x.shape[0], x.shape[1] - taps + 1, rows, columns, out_channels
-    tiles = Tiles.of(rows, columns, channels, out_channels, taps, x.dtype.itemsize)
-    around = (top, bottom), (left, tiles.width - left - x.shape[3]), (0, channels - x.shape[-1])
-    x = jnp.pad(x, ((0, 0), (0, 0), *around))
-    # [parts, taps * height * in, width * out of a part]
-    weights = kernel.reshape(taps * TAPS, TAPS, channels, tiles.parts, tiles.part).transpose(3, 0, 2, 1, 4)
-    weights = weights.reshape(tiles.parts, taps * TAPS * channels, TAPS * tiles.part)
-    args = [x, weights, bias.astype(jnp.float32).reshape(tiles.parts, 1, tiles.part)]
+    batch, frames, height, columns, _ = x.shape
+    shape = batch, frames - taps + 1, height - (TAPS - 1), columns, out_channels
+    tiles = Tiles.of(*shape[2:4], channels, out_channels, taps, x.dtype.itemsize)
+    weights = kernel.reshape(taps * TAPS, TAPS, channels, out_channels)
+    around = () if sides is None else (sides,)
+    args = [x, *around, weights, bias.astype(jnp.float32).reshape(1, out_channels)]
     args += [] if residual is None else [residual]
-    return _kernel_call(tiles, jax.ShapeDtypeStruct(shape, dtype), (taps, channels), args, interpret)
+    return _kernel_call(tiles, jax.ShapeDtypeStruct(shape, dtype), sides is not None, args, interpret)
 
 
 def forward(
-    x: Array, residual: Array | None, kernel: Array, bias: Array, *, padding: Padding, dtype: Any
+    x: Array,
+    sides: Array | None,
+    residual: Array | None,
+    kernel: Array,
+    bias: Array,
+    *,
+    rows: tuple[int, int],
+    dtype: Any,
 ) -> Float[Array, "B T H W O"]:
     """See `causal_conv.conv3d`."""
-    return convolve(x, kernel, bias, residual, padding=padding, dtype=dtype)
+    return convolve(x, kernel, bias, residual, sides=sides, rows=rows, dtype=dtype)
 
 
 def _kernel_call(
-    tiles: Tiles, result: jax.ShapeDtypeStruct, taps_and_channels: tuple[int, int], args: list[Array], interpret: bool
+    tiles: Tiles, result: jax.ShapeDtypeStruct, has_sides: bool, args: list[Array], interpret: bool
 ) -> Array:
-    """The kernel of padded x, weights, bias and, if there is one, the residual. The grid is parts of the output
-    channels, batch, frames, blocks of rows."""
+    """The kernel of x, its sides if there are any, weights, bias and, if there is one, the residual. The grid is parts
+    of the output channels, batch, frames, blocks of rows."""
     batch, frames, rows, columns, _ = result.shape
-    taps, channels = taps_and_channels
-    x, weights, _, *residual = args
-    x_block = (pl.Element(n) for n in (1, taps, tiles.block + 2, tiles.width, channels))
+    x, weights = args[0], args[1 + has_sides]
+    residual = args[3 + has_sides :]
+    channels, taps = x.shape[-1], weights.shape[0] // TAPS
+    height = tiles.block + TAPS - 1
+
+    def in_rows(width: pl.Element) -> pl.BlockSpec:
+        block = (*(pl.Element(n) for n in (1, taps, height)), width, pl.Element(channels))
+        return pl.BlockSpec(block, lambda n, b, t, r: (b, t, r * tiles.block, 0, 0))
+
     out_spec = pl.BlockSpec((1, 1, tiles.block, columns, tiles.part), lambda n, b, t, r: (b, t, r, 0, n))
     outputs = math.prod(result.shape)
     return pl.pallas_call(
-        partial(_kernel, tiles, columns),
+        partial(_kernel, tiles, columns, has_sides),
         out_shape=result,
         grid=(tiles.parts, batch, frames, rows // tiles.block),
         in_specs=[
-            pl.BlockSpec(tuple(x_block), lambda n, b, t, r: (b, t, r * tiles.block, 0, 0)),
-            pl.BlockSpec((1, *weights.shape[1:]), lambda n, b, t, r: (n, 0, 0)),
-            pl.BlockSpec((1, 1, tiles.part), lambda n, b, t, r: (n, 0, 0)),
+            in_rows(pl.Element(tiles.width, (0, tiles.width - columns))),
+            *[in_rows(pl.Element(2))] * has_sides,
+            pl.BlockSpec((*weights.shape[:3], tiles.part), lambda n, b, t, r: (0, 0, 0, n)),
+            pl.BlockSpec((1, tiles.part), lambda n, b, t, r: (0, n)),
             *[out_spec] * len(residual),
         ],
         out_specs=out_spec,
@@ -177,28 +199,34 @@ def _kernel_call(
     )(*args)
 
 
-def _kernel(tiles: Tiles, columns: int, x_ref: Any, weights_ref: Any, bias_ref: Any, *refs: Any) -> None:
-    """One block of rows of a frame, product by product. refs: the residual if there is one, and the result."""
-    *residual_ref, out_ref = refs
-    _, taps, _, width, channels = x_ref.shape
+def _kernel(tiles: Tiles, columns: int, has_sides: bool, x_ref: Any, *refs: Any) -> None:
+    """One block of rows of a frame, product by product. refs: the sides if there are any, weights, bias, the residual
+    if there is one, and the result."""
+    sides_ref, refs = (refs[0], refs[1:]) if has_sides else (None, refs)
+    weights_ref, bias_ref, *residual_ref, out_ref = refs
+    _, taps, height, width, channels = x_ref.shape
     group, part = tiles.group, tiles.part
+
+    for column, side in ((width - 1, 0), (columns, 1)):
+        shape = 1, taps, height, 1, channels
+        beside = jnp.zeros(shape, x_ref.dtype) if sides_ref is None else sides_ref[:, :, :, side : side + 1]
+        x_ref[:, :, :, column : column + 1] = beside
 
     def rows_of(g: Any, _: None) -> None:
         at = g * group
         taken = [
             x_ref[0, t, pl.ds(at + h, group)].reshape(group * width, channels) for t in range(taps) for h in range(TAPS)
         ]
+        weights = [weights_ref[:, w].reshape(taps * TAPS * channels, part) for w in range(TAPS)]
         sums = jax.lax.dot_general(
             jnp.concatenate(taken, 1),
-            weights_ref[0],
+            jnp.concatenate(weights, 1),
             (((1,), (0,)), ((), ())),
             precision=precision(x_ref.dtype),
             preferred_element_type=jnp.float32,
         )
-        first, second, third = (sums[:, i * part : (i + 1) * part] for i in range(TAPS))
-        size = group * width
-        y = first + pltpu.roll(second, size - 1, 0) + pltpu.roll(third, size - 2, 0) + bias_ref[0]
-        y = y.reshape(group, width, part)[:, :columns]
+        left, own, right = (sums[:, i * part : (i + 1) * part].reshape(group, width, part) for i in range(TAPS))
+        y = (pltpu.roll(left, 1, 1) + own + pltpu.roll(right, width - 1, 1))[:, :columns] + bias_ref[...]
         for ref in residual_ref:
             y = y + ref[0, 0, pl.ds(at, group)].astype(jnp.float32)
         out_ref[0, 0, pl.ds(at, group)] = y.astype(out_ref.dtype)
