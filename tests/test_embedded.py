@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cogvideox_flax import CogVideoXPipeline, sharding
+from cogvideox_flax import CogVideoXPipeline, GenerationRequest, sharding
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.schedulers import DDIMScheduler
 from weights.toy_world import judge_image_to_video, judge_video_to_video
@@ -76,6 +76,17 @@ def test_a_flipped_axis_is_seen(frames, axis, motions):
     assert len(chosen) >= 4
     assert percent(frames[chosen], prompts)["direction"] >= BARS["direction"] - 10
     assert percent(np.flip(frames, axis)[chosen], prompts)["direction"] <= 20
+
+
+def test_four_steps_follow_too():
+    """The distilled adapter, with the settings that come with its name."""
+    pipe = CogVideoXPipeline.from_pretrained(None, dtype="float32")
+    request = GenerationRequest(PROMPTS, lora="embedded-four-steps", seed=5)
+    resolved = pipe.resolve(request)
+    assert (resolved.scheduler, resolved.num_inference_steps, resolved.guidance_scale) == ("ddim", 4, 1)
+    found = percent(pipe(request, progress=False).frames)
+    for name, least in BARS.items():
+        assert found[name] >= least, found
 
 
 @pytest.mark.slow

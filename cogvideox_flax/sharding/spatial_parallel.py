@@ -248,7 +248,6 @@ def _with_neighbours(
 
     axes: axis of x -> the mesh axes over which it is split.
     """
-
     parts, start = [x], 0
     last = _last_row(x.shape[HEIGHT], axes.get(HEIGHT))
     if repeat_edges or HEIGHT in axes:

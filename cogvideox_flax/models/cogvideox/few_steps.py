@@ -7,7 +7,7 @@ from cogvideox_flax.models.model import Distillation
 DISTILLATIONS = (
     Distillation(
         name="embedded",
-        source="this package, embedded-four-steps",
+        source="this package",
         releases=(),
         scheduler="ddim",
         num_inference_steps=4,
