@@ -407,6 +407,9 @@ def test_info(tmp_path, capsys):
     released_adapter(tmp_path / "b.safetensors", 17, 17)
     assert main(["info", str(tmp_path / "b.safetensors")]) == 2
     assert "fits no release" in capsys.readouterr().err
+    assert main(["info", "embedded-four-steps"]) == 0
+    out = capsys.readouterr().out
+    assert "rank 32" in out and "fits     embedded," in out and "made for the distillation embedded: 4 steps" in out
 
 
 @pytest.mark.parametrize(

@@ -406,10 +406,17 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     """
     from cogvideox_flax.generate.distilled import recognised
     from cogvideox_flax.io.paths import expand_user
-    from cogvideox_flax.lora import SUFFIXES, find_adapter, fitting_releases, is_adapter, open_adapter
-    from cogvideox_flax.models.registry import FAMILIES, RELEASES
+    from cogvideox_flax.lora import (
+        EMBEDDED_ADAPTERS,
+        SUFFIXES,
+        find_adapter,
+        fitting_releases,
+        is_adapter,
+        open_adapter,
+    )
+    from cogvideox_flax.models.registry import FAMILIES
 
-    if not os.path.exists(expand_user(where)):  # a hub id is a model's
+    if where not in EMBEDDED_ADAPTERS and not os.path.exists(expand_user(where)):  # a hub id is a model's
         return False
     path = find_adapter(where)
     if not path.is_file() or path.suffix not in SUFFIXES:
@@ -433,9 +440,9 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     print(f"{file.path}: {adapter}")
     print("  targets  " + ", ".join(adapter.targets))
     print("  fits     " + ", ".join(fits))
-    family = FAMILIES[RELEASES[next(iter(fits))].family]
-    if (known := recognised(file.path, family)) is not None:
-        print(f"  made for {known}")
+    for family in FAMILIES.values():
+        if (known := recognised(file.path, family)) is not None:
+            print(f"  made for {known}")
     return True
 
 

@@ -12,6 +12,7 @@ from cogvideox_flax.lora.adapters import (
     without_adapters,
 )
 from cogvideox_flax.lora.files import (
+    EMBEDDED_ADAPTERS,
     FILE_NAME,
     SUFFIXES,
     LoRARecord,
@@ -26,6 +27,7 @@ from cogvideox_flax.lora.files import (
 from cogvideox_flax.lora.merge import Merged, merge_files
 
 __all__ = [
+    "EMBEDDED_ADAPTERS",
     "FILE_NAME",
     "SUFFIXES",
     "LoRALinear",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cogvideox_flax import checkpoint
+from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
@@ -245,19 +246,24 @@ def is_adapter(file: TensorFile) -> bool:
 
 
 def fitting_releases(file: TensorFile) -> dict[str, Adapter]:
-    """The releases whose denoiser an adapter fits, and what it is for them.
+    """The releases and embedded models whose denoiser an adapter fits, and what it is for them.
 
     Raises:
         CheckpointError: another kind of adapter, or damaged.
     """
     matches: dict[tuple[str, Config], tuple[Adapter, list[str]]] = {}
     found = {}
-    for name, release in RELEASES.items():
-        family = FAMILIES[release.family]
-        config = release.configs[family.lora.component]
-        if (release.family, config) not in matches:
-            matches[release.family, config] = _match(family, config, file, None)
-        adapter, faults = matches[release.family, config]
+    models = {name: (release.family, release.configs) for name, release in RELEASES.items()}
+    for name, folder in hub.EMBEDDED_MODELS.items():
+        if name is not None and folder.is_dir():
+            manifest = checkpoint.read_manifest(folder)
+            models[name] = manifest.family, manifest.configs
+    for name, (family_name, configs) in models.items():
+        family = FAMILIES[family_name]
+        config = configs[family.lora.component]
+        if (family_name, config) not in matches:
+            matches[family_name, config] = _match(family, config, file, None)
+        adapter, faults = matches[family_name, config]
         if not faults:
             found[name] = adapter
     return found
