@@ -1,9 +1,8 @@
 """A sibling of the embedded model that takes four steps without guidance: an adapter of its transformer.
 
 Runs of the guided model from noise, in `TEACHER_STEPS` steps of DDIM, are kept at the four timesteps where a run of
-four steps is. First the adapter learns to make each of the four steps at once: the velocity that leads from a kept
-state to the next one. Then it learns from whole runs of its own, whose last latents should be the teacher's. Both
-samplers are deterministic, so a seed's video stays the same.
+four steps is. The adapter learns to make each of the four steps at once: the velocity that leads from a kept
+state to the next one. Both samplers are deterministic, so a seed's video stays the same.
 
 Source: progressive distillation (arXiv 2202.00512), in one round.
 """
@@ -36,7 +35,6 @@ from weights.toy_world.settings import (
     DISTIL_BATCH,
     DISTIL_LOOP,
     DISTIL_RANK,
-    ROLLOUT_LOOP,
     ROWS,
     SCHEDULER,
     SEED,
@@ -51,7 +49,7 @@ from weights.toy_world.settings import (
 from weights.toy_world.training import train_to_end
 
 STEPS = 4
-FOLDER = "embedded_four_steps"
+NAME, FOLDER = "four-steps", "embedded_four_steps"
 PROMPT_SEED = SEED + 13
 TARGETS = tuple(CogVideoX.lora.targets)
 SHAPE = (5, SIZE // 8, SIZE // 8, VAE.latent_channels)
@@ -74,13 +72,16 @@ def train_four_steps(run: Run) -> dict[str, Any]:
         indices = shuffled_indices(step, batch=DISTIL_BATCH, count=TRAJECTORIES, seed=PROMPT_SEED)
         return trajectories.gather(indices) | {"ids": tokenizer([_prompt(int(i)) for i in indices])}
 
-    params = {"transformer": lora_parameters(transformer)}
-    for name, loss, loop in (("four-steps", step_loss, DISTIL_LOOP), ("four-steps-runs", run_loss, ROLLOUT_LOOP)):
-        trainer = Trainer(
-            loss=loss, batches=batch, config=loop, folder=run.folder / name, frozen=frozen, mesh=run.mesh, rows=ROWS
-        )
-        params = train_to_end(trainer, params).trained
-    return params["transformer"]
+    trainer = Trainer(
+        loss=step_loss,
+        batches=batch,
+        config=DISTIL_LOOP,
+        folder=run.folder / NAME,
+        frozen=frozen,
+        mesh=run.mesh,
+        rows=ROWS,
+    )
+    return train_to_end(trainer, {"transformer": lora_parameters(transformer)}).trained["transformer"]
 
 
 def step_loss(
@@ -103,22 +104,6 @@ def velocity_between(
     """The velocity with which these steps of DDIM lead from one state to another."""
     row = jax.tree.map(lambda table: table[step].reshape(-1, 1, 1, 1, 1), plan)
     return ((row.from_sample + row.from_x0 * row.signal) * here - there) / (row.from_x0 * row.sigma)
-
-
-def run_loss(
-    params: dict[str, Any], frozen: dict[str, Any], batch: dict[str, Array], key: Key[Array, ""]
-) -> tuple[Float32[Array, ""], Metrics]:
-    """The error of the last latents of the adapter's own run. A `Loss` of the training loop."""
-    states = batch["states"].astype(jnp.float32)
-    scheduler = DDIMScheduler(SCHEDULER)
-    plan = jax.tree.map(jnp.asarray, scheduler.plan(STEPS))
-    model, context = _bind(params, frozen, batch)
-    x = states[:, 0]
-    for i in range(STEPS):
-        v = model(x, context, jnp.full(len(x), plan.timesteps[i]), remat=True)
-        x, _ = scheduler.step(plan, i, v, x)
-    loss = jnp.square(x - states[:, -1]).mean()
-    return loss, {"x0": loss}
 
 
 def prepare_trajectories(run: Run) -> LatentCache:
@@ -153,8 +138,7 @@ def prepare_trajectories(run: Run) -> LatentCache:
 def export_four_steps(run: Run) -> Path:
     """Write RUN/embedded_four_steps, an adapter in diffusers' layout, and plot the loss."""
     parameters = train_four_steps(run)
-    for name, what in (("four-steps", "velocity"), ("four-steps-runs", "x0")):
-        plot_metrics([run.folder / name / METRICS_FILE], (what,), run.folder / f"training-{name}.png")
+    plot_metrics([run.folder / NAME / METRICS_FILE], ("velocity",), run.folder / f"training-{NAME}.png")
     assert run.base is not None
     transformer = _with_adapter(load_transformer(run.base, dtype="float32"))
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), parameters)

@@ -28,7 +28,7 @@ from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_la
 from cogvideox_flax.training.step import TrainState
 from weights.toy_world.autoencoder import train_vae, world_clips
 from weights.toy_world.diffusion import encode_clips, make_batches, prepare_latents, write_checkpoint
-from weights.toy_world.objectives import TimestepDensity
+from weights.toy_world.objectives import focus
 from weights.toy_world.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
@@ -51,11 +51,10 @@ LOOP = LoopConfig(
     ema_decay=0.998,
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
 )
-DENSITY = TimestepDensity((0.0, 0.3, 0.9, 1.0), (0.3, 0.6, 0.1))
+PHASE = Phase("image-to-video", LOOP, LOOP.steps, focus(0.3, 0.9, 0.8), corners=20.0, small_squares=2)
 """The picture shows what the things look like, so that the prompt decides their motion alone. That happens at higher
-noise levels than the shapes of text to video. Below 0.3 the outlines are drawn."""
-PHASE = Phase("image-to-video", LOOP, LOOP.steps, DENSITY, corners=20.0, small_squares=2)
-NOISE_LOG_MEAN, NOISE_LOG_STD = -4.0, 0.5
+noise levels than the shapes of text to video."""
+NOISE_LOG_MEAN, NOISE_LOG_STD = -3.0, 0.5
 """Of the standard deviation of noise that is added to the first frame's latents. The releases' training adds as much to
 its pixels (arXiv 2408.06072, section 2), so that the model does not rely on details."""
 

@@ -151,12 +151,11 @@ TEACHER_STEPS, TRAJECTORIES = 40, 4000
 """Of the runs from which four steps are learned: a multiple of four steps, so that their timesteps are among these."""
 DISTIL_RANK, DISTIL_BATCH = 32, 32
 DISTIL_LOOP = LoopConfig(
-    steps=3000,
+    steps=1800,
     seed=SEED + 13,
     ema_decay=0.995,
     optimizer=OptimizerConfig(learning_rate=1e-3, final_learning_rate=2e-5, warmup_steps=50, b2=0.98, weight_decay=0.0),
 )
-ROLLOUT_LOOP = replace(DISTIL_LOOP, steps=400, optimizer=replace(DISTIL_LOOP.optimizer, learning_rate=1e-4))
 
 
 @dataclass(frozen=True)
