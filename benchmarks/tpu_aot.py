@@ -83,7 +83,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
-    sampler = "ddim" if release.name.startswith("cogvideox") else None
+    sampler = "ddim" if release.family == "cogvideox" else None
     request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler=sampler)
     run = RunPrograms(resolve(request, manifest), "bfloat16")
     rows = []

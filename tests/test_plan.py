@@ -136,7 +136,7 @@ def test_time_of_products_grows_with_their_number(run):
     assert ideal < many - few < 3 * ideal
 
 
-def test_a_slice_of_a_sum_of_parts_reads_the_slice():
+def test_a_slice_of_a_concatenation_reads_the_slice():
     """Rows at an end of a concatenation: a fusion computes no others."""
     program = Program(
         """
@@ -156,6 +156,24 @@ ENTRY %main (x: f32[100,8], y: f32[100,8]) -> f32[1,8] {
     )
     (read,) = (program.read_bytes(ops, op) for ops, op, _ in program.run() if op.kind == "fusion")
     assert read == 2 * 8 * 4  # of each part at most as much as the result
+
+
+def test_a_conversion_reads_what_it_converts():
+    program = Program(
+        """
+%fused (a: f32[100,8]) -> bf16[100,8] {
+  %a = f32[100,8]{1,0} parameter(0)
+  ROOT %narrow = bf16[100,8]{1,0} convert(%a)
+}
+
+ENTRY %main (x: f32[100,8]) -> bf16[100,8] {
+  %x = f32[100,8]{1,0} parameter(0)
+  ROOT %fusion = bf16[100,8]{1,0} fusion(%x), kind=kLoop, calls=%fused
+}
+"""
+    )
+    (read,) = (program.read_bytes(ops, op) for ops, op, _ in program.run() if op.kind == "fusion")
+    assert read == 100 * 8 * 4
 
 
 def test_an_update_in_place_moves_the_update():

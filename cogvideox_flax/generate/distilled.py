@@ -60,8 +60,9 @@ def _named(name: Any, model: VideoModel) -> Distillation:
         raise InputError(f"distilled is {shown(name)}; expected one of this model's family: {', '.join([*known, OFF])}")
     found = known[name]
     if model.release is not None and model.release.name not in found.releases:
+        made_of = " or ".join(found.releases) or "another model"
         raise InputError(
-            f"{name} was distilled of {' or '.join(found.releases)}; this model is {model.release.name}. Its settings "
+            f"{name} was distilled of {made_of}; this model is {model.release.name}. Its settings "
             "can be given one by one"
         )
     return found

@@ -33,7 +33,7 @@ from cogvideox_flax.models.registry import FAMILIES, RELEASES
 from conversion.mapping import Move, source_moves
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
-EMBEDDED_ADAPTERS = {"embedded-four-steps": Path(__file__).resolve().parents[2] / "weights" / "embedded_four_steps"}
+EMBEDDED_ADAPTERS = {"embedded-four-steps": hub.EMBEDDED.with_name("embedded_four_steps")}
 """Name -> directory of the adapters that come with the source tree, and with an installed package."""
 MAX_FAULTS = 20
 

@@ -39,6 +39,7 @@ _RATES = ", ".join(
     ]
 )
 PARTS = 20
+"""How many of a program's longest parts a forecast keeps."""
 METHOD = (
     f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
     "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"

@@ -167,8 +167,8 @@ class Program:
             elif user.kind == "fusion" and inner is not None:
                 total += self._read_of_parameter(inner, position, whole)
             elif user.kind in _BY_ELEMENT:
-                size = sum(sizes(user.type))
-                total += self._needed(ops, user, size)
+                needed = self._needed(ops, user, sum(sizes(user.type)))
+                total += needed * _item_bytes(op) // _item_bytes(user)  # as many elements, also of another dtype
             else:
                 return whole
         return min(whole, total)
@@ -179,6 +179,12 @@ class Program:
             for inner in self.computations.get(name, {}).values():
                 yield inner
                 yield from self.inside(inner)
+
+
+def _item_bytes(op: Op) -> int:
+    """Bytes of an element of a value that is one tensor."""
+    kind = _TENSOR.search(op.type)
+    return _BYTES.get(kind[1], 4) if kind else 1
 
 
 def sizes(type_text: str, *, hbm_only: bool = False, zero_fast: bool = False) -> list[int]:

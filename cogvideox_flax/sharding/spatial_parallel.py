@@ -42,8 +42,9 @@ def spatial_split(
 
     Args:
         factor: height and width of all clips inside the context are multiples of x's, divided by this.
-        pad: rather than let devices repeat work, add rows at the bottom until they divide; `picture_rows` says which
-            are the picture's. For models that repeat edges, and look at neighbours in convolutions alone.
+        pad: rather than split columns or let devices repeat work, add rows at the bottom until they divide, if few are
+            missing; `picture_rows` says which are the picture's. For models that repeat edges, and look at neighbours
+            in convolutions alone.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -265,8 +266,8 @@ def _with_neighbours(
     if repeat_edges or WIDTH in axes:
         # of each part, which with the neighbours' rows gives the corners
         ends = ([jax.lax.slice_in_dim(p, at, at + 1, axis=WIDTH) for p in parts] for at in (0, x.shape[WIDTH] - 1))
-        first, below = (joined(end) for end in ends)
-        before, after = _received(first, below, axes.get(WIDTH), halo, repeat_edges)
+        left, right = (joined(end) for end in ends)
+        before, after = _received(left, right, axes.get(WIDTH), halo, repeat_edges)
         sides = jnp.concatenate([*before, *after], WIDTH)
     return joined(parts), sides
 

@@ -136,7 +136,11 @@ def prepare_trajectories(run: Run) -> LatentCache:
 
 
 def export_four_steps(run: Run) -> Path:
-    """Write RUN/embedded_four_steps, an adapter in diffusers' layout, and plot the loss."""
+    """Write an adapter in diffusers' layout to the folder RUN/embedded_four_steps, and plot the loss.
+
+    Returns:
+        The adapter's file.
+    """
     parameters = train_four_steps(run)
     plot_metrics([run.folder / NAME / METRICS_FILE], ("velocity",), run.folder / f"training-{NAME}.png")
     assert run.base is not None

@@ -143,16 +143,8 @@ def _join(x: Array, sides: Array | None, stride: int) -> Array:
     return jnp.concatenate([sides[:, :, :, :before], x, sides[:, :, :, before:]], 3)
 
 
-def _conv3d_forward(
-    static: tuple[int, Any],
-    x: Array,
-    sides: Array | None,
-    residual: Array | None,
-    kernel: Array,
-    bias: Array,
-    padding: Padding,
-) -> tuple[Array, tuple[Array | None, ...]]:
-    return _conv3d(static, x, sides, residual, kernel, bias, padding), (x, sides, residual, kernel, bias)
+def _conv3d_forward(static: tuple[int, Any], *args: Any) -> tuple[Array, tuple[Array | None, ...]]:
+    return _conv3d(static, *args), args[:-1]
 
 
 def _conv3d_backward(
