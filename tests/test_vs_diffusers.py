@@ -60,7 +60,7 @@ def test_a_machine_says_how_wide_it_multiplies(info, found):
 def test_a_side_that_stops_says_when_and_how(tmp_path):
     worker = Worker("ours", tmp_path, case("decode"))  # a folder without weights: it ends at once
     for _ in range(2):  # also when it is asked again
-        with pytest.raises(Stopped, match="ours stopped at 'first': exit status 1"):
+        with pytest.raises(Stopped, match="ours stopped at 'load': exit status 1"):
             worker.start()
     assert vs.alone(worker) == {}
 
@@ -70,6 +70,12 @@ class Side:
 
     def __init__(self, side, folder, case):
         self.side, self.first = side, 0.0
+
+    def load(self):
+        pass
+
+    def loaded(self):
+        pass
 
     def start(self):
         if self.side == "diffusers":

@@ -5,13 +5,13 @@
     python -m benchmarks.vs_diffusers --released --device gpu --dtype bfloat16 --torch-compile
 
 Each side runs in a process of its own, which loads the part, compiles or warms up, and then waits; timed runs
-alternate between the two, so that whatever else the machine does hits both. Reported are medians, the time to the first
-result, the peak of the process' memory (on a GPU: of the device's), and how far the outputs are apart, so that nobody
-wins by computing something else. "matmul share" is what our side computes a second, as a share of what one large
-matrix product of the same dtype, given in float32, does there (a convolution that takes fewer products counts as a
-plain one); below the table, what one does in each side's library. Weights are random, in the released widths, with
-fewer layers or all; speed does not depend on their values. Several --latent-frames give slopes: seconds and GiB per
-thousand tokens, or per frame.
+alternate between the two, so that whatever else the machine does hits both; a run ends when its result is on the
+device. Reported are medians, the time to the first result, the peak of the process' memory (on a GPU: of the
+device's), and how far the outputs are apart, so that nobody wins by computing something else. "matmul share" is what
+our side computes a second, as a share of what one large matrix product of the same dtype does there (a convolution that
+takes fewer products counts as a plain one); below the table, what one does in each side's library. Weights are random,
+in the released widths, with fewer layers or all; speed does not depend on their values. Several --latent-frames give
+slopes: seconds and GiB per thousand tokens, or per frame.
 A side that stops, out of memory say, ends its row only; one run of the other side is then measured alone.
 """
 
@@ -146,6 +146,10 @@ def compare(case: Case, folder: Path, repeat: int) -> dict[str, Any]:
     """Both sides on one case."""
     workers = {side: Worker(side, folder, case) for side in SIDES}
     try:
+        for worker in workers.values():
+            worker.load()
+        for worker in workers.values():
+            worker.loaded()
         for worker in workers.values():
             worker.start()
         times: dict[str, list[float]] = {side: [] for side in SIDES}

@@ -22,11 +22,10 @@ from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, compiler_options
 from cogvideox_flax.runtime.devices import GIB
-from cogvideox_flax.runtime.global_arrays import fetch
 
 
-def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
-    """A function that computes the part and waits for the result."""
+def build(case: Case, folder: Path) -> Callable[[], Any]:
+    """A function that computes the part and waits for the result, which `fetch` takes."""
     given = arguments(case)
     native = folder / "native"
     if case.part == "video":
@@ -38,12 +37,12 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         extra = pipe.programs(request).size.extra_latents
         encode = _program("text encoder", FUNCTIONS["text_encoder"], case, given["ids"].size)
 
-        def video() -> np.ndarray:
+        def video() -> Any:
             context = encode(pipe.text_encoder, given["ids"])
             negative = encode(pipe.text_encoder, jnp.ones_like(given["ids"]))
             conditioning = Conditioning({"prompt_embeds": context}, {"prompt_embeds": negative})
             *_, last = pipe.denoise(conditioning, request)
-            return fetch(pipe.decode(last.latents[:, extra:], output_type="float", progress=False))
+            return jax.block_until_ready(pipe.decode(last.latents[:, extra:], output_type="float", progress=False))
 
         return video
     module = None
@@ -51,7 +50,12 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
         component = COMPONENT.get(case.part, case.part)
         module = jax.block_until_ready(load_component(component, native, dtype=case.dtype))
     program = program_of(case)
-    return lambda: fetch(program(module, *given.values()))
+    return lambda: jax.block_until_ready(program(module, *given.values()))
+
+
+def fetch(x: Any) -> np.ndarray:
+    """The result in float32."""
+    return np.asarray(x, np.float32)
 
 
 def arguments(case: Case) -> dict[str, jax.Array]:
@@ -127,9 +131,9 @@ def flops_of(case: Case, folder: Path) -> int:
 
 
 def product(n: int, case: Case) -> Callable[[], object]:
-    """One product of two n x n matrices of the case's dtype, given in float32, as the layers have it."""
+    """One product of two n x n matrices of the case's dtype."""
     x = jax.random.normal(jax.random.key(0), (n, n)).astype(case.dtype)
-    f = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype), preferred_element_type=jnp.float32))
+    f = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x.dtype)))
     return lambda: f(x).block_until_ready()
 
 

@@ -17,8 +17,8 @@ from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, input
 from tests.released_layout import make_scheduler
 
 
-def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
-    """A function that computes the part and waits for the result, which is in our layout."""
+def build(case: Case, folder: Path) -> Callable[[], Any]:
+    """A function that computes the part, in our layout, and waits for the result, which `fetch` takes."""
     prepare()
     classes: dict[str, Any] = {
         "text_encoder": T5EncoderModel,
@@ -36,7 +36,14 @@ def build(case: Case, folder: Path) -> Callable[[], np.ndarray]:
     if case.part == "video":
         return _video(case, load)
     call = part(case, None if case.part in KERNELS else load(COMPONENT.get(case.part, case.part)))
-    return lambda: fetch(call())
+
+    def result() -> Any:
+        found = call()
+        if case.device == "gpu":
+            torch.cuda.synchronize()
+        return found
+
+    return result
 
 
 def _blocks(module: Any) -> list[Any]:
@@ -62,8 +69,8 @@ def _put(x: np.ndarray, case: Case) -> Any:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """The result in float32, once it is there."""
-    return x.cpu().float().numpy()
+    """The result in float32."""
+    return x if isinstance(x, np.ndarray) else x.cpu().float().numpy()
 
 
 def _video(case: Case, load: Callable[[str], Any]) -> Callable[[], np.ndarray]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Worker:
         env = dict(os.environ, TOKENIZERS_PARALLELISM="false", XLA_PYTHON_CLIENT_PREALLOCATE="false")
         env.setdefault("JAX_PLATFORMS", "cpu" if case.device == "cpu" else "cuda")
         self.first, self.side = 0.0, side
-        self._late = False
+        self._late, self._state = False, "new"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.vs_diffusers.worker", side, str(folder), json.dumps(asdict(case))],
             stdin=subprocess.PIPE,
@@ -55,14 +56,20 @@ class Worker:
         )
 
     def _ask(self, word: str) -> str:
-        assert self._process.stdin and self._process.stdout
+        self._say(word)
+        return self._answer(word)
+
+    def _say(self, word: str) -> None:
+        assert self._process.stdin
+        with suppress(BrokenPipeError):  # the answer will be missing
+            print(word, file=self._process.stdin, flush=True)
+
+    def _answer(self, word: str) -> str:
+        assert self._process.stdout
         watchdog = threading.Timer(LIMIT_S, self._too_late)
         watchdog.start()
         try:
-            print(word, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline().strip()
-        except BrokenPipeError:
-            answer = ""
         finally:
             watchdog.cancel()
         if not answer:
@@ -76,8 +83,22 @@ class Worker:
         self._late = True
         self._process.kill()
 
+    def load(self) -> None:
+        """Begin to load; `loaded` waits for it."""
+        self._say("load")
+        self._state = "loading"
+
+    def loaded(self) -> None:
+        """Wait until it is loaded."""
+        if self._state == "new":
+            self.load()
+        if self._state == "loading":
+            self._answer("load")
+            self._state = "loaded"
+
     def start(self) -> None:
-        """Load, and run once: seconds to the first result, loading not included."""
+        """Run once: seconds to the first result, loading not included."""
+        self.loaded()
         self.first = float(self._ask("first"))
 
     def run(self) -> float:
@@ -102,12 +123,14 @@ class Worker:
 
 def work(side: str, folder: Path, case: Case) -> None:
     """The loop of a worker; what it prints is for its parent."""
-    call = None
+    module = importlib.import_module(f"benchmarks.vs_diffusers.{'ours' if side == 'ours' else 'theirs'}")
+    call: Any = None
     for request in sys.stdin:
-        # imported at the first request: one side must not import while the other is timed
-        module = importlib.import_module(f"benchmarks.vs_diffusers.{'ours' if side == 'ours' else 'theirs'}")
         word = request.strip()
-        if word == "peak":
+        if word == "load":
+            call = module.build(case, folder)
+            print("loaded", flush=True)
+        elif word == "peak":
             print(_peak_gib() if case.device == "cpu" else module.gpu_peak_gib(), flush=True)
         elif word == "rate":
             n = 8192 if case.device == "gpu" else 2048
@@ -115,10 +138,9 @@ def work(side: str, folder: Path, case: Case) -> None:
         elif word == "device":
             print(module.device_name(), flush=True)
         else:
-            call = call or module.build(case, folder)
             result, seconds = timed(call)
             if word == "first":
-                np.save(folder / f"{side}.npy", np.asarray(result, np.float32))
+                np.save(folder / f"{side}.npy", module.fetch(result))
             print(seconds, flush=True)
 
 
