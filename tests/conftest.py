@@ -6,6 +6,7 @@ import signal
 import tempfile
 
 import pytest
+import xla_options
 
 from cogvideox_flax.runtime import libtpu
 
@@ -69,8 +70,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Tests compile for longer than they run, so without optimisation; the slow ones and the optimized as users do."""
     if _compiles_quickly(config):
-        quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-        os.environ["XLA_FLAGS"] = f"{quick} {os.environ['XLA_FLAGS']}"
+        os.environ["XLA_FLAGS"] = f"{xla_options.QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import xla_options
 from diffusers import (
     FasterCacheConfig,
     FirstBlockCacheConfig,
@@ -43,7 +44,7 @@ from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.plan import forecast
 
-XLA_OPTIONS = {"xla_cpu_use_fusion_emitters": True}
+XLA_OPTIONS = xla_options.AS_USERS
 """As users compile: with them, loops and single steps have equal bits."""
 
 BAR = 1e-4

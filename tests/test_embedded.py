@@ -10,6 +10,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import xla_options
 
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, sharding
 from cogvideox_flax.checkpoint import hub
@@ -18,7 +19,7 @@ from weights.toy_world import judge_image_to_video, judge_video_to_video
 from weights.toy_world.judge import rates, score
 from weights.toy_world.prompt_following import make_items
 
-XLA_OPTIONS = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+XLA_OPTIONS = {"xla_backend_optimization_level": 3} | xla_options.AS_USERS
 """As users compile: these tests run for longer than they compile."""
 
 STEPS = 20

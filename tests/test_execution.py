@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xla_options
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +36,7 @@ from cogvideox_flax.runtime.terminal import reliable_interrupts
 from cogvideox_flax.schedulers import DDIMScheduler
 from conversion.convert import convert
 
-XLA_OPTIONS = {"xla_cpu_use_fusion_emitters": True}
+XLA_OPTIONS = xla_options.AS_USERS
 """As users compile: without them, forms of one program differ in more than the last bit."""
 
 SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3, "progress": False}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xla_options
 from flax import nnx
 from reference import save_layout
 
@@ -139,8 +140,8 @@ def test_on_a_mesh_it_computes_the_same(native, quantized, load):
     def run(model, mesh=None):
         graph, state = nnx.split(load(model, "float32", mesh))
         with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            as_users = {"xla_cpu_use_fusion_emitters": True}  # without them, more values fall on another integer
-            call = jax.jit(lambda state: nnx.merge(graph, state)(*args), compiler_options=as_users)
+            # otherwise more values fall on another integer
+            call = jax.jit(lambda state: nnx.merge(graph, state)(*args), compiler_options=xla_options.AS_USERS)
             return np.asarray(call(state))
 
     def apart(x, y):

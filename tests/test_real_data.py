@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import processes
 import pytest
+import xla_options
 from PIL import Image
 from reference import convert_component, make_vae, relative_error
 
@@ -100,7 +101,7 @@ class TinyVAE:
     def __init__(self, folder: Path):
         vae = make_vae(block_out_channels=(8, 8, 8, 8))
         model = load_vae(convert_component("vae", vae, folder), dtype="float32")
-        as_users = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
+        as_users = {"xla_backend_optimization_level": 3} | xla_options.AS_USERS
         encode = jax.jit(lambda model, video: model.encode(video)[0], compiler_options=as_users)
         decode = jax.jit(lambda model, z: model.decode(z), compiler_options=as_users)
         self.encode: Callable[[np.ndarray], np.ndarray] = lambda video: np.asarray(encode(model, video))

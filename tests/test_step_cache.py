@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xla_options
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -30,7 +31,7 @@ from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.stack import scan_layers
 from cogvideox_flax.plan import forecast
 
-XLA_OPTIONS = {"xla_cpu_use_fusion_emitters": True}
+XLA_OPTIONS = xla_options.AS_USERS
 """As users compile: with them, loops and single steps have equal bits."""
 
 LAST_BLOCK = ("deepcache", "residual")
