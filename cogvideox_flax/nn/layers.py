@@ -140,9 +140,13 @@ class RMSNorm(nnx.Module):
     ) -> Float[Array, "*batch width"]:
         """permutation, out_dtype: as for `LayerNorm`."""
         wide = x.astype(jnp.float32)
-        factor = jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
-        y = wide * factor * permuted(self.scale[...], permutation).astype(jnp.float32)
+        y = wide * rms_factor(wide, self.eps) * permuted(self.scale[...], permutation).astype(jnp.float32)
         return y.astype(out_dtype or x.dtype)
+
+
+def rms_factor(x: Float32[Array, "*batch width"], eps: float) -> Float32[Array, "*batch 1"]:
+    """1 / rms(x) over the last axis."""
+    return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
 class MLP(nnx.Module):

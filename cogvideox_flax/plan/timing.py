@@ -2,7 +2,7 @@
 
 A matrix product or convolution takes the compiler's estimate of its cycles, or the time to move its bytes if that is
 longer; any other operation takes the time to move its bytes. The compiler has no estimate for a Pallas kernel: it takes
-its own cost estimate at the share of the matrix rate that its static schedule reaches.
+its own cost estimate at the share of the matrix rate that its static schedule reaches, or the time to move its bytes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _timed(program: Program, chip: Chip) -> Iterator[tuple[Op, float, float]]:
         if op.kind == "async-done":  # the asynchronous computation itself is counted separately
             continue
         if _is_kernel(op):
-            work = re.search(r'"flops":"(\d+)"', op.text)
-            yield op, times, int(work[1]) / (_kernel_rate(op) * chip.flops) if work else 0.0
+            flops, moved = (_estimate(op, name) for name in ("flops", "bytes_accessed"))
+            yield op, times, max(flops / (_kernel_rate(op) * chip.flops), moved / chip.bandwidth)
             continue
         if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
             moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
@@ -85,6 +85,12 @@ def _timed(program: Program, chip: Chip) -> Iterator[tuple[Op, float, float]]:
             cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
             seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
         yield op, times, seconds
+
+
+def _estimate(op: Op, name: str) -> int:
+    """A Pallas kernel's own cost estimate; 0 without one."""
+    found = re.search(rf'"{name}":"(\d+)"', op.text)
+    return int(found[1]) if found else 0
 
 
 def _kernel_rate(op: Op) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -156,6 +156,23 @@ def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
     if axis == "stored":
         return STORED if FSDP in mesh.axis_names else ()
     return (RULES[axis],) if axis else ()
+
+
+def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -> Callable[..., Array]:
+    """f on each device's part of its arguments, which have these logical axes; `result` are those of what it returns.
+
+    For what the compiler cannot split itself, such as a TPU kernel.
+    """
+
+    def run(*args: Array) -> Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return f(*args)
+        specs = tuple(spec_of(mesh, names, x.shape, "array") for names, x in zip(axes, args, strict=True))
+        out = PartitionSpec(*(RULES[name] for name in result if name))
+        return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*args)
+
+    return run
 
 
 def check_batch(mesh: Mesh | None, batch: int) -> None:

@@ -34,6 +34,7 @@ from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
+from cogvideox_flax.nn.rotary_kernel import norm_and_rotate
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 EPS = 1e-6
@@ -92,10 +93,12 @@ class Attention(nnx.Module):
         permutation = partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
         q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
-        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
-        q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
         if rotary is not None:
-            q, k = rope.rotate(q, rotary), rope.rotate(k, rotary)
+            scales = (permutation(norm.scale[...]) for norm in (self.norm_q, self.norm_k))
+            q, k = (norm_and_rotate(y, scale, rotary, EPS) for y, scale in zip((q, k), scales, strict=True))
+        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
+        if rotary is None:
+            q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
         return q, k, v
 
 
