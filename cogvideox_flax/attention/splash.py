@@ -115,9 +115,11 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     sizes.check(keys, dim, q.dtype, static.with_lse)
 
     scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
-    values = _columns(v, sizes.kv)
+    # what lies past the last LANES attended keys is not read, so it need not exist
+    multiple = LANES if keys >= sizes.kv else sizes.kv
+    values = _columns(v, multiple)
     scalars = kv_len.repeat(heads), _modes(scaled, k, values, kv_len)
-    keys_and_values = _columns(k, sizes.kv).swapaxes(1, 2), _tiles(values)
+    keys_and_values = _columns(k, multiple).swapaxes(1, 2), _tiles(values)
 
     parts, first = [], 0
     for count, width in query_parts(queries, sizes.q):

@@ -43,8 +43,12 @@ def pad_tokens(x: Float[Array, "B S ..."]) -> Float[Array, "B padded ..."]:
     The caller passes the number of real tokens to attention (`kv_len`) and removes the padding.
     """
     parts = devices_of("tokens")
-    tile = TOKEN_TILE if x.shape[1] >= 8 * parts * TOKEN_TILE else 8
-    return _pad(x, 1, parts * tile) if parts > 1 else x
+    return _pad(x, 1, parts * _tile_of(x.shape[1] / parts)) if parts > 1 else x
+
+
+def _tile_of(tokens: float) -> int:
+    """Into what so many tokens of a device are divided."""
+    return TOKEN_TILE if tokens >= 8 * TOKEN_TILE else 8
 
 
 def sequence_parallel_attention(
@@ -131,9 +135,17 @@ def joint_attention(
     lengths = None if joint_len is None else keys + joint_len
 
     def attend_both(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
-        whole = q[:, :queries], k[:, :keys], v[:, :keys]
-        out = attend(*(jnp.concatenate(pair, 1) for pair in zip(whole, joint, strict=True)), lengths)
-        return out[:, :-few], out[:, -few:]
+        def together(x: Array, y: Array, count: int) -> Array:
+            """The first `count` tokens of x, then y; in whole tiles, where lengths mask what is beyond."""
+            total = count + few
+            total += 0 if lengths is None else -total % _tile_of(total)
+            x = jnp.pad(x[:, :total], ((0, 0), (0, max(0, total - x.shape[1])), (0, 0), (0, 0)))
+            return jax.lax.dynamic_update_slice_in_dim(x, y, count, 1)
+
+        both = [together(*xs) for xs in zip((q, k, v), joint, (queries, keys, keys), strict=True)]
+        # the barrier: what attention asks of them, such as norms, is computed from these arrays, not from their parts
+        out = attend(*jax.lax.optimization_barrier(both), lengths)
+        return out[:, :queries], out[:, queries : queries + few]
 
     if mesh.empty or mesh.size == 1:
         return attend_both(q, k, v, joint, lengths)
