@@ -94,13 +94,14 @@ def sequence_parallel_attention(
     def local_attention(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
         if parts == 1:
             return attend(q, k[:, :tiles], v[:, :tiles], lengths)
-        q, k, v = (_tokens_to_heads(_pad(x, 2, group), group, parts) for x in (q, k, v))
+        size = q.shape[1]
+        q, k, v = (jnp.concatenate(_tokens_to_heads(_pad(x, 2, group), group, parts), 1) for x in (q, k, v))
         if group < parts:
             assert attend_with_lse is not None and lengths is not None
             out = _ring_attention(attend_with_lse, q, k, v, lengths, group, parts)
         else:
             out = attend(q, k[:, :tiles], v[:, :tiles], lengths)
-        return _heads_to_tokens(out, group, parts)[:, :, :heads]
+        return _heads_to_tokens(out, size, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
     return jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[
@@ -134,21 +135,23 @@ def joint_attention(
     queries, keys, few = q.shape[1], k.shape[1] if kv_len is None else kv_len, joint[0].shape[1]
     lengths = None if joint_len is None else keys + joint_len
 
-    def attend_both(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
-        def together(x: Array, y: Array, count: int) -> Array:
-            """The first `count` tokens of x, then y; in whole tiles, where lengths mask what is beyond."""
-            total = count + few
-            total += 0 if lengths is None else -total % _tile_of(total)
-            x = jnp.pad(x[:, :total], ((0, 0), (0, max(0, total - x.shape[1])), (0, 0), (0, 0)))
-            return jax.lax.dynamic_update_slice_in_dim(x, y, count, 1)
+    def attend_all(pieces: list[list[Array]], joint: Joint, lengths: Array | None) -> Array:
+        """Queries, keys and values that come in pieces, then the joint ones, then padding."""
 
-        both = [together(*xs) for xs in zip((q, k, v), joint, (queries, keys, keys), strict=True)]
+        def together(tokens: list[Array], joint: Array, count: int) -> Array:
+            size, end = tokens[0].shape[1], count + few
+            end += 0 if lengths is None else -end % _tile_of(end)  # whole tiles, where lengths mask what is beyond
+            found = [x[:, : count - i * size] for i, x in enumerate(tokens) if i * size < count]
+            padding = jnp.zeros((joint.shape[0], end - count - few, *joint.shape[2:]), joint.dtype)
+            return jnp.concatenate([*found, joint, padding], 1)  # at once: a TPU writes each result to memory
+
+        both = [together(*xs) for xs in zip(pieces, joint, (queries, keys, keys), strict=True)]
         # the barrier: what attention asks of them, such as norms, is computed from these arrays, not from their parts
-        out = attend(*jax.lax.optimization_barrier(both), lengths)
-        return out[:, :queries], out[:, queries : queries + few]
+        return attend(*jax.lax.optimization_barrier(both), lengths)
 
     if mesh.empty or mesh.size == 1:
-        return attend_both(q, k, v, joint, lengths)
+        out = attend_all([[q], [k], [v]], joint, lengths)
+        return out[:, :queries], out[:, queries : queries + few]
     parts, heads = devices_of("tokens"), q.shape[2] // devices_of("heads")
     _log_heads(heads, parts, parts)
     q, k, v = map(pad_tokens, (q, k, v))
@@ -161,12 +164,14 @@ def joint_attention(
         return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(RULES["tokens"]) * count, count, 2)
 
     def local_attention(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
+        size = q.shape[1]
         if parts == 1:
-            return attend_both(q, k, v, joint, lengths)
-        size = q.shape[1] * parts
-        q, k, v = (_tokens_to_heads(_pad(x, 2, parts), parts, parts) for x in (q, k, v))
-        out, few_out = attend_both(q, k, v, (own_heads(joint[0]), own_heads(joint[1]), own_heads(joint[2])), lengths)
-        out = _heads_to_tokens(_pad(out, 1, size), parts, parts)
+            out = attend_all([[q], [k], [v]], joint, lengths)
+            return out[:, :size], out[:, queries : queries + few]
+        pieces = [_tokens_to_heads(_pad(x, 2, parts), parts, parts) for x in (q, k, v)]
+        out = attend_all(pieces, (own_heads(joint[0]), own_heads(joint[1]), own_heads(joint[2])), lengths)
+        few_out = out[:, queries : queries + few]
+        out = _heads_to_tokens(out, size, parts, parts)
         few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
         return out[:, :, :heads], few_out[:, :, :heads]
 
@@ -224,22 +229,24 @@ def _ring_attention(
     return (out / row_sum[..., None]).astype(q.dtype)
 
 
-def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "B S n K"]:
-    """From a device's own tokens with all heads to its group's tokens with some of the heads.
+def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> list[Float[Array, "B s n K"]]:
+    """From a device's own tokens with all heads to some of the heads of the tokens of each device of its group.
 
     Data for one device is made contiguous before the all-to-all: by the compiler's count, a TPU then moves a fifth less
     than when `all_to_all` transposes.
     """
     batch, tokens, heads, dim = x.shape
     x = x.reshape(batch, tokens, group, heads // group, dim).transpose(2, 0, 3, 1, 4)
-    return _exchange(x, group, parts).transpose(1, 0, 3, 2, 4).reshape(batch, group * tokens, heads // group, dim)
+    return [piece.swapaxes(1, 2) for piece in _exchange(x, group, parts)]
 
 
-def _heads_to_tokens(x: Float[Array, "B S n K"], group: int, parts: int) -> Float[Array, "B s N K"]:
-    """The inverse of `_tokens_to_heads`."""
-    batch, tokens, heads, dim = x.shape
-    x = x.reshape(batch, group, tokens // group, heads, dim).transpose(1, 0, 3, 2, 4)
-    return _exchange(x, group, parts).transpose(1, 3, 0, 2, 4).reshape(batch, tokens // group, group * heads, dim)
+def _heads_to_tokens(x: Float[Array, "B S n K"], tokens: int, group: int, parts: int) -> Float[Array, "B s N K"]:
+    """The inverse: `tokens` of a device with all heads. x may end before the last device's tokens, or after them."""
+    batch, rows, heads, dim = x.shape
+    x = jnp.pad(x, ((0, 0), (0, max(0, group * tokens - rows)), (0, 0), (0, 0)))
+    pieces = [x[:, i * tokens : (i + 1) * tokens].swapaxes(1, 2) for i in range(group)]
+    found = _exchange(jnp.stack(pieces), group, parts)
+    return found.transpose(1, 3, 0, 2, 4).reshape(batch, tokens, group * heads, dim)
 
 
 def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Array, "group ..."]:
