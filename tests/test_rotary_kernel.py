@@ -1,4 +1,4 @@
-"""The TPU kernel of RMS norm and rotation, interpreted on the CPU."""
+"""The TPU kernel of norm and rotation, interpreted on the CPU."""
 
 from functools import partial
 
@@ -6,85 +6,105 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from cogvideox_flax import sharding
 from cogvideox_flax.nn import rotary_kernel as kernel
+from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
+from cogvideox_flax.nn.rope import half_split
 
 EPS = 1e-6
+KINDS = {"layer norm": (64, True), "rms norm": (128, False)}
+"""Head size, and whether the mean is subtracted."""
+
+SIZES = [(1, 300, 4), (2, 256, 2), (2, 70, 2)]
+"""Batch, tokens, heads."""
 
 
-def inputs(batch, tokens, heads, dtype="float32", dim=kernel.LANES):
-    """x, scale, cos and sin."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = 3 * jax.random.normal(keys[0], (batch, tokens, heads * dim), dtype)
-    angle = 7 * jax.random.uniform(keys[2], (tokens, dim // 2))
-    return x, jax.random.normal(keys[1], (dim,), dtype), jnp.cos(angle), jnp.sin(angle)
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
 
 
-def exact(x, scale, cos, sin):
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(kernel, "call", partial(kernel.call, interpret=True))
+
+
+def inputs(kind, size, dtype="float32"):
+    """x, scale, bias, cos and sin."""
+    (dim, centered), (batch, tokens, heads) = kind, size
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = 3 * jax.random.normal(keys[0], (batch, tokens, heads * dim), dtype) + 1
+    scale, bias = (jax.random.normal(key, (dim,), dtype) for key in keys[1:3])
+    angle = 7 * jax.random.uniform(keys[3], (tokens, dim // 2))
+    return x, scale, bias if centered else jnp.zeros_like(bias), jnp.cos(angle), jnp.sin(angle)
+
+
+def exact(kind, x, scale, bias, cos, sin):
     """By complex numbers in float64."""
-    x, scale, cos, sin = (np.asarray(a, np.float64) for a in (x, scale, cos, sin))
+    x, scale, bias, cos, sin = (np.asarray(a, np.float64) for a in (x, scale, bias, cos, sin))
     y = x.reshape(*x.shape[:2], -1, scale.size)
-    y = y / np.sqrt(np.square(y).mean(-1, keepdims=True) + EPS) * scale
+    y = y - y.mean(-1, keepdims=True) if kind[1] else y
+    y = y / np.sqrt(np.square(y).mean(-1, keepdims=True) + EPS) * scale + bias
     first, second = np.split(y, 2, -1)
     turned = (first + 1j * second) * (cos + 1j * sin)[:, None]
     return np.concatenate([turned.real, turned.imag], -1)
 
 
-SIZES = [(1, 300, 3), (2, 256, 2), (2, 70, 1)]
+def by_kernel(kind, *args):
+    return kernel.kernel((EPS, kind[1]), *args).transpose(0, 3, 1, 2)
+
+
+def plain(kind, x, scale, bias, cos, sin):
+    """With the norm of a model, whose weights are in the checkpoint's order."""
+    norm = (LayerNorm if kind[1] else RMSNorm)(kind[0], eps=EPS)
+    back = jnp.argsort(half_split(jnp.arange(kind[0]), kind[0]))
+    norm.scale = nnx.Param(scale[back])
+    if kind[1]:
+        norm.bias = nnx.Param(bias[back])
+    return kernel.norm_and_rotate(x, norm, partial(half_split, head_dim=kind[0]), (cos, sin))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_it_is_the_norm_and_the_rotation(size):
-    args = inputs(*size)
-    got = kernel.call(EPS, *args, interpret=True).swapaxes(1, 2)
-    assert got.shape == (*size, kernel.LANES)
-    np.testing.assert_allclose(got, exact(*args), atol=2e-5)
+def test_it_is_the_norm_and_the_rotation(kind, size, interpreted):
+    args = inputs(kind, size)
+    want = exact(kind, *args)
+    for f in (by_kernel, plain):
+        np.testing.assert_allclose(f(kind, *args), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("size", SIZES[:1], ids=str)
-def test_bfloat16_is_rounded_once(size):
-    args = inputs(*size, "bfloat16")
-    want = exact(*args)
+def test_bfloat16_is_rounded_once(kind, interpreted):
+    args = inputs(kind, SIZES[0], "bfloat16")
+    want = exact(kind, *args)
 
     def error(found):
         return np.sqrt(np.square(np.asarray(found, np.float64) - want).mean())
 
     rounding = error(jnp.asarray(want, jnp.bfloat16))
-    assert error(kernel.call(EPS, *args, interpret=True).swapaxes(1, 2)) < 1.05 * rounding
-    assert rounding < error(kernel.norm_and_rotate(args[0], args[1], args[2:], EPS)) < 2 * rounding
+    assert error(by_kernel(kind, *args)) < 1.05 * rounding
+    assert error(plain(kind, *args)) < 2 * rounding
 
 
-def test_its_gradient_is_that_of_the_plain_form(monkeypatch):
-    monkeypatch.setattr(kernel, "call", partial(kernel.call, interpret=True))
-    args = inputs(1, 40, 2)
-    weight = jax.random.normal(jax.random.key(3), (1, 40, 2, kernel.LANES))
-
-    def loss(f, *args):
-        return (weight * f(*args)).sum()
-
-    def by_kernel(*args):
-        return kernel.kernel(EPS, *args).swapaxes(1, 2)
-
-    def plain(x, scale, *rotary):
-        return kernel.norm_and_rotate(x, scale, rotary, EPS)
-
-    found, want = (jax.grad(partial(loss, f), (0, 1, 2, 3))(*args) for f in (by_kernel, plain))
+def test_its_gradient_is_that_of_the_plain_form(kind, interpreted):
+    args = inputs(kind, (1, 40, 2))
+    weight = jax.random.normal(jax.random.key(5), (1, 40, 2, kind[0]))
+    found, want = (
+        jax.grad(lambda *args, f=f: (weight * f(kind, *args)).sum(), (0, 1, 3, 4))(*args) for f in (by_kernel, plain)
+    )
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1), (8, 1, 1)], ids=str)
-def test_every_device_has_its_own_part(shape, monkeypatch):
-    monkeypatch.setattr(kernel, "call", partial(kernel.call, interpret=True))
-    x, scale, *rotary = inputs(8, 64, 2)
-    want = kernel.norm_and_rotate(x, scale, rotary, EPS)
+def test_every_device_has_its_own_part(kind, shape, interpreted):
+    args = inputs(kind, (8, 64, 4))
     with jax.set_mesh(sharding.make_mesh(*shape)):
-        got = jax.jit(partial(kernel.on_each_device, EPS))(x, scale, *rotary)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+        got = jax.jit(partial(kernel.on_each_device, (EPS, kind[1])))(*args)
+    np.testing.assert_allclose(got, plain(kind, *args), atol=1e-5)
 
 
-def test_other_head_sizes_take_the_plain_form():
-    args = inputs(1, 20, 2, dim=64)
-    got = kernel.norm_and_rotate(args[0], args[1], args[2:], EPS)
-    np.testing.assert_allclose(got, exact(*args), atol=2e-5)
+@pytest.mark.parametrize(("dim", "heads"), [(64, 3), (48, 8), (256, 1)], ids=str)
+def test_what_is_not_whole_registers_takes_the_plain_form(dim, heads):
+    args = inputs((dim, True), (1, 20, heads))
+    np.testing.assert_allclose(plain((dim, True), *args), exact((dim, True), *args), atol=2e-5)

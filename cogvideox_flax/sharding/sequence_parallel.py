@@ -94,14 +94,13 @@ def sequence_parallel_attention(
     def local_attention(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:
         if parts == 1:
             return attend(q, k[:, :tiles], v[:, :tiles], lengths)
-        size = q.shape[1]
-        q, k, v = (jnp.concatenate(_tokens_to_heads(_pad(x, 2, group), group, parts), 1) for x in (q, k, v))
+        q, k, v = (_tokens_to_heads(_pad(x, 2, group), group, parts) for x in (q, k, v))
         if group < parts:
             assert attend_with_lse is not None and lengths is not None
             out = _ring_attention(attend_with_lse, q, k, v, lengths, group, parts)
         else:
             out = attend(q, k[:, :tiles], v[:, :tiles], lengths)
-        return _heads_to_tokens(out, size, group, parts)[:, :, :heads]
+        return _heads_to_tokens(out, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
     return jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[
@@ -168,10 +167,10 @@ def joint_attention(
         if parts == 1:
             out = attend_all([[q], [k], [v]], joint, lengths)
             return out[:, :size], out[:, queries : queries + few]
-        pieces = [_tokens_to_heads(_pad(x, 2, parts), parts, parts) for x in (q, k, v)]
+        pieces = [[y.swapaxes(1, 2) for y in _some_heads(_pad(x, 2, parts), parts, parts)] for x in (q, k, v)]
         out = attend_all(pieces, (own_heads(joint[0]), own_heads(joint[1]), own_heads(joint[2])), lengths)
         few_out = out[:, queries : queries + few]
-        out = _heads_to_tokens(out, size, parts, parts)
+        out = _heads_to_tokens(_pad(out[:, : parts * size], 1, parts * size), parts, parts)
         few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
         return out[:, :, :heads], few_out[:, :, :heads]
 
@@ -229,7 +228,7 @@ def _ring_attention(
     return (out / row_sum[..., None]).astype(q.dtype)
 
 
-def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> list[Float[Array, "B s n K"]]:
+def _some_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "group B n s K"]:
     """From a device's own tokens with all heads to some of the heads of the tokens of each device of its group.
 
     Data for one device is made contiguous before the all-to-all: by the compiler's count, a TPU then moves a fifth less
@@ -237,16 +236,21 @@ def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> list
     """
     batch, tokens, heads, dim = x.shape
     x = x.reshape(batch, tokens, group, heads // group, dim).transpose(2, 0, 3, 1, 4)
-    return [piece.swapaxes(1, 2) for piece in _exchange(x, group, parts)]
+    return _exchange(x, group, parts)
 
 
-def _heads_to_tokens(x: Float[Array, "B S n K"], tokens: int, group: int, parts: int) -> Float[Array, "B s N K"]:
-    """The inverse: `tokens` of a device with all heads. x may end before the last device's tokens, or after them."""
-    batch, rows, heads, dim = x.shape
-    x = jnp.pad(x, ((0, 0), (0, max(0, group * tokens - rows)), (0, 0), (0, 0)))
-    pieces = [x[:, i * tokens : (i + 1) * tokens].swapaxes(1, 2) for i in range(group)]
-    found = _exchange(jnp.stack(pieces), group, parts)
-    return found.transpose(1, 3, 0, 2, 4).reshape(batch, tokens, group * heads, dim)
+def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Float[Array, "B S n K"]:
+    """`_some_heads`, with the tokens of all devices in one."""
+    batch, tokens, heads, dim = x.shape
+    x = _some_heads(x, group, parts).transpose(1, 0, 3, 2, 4)
+    return x.reshape(batch, group * tokens, heads // group, dim)
+
+
+def _heads_to_tokens(x: Float[Array, "B S n K"], group: int, parts: int) -> Float[Array, "B s N K"]:
+    """The inverse of `_tokens_to_heads`."""
+    batch, tokens, heads, dim = x.shape
+    x = x.reshape(batch, group, tokens // group, heads, dim).transpose(1, 0, 3, 2, 4)
+    return _exchange(x, group, parts).transpose(1, 3, 0, 2, 4).reshape(batch, tokens // group, group * heads, dim)
 
 
 def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Array, "group ..."]:

@@ -169,7 +169,7 @@ def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -
         if mesh.empty or mesh.size == 1:
             return f(*args)
         specs = tuple(spec_of(mesh, names, x.shape, "array") for names, x in zip(axes, args, strict=True))
-        out = PartitionSpec(*(RULES[name] for name in result if name))
+        out = PartitionSpec(*(RULES[name] if name else None for name in result))
         return jax.shard_map(f, in_specs=specs, out_specs=out, check_vma=False)(*args)
 
     return run

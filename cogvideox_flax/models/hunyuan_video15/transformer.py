@@ -94,8 +94,8 @@ class Attention(nnx.Module):
         # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
         q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
         if rotary is not None:
-            scales = (permutation(norm.scale[...]) for norm in (self.norm_q, self.norm_k))
-            q, k = (norm_and_rotate(y, scale, rotary, EPS) for y, scale in zip((q, k), scales, strict=True))
+            q = norm_and_rotate(q, self.norm_q, permutation, rotary)
+            k = norm_and_rotate(k, self.norm_k, permutation, rotary)
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
         if rotary is None:
             q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
