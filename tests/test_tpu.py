@@ -19,6 +19,8 @@ from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
+from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
+from cogvideox_flax.nn.rotary_kernel import norm_and_rotate
 from cogvideox_flax.runtime.compile import compiling_on
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
@@ -101,6 +103,20 @@ def test_forecast_of_the_kernel(tmp_path):
     assert row["floor_ms"] == pytest.approx(1e3 * 12 * 1.25 * 45106**2 / 1024 / 1.75e9)
     assert row["floor_ms"] < row["bounded_ms"] < row["shifted_ms"] < 3 * row["floor_ms"]
     assert math.isfinite(row["compile_s"]) and "| 45106 |" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
+def test_norm_and_rotation_compile(topology, dtype):
+    """At the widths of both families."""
+
+    def f(x, wide):
+        tables = [(jnp.ones((1000, half)), jnp.ones((1000, half))) for half in (32, 64)]
+        narrow = norm_and_rotate(x, LayerNorm(64, eps=1e-6), None, tables[0])
+        return narrow, norm_and_rotate(wide, RMSNorm(128, eps=1e-6), None, tables[1])
+
+    text = compile_for(topology, f, (2, 1000, 3072), (1, 1000, 2048), dtype=dtype).as_text()
+    assert text.count("tpu_custom_call") == 2
 
 
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
