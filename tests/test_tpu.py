@@ -20,7 +20,7 @@ from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
-from cogvideox_flax.nn.rotary_kernel import norm_and_rotate
+from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.runtime.compile import compiling_on
 
 pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed: pip install 'jax[tpu]'")
@@ -107,13 +107,13 @@ def test_forecast_of_the_kernel(tmp_path):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x1"])
-def test_norm_and_rotation_compile(topology, dtype):
+def test_qk_norm_compiles(topology, dtype):
     """At the widths of both families."""
 
     def f(x, wide):
         tables = [(jnp.ones((1000, half)), jnp.ones((1000, half))) for half in (32, 64)]
-        narrow = norm_and_rotate(x, LayerNorm(64, eps=1e-6), None, tables[0])
-        return narrow, norm_and_rotate(wide, RMSNorm(128, eps=1e-6), None, tables[1])
+        narrow = qk_norm(x, LayerNorm(64, eps=1e-6), None, tables[0])
+        return narrow, qk_norm(wide, RMSNorm(128, eps=1e-6), None, tables[1])
 
     text = compile_for(topology, f, (2, 1000, 3072), (1, 1000, 2048), dtype=dtype).as_text()
     assert text.count("tpu_custom_call") == 2

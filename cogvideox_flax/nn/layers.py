@@ -144,7 +144,7 @@ class RMSNorm(nnx.Module):
         return y.astype(out_dtype or x.dtype)
 
 
-def rms_factor(x: Float32[Array, ...], eps: float, axis: int = -1) -> Float32[Array, ...]:
+def rms_factor(x: Float32[Array, "*shape"], eps: float, axis: int = -1) -> Float32[Array, "*shape"]:
     """1 / rms(x) over an axis, which stays with size 1."""
     return jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)
 

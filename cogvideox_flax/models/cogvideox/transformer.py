@@ -23,7 +23,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid
-from cogvideox_flax.nn.rotary_kernel import norm_and_rotate
+from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,6 @@ class Attention(nnx.Module):
         self.norm_q = LayerNorm(config.head_dim, eps=QK_NORM_EPS)
         self.norm_k = LayerNorm(config.head_dim, eps=QK_NORM_EPS)
         self.out = Linear(width, width, rngs=rngs)
-        self.heads = config.heads
 
     def __call__(
         self, x: Float[Array, "B S D"], rotary: rope.Rotary | None, length: int, attend: Attend
@@ -86,12 +85,8 @@ class Attention(nnx.Module):
         permutation = None if rotary is None else partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
         q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
-        if rotary is not None:
-            q = norm_and_rotate(q, self.norm_q, permutation, rotary)
-            k = norm_and_rotate(k, self.norm_k, permutation, rotary)
-        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
-        if rotary is None:
-            q, k = self.norm_q(q), self.norm_k(k)
+        q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
+        v = v.reshape(q.shape)
         return self.out(attend(q, k, v, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)
 
 

@@ -34,7 +34,7 @@ from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
-from cogvideox_flax.nn.rotary_kernel import norm_and_rotate
+from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 EPS = 1e-6
@@ -85,7 +85,6 @@ class Attention(nnx.Module):
         self.norm_q = RMSNorm(config.head_dim, eps=EPS)
         self.norm_k = RMSNorm(config.head_dim, eps=EPS)
         self.out = Linear(config.width, config.width, rngs=rngs)
-        self.heads = config.heads
 
     def project(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> sharding.Joint:
         """Queries, keys and values [B, S, N, K]; rotary: of the video alone."""
@@ -93,13 +92,8 @@ class Attention(nnx.Module):
         permutation = partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
         q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
-        if rotary is not None:
-            q = norm_and_rotate(q, self.norm_q, permutation, rotary)
-            k = norm_and_rotate(k, self.norm_k, permutation, rotary)
-        q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in (q, k, v))
-        if rotary is None:
-            q, k = self.norm_q(q, permutation), self.norm_k(k, permutation)
-        return q, k, v
+        q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
+        return q, k, v.reshape(q.shape)
 
 
 class Stream(nnx.Module):

@@ -1,8 +1,9 @@
-"""Norm and rotation of queries and keys as a Pallas TPU kernel: they are read once and written once.
+"""QK norm: the norm of each head of queries and keys, and their rotation, on a TPU as a Pallas kernel.
 
 XLA writes several float32 copies of all queries and keys between the product and the exchange of heads, since a norm
-over a head, a rotation of its halves and the exchange each want another layout. Here channels lie along the sublanes,
-so that a norm adds whole registers and the halves of a head are registers too; attention wants queries like that.
+over a head, a rotation of its halves and the exchange each want another layout. The kernel reads and writes them once.
+Channels lie along the sublanes there, so that a norm adds whole registers and the halves of a head are registers too;
+attention wants queries like that.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cogvideox_flax.nn.layers import LayerNorm, Permutation, RMSNorm, permuted, 
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.rope import Rotary, rotate
 
-NAME = "cogvideox_rotary"
+NAME = "cogvideox_qk_norm"
 
 LANES = 128
 
@@ -34,16 +35,18 @@ Settings = tuple[float, bool]
 """What is added to the mean square; whether the mean is subtracted first, as in a layer norm."""
 
 
-def norm_and_rotate(
-    x: Float[Array, "B S D"], norm: LayerNorm | RMSNorm, permutation: Permutation | None, rotary: Rotary
+def qk_norm(
+    x: Float[Array, "B S D"], norm: LayerNorm | RMSNorm, permutation: Permutation | None, rotary: Rotary | None
 ) -> Float[Array, "B S N K"]:
-    """The norm of each head of x, rotated as `rope.rotate` does.
+    """The norm of each head of queries or keys x, rotated as `rope.rotate` does.
 
     Args:
-        norm: over a head, in the checkpoint's order.
+        norm: over a head, in the checkpoint's order of channels.
         permutation: of the channels of a head, from the checkpoint's order to x's.
-        rotary: cos and sin of the tokens.
+        rotary: cos and sin of the tokens; None: no rotation.
     """
+    if rotary is None:
+        return norm(x.reshape(*x.shape[:2], -1, norm.scale.size), permutation)
     centered, scale = isinstance(norm, LayerNorm), permuted(norm.scale[...], permutation)
     bias = permuted(norm.bias[...], permutation) if isinstance(norm, LayerNorm) else jnp.zeros_like(scale)
     settings = norm.eps, centered
@@ -83,7 +86,7 @@ def kernel(
     cos: Float32[Array, "S half"],
     sin: Float32[Array, "S half"],
 ) -> Float[Array, "B N K S"]:
-    """`norm_and_rotate`, channels before tokens; its gradient is that of the plain form."""
+    """`qk_norm`, channels before tokens; its gradient is that of the plain form."""
     return call(settings, x, scale, bias, cos, sin)
 
 

@@ -1,4 +1,4 @@
-"""The TPU kernel of norm and rotation, interpreted on the CPU."""
+"""QK norm: its TPU kernel, interpreted on the CPU, and the plain form."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from cogvideox_flax import sharding
-from cogvideox_flax.nn import rotary_kernel as kernel
+from cogvideox_flax.nn import qk_norm
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
 from cogvideox_flax.nn.rope import half_split
 
@@ -28,7 +28,7 @@ def kind(request):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(kernel, "call", partial(kernel.call, interpret=True))
+    monkeypatch.setattr(qk_norm, "call", partial(qk_norm.call, interpret=True))
 
 
 def inputs(kind, size, dtype="float32"):
@@ -53,7 +53,7 @@ def exact(kind, x, scale, bias, cos, sin):
 
 
 def by_kernel(kind, *args):
-    return kernel.kernel((EPS, kind[1]), *args).transpose(0, 3, 1, 2)
+    return qk_norm.kernel((EPS, kind[1]), *args).transpose(0, 3, 1, 2)
 
 
 def plain(kind, x, scale, bias, cos, sin):
@@ -63,7 +63,7 @@ def plain(kind, x, scale, bias, cos, sin):
     norm.scale = nnx.Param(scale[back])
     if kind[1]:
         norm.bias = nnx.Param(bias[back])
-    return kernel.norm_and_rotate(x, norm, partial(half_split, head_dim=kind[0]), (cos, sin))
+    return qk_norm.qk_norm(x, norm, partial(half_split, head_dim=kind[0]), (cos, sin))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -100,7 +100,7 @@ def test_its_gradient_is_that_of_the_plain_form(kind, interpreted):
 def test_every_device_has_its_own_part(kind, shape, interpreted):
     args = inputs(kind, (8, 64, 4))
     with jax.set_mesh(sharding.make_mesh(*shape)):
-        got = jax.jit(partial(kernel.on_each_device, (EPS, kind[1])))(*args)
+        got = jax.jit(partial(qk_norm.on_each_device, (EPS, kind[1])))(*args)
     np.testing.assert_allclose(got, plain(kind, *args), atol=1e-5)
 
 
