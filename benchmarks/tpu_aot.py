@@ -80,6 +80,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
+    from cogvideox_flax.plan import timing
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
@@ -96,7 +97,8 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
             dp, sp, tp, *_ = case.mesh
             heads = -(-(config.heads // tp) // sp)
             shape = attention.Shape(tokens, heads * run.denoiser_batch // dp, config.head_dim)
-            row["kernels_s"] = config.layers * attention.forecast(dump, shape).bounded_ms / 1e3
+            others = stage.kernels_s - sum(part.seconds for part in stage.parts if timing.ATTENTION in part.name)
+            row["kernels_s"] = config.layers * attention.forecast(dump, shape).bounded_ms / 1e3 + others
             row["seconds"] = row["kernels_s"] + stage.outside_s + stage.wire_s
         rows.append(row)
     return rows
