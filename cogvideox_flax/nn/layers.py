@@ -37,8 +37,8 @@ def permuted(w: Float[Array, "*batch n"], permutation: Permutation | None) -> Fl
 class Linear(nnx.Module):
     """y = x @ kernel + bias, summed in float32 for every dtype. kernel: [in, out].
 
-    On an NVIDIA GPU a 16-bit result is rounded before the bias is added, as in PyTorch: its libraries write a result of
-    32 bits more slowly, and rounding it is one more pass over memory.
+    On an NVIDIA GPU a 16-bit result is rounded before the bias is added, as in PyTorch: cuBLAS writes float32 more
+    slowly, and rounding it would be one more pass over memory.
     """
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool = True, zero: bool = False, rngs: nnx.Rngs):

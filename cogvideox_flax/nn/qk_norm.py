@@ -24,6 +24,7 @@ from cogvideox_flax.nn.rope import Rotary, rotate
 NAME = "cogvideox_qk_norm"
 
 LANES = 128
+"""Of a register. A group of heads fills them."""
 
 DTYPES = (jnp.bfloat16, jnp.float32)
 """The dtypes that the TPU compiler supports in a kernel."""
@@ -44,6 +45,12 @@ def qk_norm(
         norm: over a head, in the checkpoint's order of channels.
         permutation: of the channels of a head, from the checkpoint's order to x's.
         rotary: cos and sin of the tokens; None: no rotation.
+
+    Returns:
+        In x's dtype. It is rounded once by the kernel, and in the plain form before the rotation too, as in diffusers.
+
+    Raises:
+        InputError: on a TPU, batch, tokens or heads do not divide over their mesh axes.
     """
     if rotary is None:
         return norm(x.reshape(*x.shape[:2], -1, norm.scale.size), permutation)

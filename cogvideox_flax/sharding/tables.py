@@ -161,7 +161,8 @@ def _mesh_axes(mesh: Any, axis: str | None) -> tuple[str, ...]:
 def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -> Callable[..., Array]:
     """f on each device's part of its arguments, which have these logical axes; `result` are those of what it returns.
 
-    For what the compiler cannot split itself, such as a TPU kernel.
+    For what the compiler cannot split itself, such as a TPU kernel. What is returned raises InputError if an argument
+    does not divide over the mesh.
     """
 
     def run(*args: Array) -> Array:
