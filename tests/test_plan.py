@@ -26,8 +26,8 @@ from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.hlo import Program, sizes
-from cogvideox_flax.plan.timing import parts
-from cogvideox_flax.plan.wire import busiest, bytes_over_busiest_link, exchange, ring
+from cogvideox_flax.plan.timing import parts, waits
+from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
 
 
 def zeros(*shape):
@@ -364,8 +364,35 @@ def test_links_of_a_compiled_program():
     share = 16 * 32 * 4 // 4
     rows = [(i // 4, i % 4) for i in range(8)]
     squares = [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
-    assert bytes_over_busiest_link(program, rows) == share
-    assert bytes_over_busiest_link(program, squares) == share / 2
+    for places, want in ((rows, share), (squares, share / 2)):
+        assert sum(times * Links(places).busiest_bytes(op) for _, op, times in program.run()) == want
+
+
+def test_a_collective_stands_under_what_the_schedule_runs_beside_it():
+    """Two exchanges in each of five rounds: one beside a copy, which takes 2 ms, and one that the program waits for."""
+    program = Program(
+        """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %x = f32[100,1640000]{1,0} iota(), iota_dimension=0
+  %start = ((f32[8]), f32[8]) all-to-all-start(%x), replica_groups={{0,1}}
+  %y = f32[5,82000]{1,0} copy(%x)
+  %done = f32[8] all-to-all-done(%start)
+  %z = f32[8] all-to-all(%done), replica_groups={{0,1}}
+  ROOT %out = (s32[], f32[8]) tuple(%p, %z)
+}
+
+ENTRY %main (q: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %q = (s32[], f32[8]) parameter(0)
+  ROOT %loop = (s32[], f32[8]) while(%q), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+}
+"""
+    )
+    chip = dataclasses.replace(CHIPS["v6e"], bandwidth=(4 * 100 * 1_640_000 + 4 * 5 * 82_000) / 2e-3)
+    seconds = lambda op: 3e-3 if op.kind in ("all-to-all-start", "all-to-all") else 0.0  # noqa: E731
+    waited, hidden = waits(program, chip, seconds)
+    assert waited == pytest.approx(5 * (1e-3 + 3e-3)) and hidden == pytest.approx(5 * 2e-3)
+    assert sum(part.seconds for part in parts(program, chip)) == pytest.approx(5 * 2e-3)
 
 
 def test_a_choice_that_says_how_often_it_is_made():

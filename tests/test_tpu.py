@@ -17,6 +17,7 @@ from benchmarks import tpu
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
+from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
@@ -103,6 +104,21 @@ def test_forecast_of_the_kernel(tmp_path):
     assert row["floor_ms"] == pytest.approx(1e3 * 12 * 1.25 * 45106**2 / 1024 / 1.75e9)
     assert row["floor_ms"] < row["bounded_ms"] < row["shifted_ms"] < 3 * row["floor_ms"]
     assert math.isfinite(row["compile_s"]) and "| 45106 |" in done.stdout
+
+
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:1x1", "v5p:2x2x1"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_adaln_compiles(topology, dtype):
+    def f(x, wide, scale, narrow_scale):
+        is_text = (jnp.arange(x.shape[1]) < 226)[:, None]
+        joint = modulated_norm(x, scale, scale, is_text, eps=1e-5, dtype=jnp.dtype(dtype))
+        return joint, modulated_norm(wide, narrow_scale, narrow_scale, eps=1e-6, dtype=jnp.dtype(dtype))
+
+    shapes = (2, 5000, 3072), (1, 4500, 2048), (2, 2, 3072), (1, 1, 2048)
+    text = compile_for(topology, f, *shapes, dtype=jnp.float32).as_text()
+    assert text.count("tpu_custom_call") == 2
+    few = [(1, 500, 3072), (1, 500, 2048), *shapes[2:]]
+    assert "tpu_custom_call" not in compile_for(topology, f, *few, dtype=jnp.float32).as_text()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])

@@ -1,4 +1,4 @@
-"""Layers that the models share: linear maps, layer norm, AdaLN-zero, MLP, timestep embedding."""
+"""Layers that the models share: linear maps, norms, MLP, timestep embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Float32, Num
+from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.nn import cpu
 from cogvideox_flax.nn.platforms import by_platform
@@ -166,34 +166,6 @@ class MLP(nnx.Module):
         # It also copies the weights out of their stack: a product that slices them takes a TPU 1.6 times as long.
         hidden, down = jax.lax.optimization_barrier((hidden, self.down))
         return down(hidden, out_dtype=jnp.float32)
-
-
-class AdaLNZero(nnx.Module):
-    """Layer norm with shift, scale and gate from the timestep: one set for video, one for text.
-
-    Source: DiT (arXiv 2212.09748); diffusers `CogVideoXLayerNormZero`, which shares one norm between both streams.
-    """
-
-    def __init__(self, time_width: int, width: int, *, eps: float, rngs: nnx.Rngs):
-        self.linear = Linear(time_width, 6 * width, zero=True, rngs=rngs)
-        self.norm = LayerNorm(width, eps=eps)
-
-    def __call__(
-        self, x: Float32[Array, "B S D"], emb: Float32[Array, "B E"], is_text: Bool[Array, "S 1"]
-    ) -> tuple[Float[Array, "B S D"], Float32[Array, "B 2 1 D"]]:
-        """Returns the modulated x, in the weights' dtype, and the gates (video, text) for the residual branch."""
-        modulation = self.linear(jax.nn.silu(emb), out_dtype=jnp.float32).reshape(emb.shape[0], 2, 3, 1, -1)
-        shift, scale, gate = jnp.moveaxis(modulation, 2, 0)
-        y = self.norm(x, out_dtype=jnp.float32) * (1 + per_stream(scale, is_text)) + per_stream(shift, is_text)
-        return jax.lax.optimization_barrier(y.astype(self.linear.kernel.dtype)), gate
-
-
-def per_stream(table: Float[Array, "B 2 1 D"], is_text: Bool[Array, "S 1"]) -> Float[Array, "B S D"]:
-    """Broadcast one row for video and one for text over the joint sequence.
-
-    A select on the token index fuses into its consumer, so the sequence is never split and concatenated.
-    """
-    return jnp.where(is_text, table[:, 1], table[:, 0])
 
 
 class TimestepMLP(nnx.Module):

@@ -27,8 +27,8 @@ from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import meshes
-from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts
-from cogvideox_flax.plan.wire import bytes_over_busiest_link
+from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts, waits
+from cogvideox_flax.plan.wire import Links
 from cogvideox_flax.runtime.compile import compiler_options, compiling_on
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
@@ -42,7 +42,8 @@ PARTS = 20
 """How many of a program's longest parts a forecast keeps."""
 METHOD = (
     f"kernels at shares of the matrix rate ({_RATES}); other operations by the compiler's cycles, or by their bytes "
-    "over the memory's rate if that is more; the bytes over the busiest link over its rate; nothing overlaps"
+    "over the memory's rate if that is more; collectives by the bytes over the busiest link, less what the compiler's "
+    "schedule runs beside them"
 )
 
 
@@ -54,7 +55,8 @@ class StageForecast:
         cache, work, traffic and times are the mean over its full and cached steps.
     hbm_gib_per_chip: arguments, results and temporaries at the peak.
     flops: over all chips.
-    kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of the collectives.
+    kernels_s, outside_s, wire_s: modelled seconds of the Pallas kernels, of the rest, and of waiting for collectives.
+    hidden_s: of collectives beside which something else runs; not in the sum.
     estimated_s: of all runs; see METHOD.
     parts: the longest parts of a run on one chip, without collectives.
     """
@@ -71,6 +73,7 @@ class StageForecast:
     kernels_s: float
     outside_s: float
     wire_s: float
+    hidden_s: float
     estimated_s: float
     fits: bool
     parts: tuple[Part, ...]
@@ -193,7 +196,8 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     peak = bytes_needed(memory)
     hlo = Program(text, _shares(run))
     traffic = collectives(hlo)
-    wire_s = bytes_over_busiest_link(hlo, [device.coords for device in mesh.devices.flat]) / chip.link
+    links = Links([device.coords for device in mesh.devices.flat])
+    wire_s, hidden_s = waits(hlo, chip, lambda op: links.busiest_bytes(op) / chip.link)
     listed = parts(hlo, chip)
     kernels, outside = (sum(part.seconds for part in listed if part.in_kernel == inside) for inside in (True, False))
     return StageForecast(
@@ -209,6 +213,7 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
         kernels_s=kernels,
         outside_s=outside,
         wire_s=wire_s,
+        hidden_s=hidden_s,
         estimated_s=runs * (kernels + outside + wire_s),
         fits=peak <= chip.hbm,
         parts=tuple(listed[:PARTS]),

@@ -1,19 +1,23 @@
-"""The modelled time of a compiled TPU program, operation by operation, without stalls and without overlap.
+"""The modelled time of a compiled TPU program, operation by operation, without stalls.
 
 A matrix product or convolution takes the compiler's estimate of its cycles, or the time to move its bytes if that is
 longer; any other operation takes the time to move its bytes. The compiler has no estimate for a Pallas kernel: it takes
 its own cost estimate at the share of the matrix rate that its static schedule reaches, or the time to move its bytes.
+
+Operations run one after the other, in the order of the compiler's schedule. Only an asynchronous collective runs beside
+those between its start and its end; collectives wait for each other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.plan.chips import Chip
-from cogvideox_flax.plan.collectives import kind_of
+from cogvideox_flax.plan.collectives import KINDS
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
 CONVOLUTION_RATES = {128: 0.69, 256: 0.96}
@@ -56,7 +60,10 @@ class Part:
 def parts(program: Program, chip: Chip) -> list[Part]:
     """What one run on one chip consists of, without collectives, the longest first."""
     found: dict[tuple[str, bool], tuple[float, float]] = {}
-    for op, times, seconds in _timed(program, chip):
+    for ops, op, times in program.run():
+        seconds = _seconds(program, ops, op, chip)
+        if not seconds:
+            continue
         scope = re.search(r'op_name="([^"]*)"', op.text)
         key = (f"{scope[1] if scope else ''} {op.kind} {op.type.partition('{')[0]}".strip(), _is_kernel(op))
         count, total = found.get(key, (0.0, 0.0))
@@ -65,26 +72,64 @@ def parts(program: Program, chip: Chip) -> list[Part]:
     return sorted(listed, key=lambda part: part.seconds, reverse=True)
 
 
-def _timed(program: Program, chip: Chip) -> Iterator[tuple[Op, float, float]]:
-    """The operations but for collectives, how often each runs, and the seconds that it takes."""
+@dataclass
+class _Timeline:
+    """Of one run of a computation, in seconds from its begin.
+
+    now: when what has been seen so far has ended.
+    links_free: when the collectives so far have ended.
+    ends: when each asynchronous collective ends.
+    """
+
+    now: float = 0.0
+    links_free: float = 0.0
+    ends: dict[str, float] = field(default_factory=dict)
+
+
+def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> tuple[float, float]:
+    """How long one run waits for its collectives, and for how much of their time it does something else.
+
+    link_seconds: of a collective; 0 for other operations.
+    """
+    timelines: dict[int, _Timeline] = defaultdict(_Timeline)  # by computation: nothing stands under a loop or a branch
+    waited = in_all = 0.0
     for ops, op, times in program.run():
-        if op.kind in _FREE or kind_of(op) or op.kind.endswith("-start"):
-            continue
-        if op.kind == "async-done":  # the asynchronous computation itself is counted separately
-            continue
-        if _is_kernel(op):
-            flops, moved = (_estimate(op, name) for name in ("flops", "bytes_accessed"))
-            yield op, times, max(flops / (_kernel_rate(op) * chip.flops), moved / chip.bandwidth)
-            continue
-        if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
-            moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
+        line, seconds = timelines[id(ops)], link_seconds(op)
+        begin = line.now
+        if seconds:
+            in_all += times * seconds
+            line.links_free = max(line.now, line.links_free) + seconds
+            if op.kind.endswith("-start"):
+                line.ends[op.name] = line.links_free
+                continue
+            line.now = line.links_free
+        elif op.kind.endswith("-done") and op.operands[0] in line.ends:
+            line.now = max(line.now, line.ends.pop(op.operands[0]))
         else:
-            moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
-        seconds = moved / chip.bandwidth
-        if op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op)):
-            cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
-            seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
-        yield op, times, seconds
+            line.now += _seconds(program, ops, op, chip)
+            continue
+        waited += times * (line.now - begin)
+    return waited, in_all - waited
+
+
+def _seconds(program: Program, ops: dict[str, Op], op: Op, chip: Chip) -> float:
+    """Of one operation; 0 for collectives and for what begins an asynchronous operation."""
+    if op.kind in _FREE or op.kind.removesuffix("-start").removesuffix("-done") in KINDS or op.kind.endswith("-start"):
+        return 0.0
+    if op.kind == "async-done":  # the asynchronous computation itself is counted separately
+        return 0.0
+    if _is_kernel(op):
+        flops, moved = (_estimate(op, name) for name in ("flops", "bytes_accessed"))
+        return max(flops / (_kernel_rate(op) * chip.flops), moved / chip.bandwidth)
+    if op.kind.endswith("-done"):  # an asynchronous copy: the bytes moved, not those of its source
+        moved = sum(sizes(op.type)) + sum(sizes(op.type, hbm_only=True))
+    else:
+        moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
+    seconds = moved / chip.bandwidth
+    if op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op)):
+        cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
+        seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
+    return seconds
 
 
 def _estimate(op: Op, name: str) -> int:

@@ -13,26 +13,23 @@ from functools import cache
 from itertools import pairwise, product
 
 from cogvideox_flax.plan.collectives import groups_of, kind_of, tensor_bytes
-from cogvideox_flax.plan.hlo import Program
+from cogvideox_flax.plan.hlo import Op
 
 Place = tuple[int, ...]
 Message = tuple[Place, Place, float]
 """From, to, bytes."""
 
 
-def bytes_over_busiest_link(program: Program, places: Sequence[Place]) -> float:
-    """Summed over the collectives, which run one after the other. places: grid coordinates of the mesh's devices."""
+class Links:
+    """places: grid coordinates of the mesh's devices."""
 
-    @cache
-    def load(text: str, kind: str, nbytes: int) -> float:
-        return busiest(_messages(text, kind, nbytes, places))
+    def __init__(self, places: Sequence[Place]):
+        self._load = cache(lambda text, kind, nbytes: busiest(_messages(text, kind, nbytes, places)))
 
-    total = 0.0
-    for _, op, times in program.run():
+    def busiest_bytes(self, op: Op) -> float:
+        """The bytes that a collective sends over the busiest link; 0 for other operations."""
         kind = kind_of(op)
-        if kind is not None:
-            total += times * load(op.text, kind, tensor_bytes(op, kind))
-    return total
+        return self._load(op.text, kind, tensor_bytes(op, kind)) if kind else 0.0
 
 
 def _messages(text: str, kind: str, nbytes: int, places: Sequence[Place]) -> Iterator[Message]:

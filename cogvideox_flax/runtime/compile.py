@@ -189,7 +189,8 @@ def _shapes(args: tuple[Any, ...]) -> Any:
 def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: bool = False) -> dict[str, Any]:
     """XLA's options for weights of this dtype.
 
-    TPU: with fast_compile, the decoder compiles in a third of the time and runs a seventh longer.
+    TPU: exchanges over sp run beside products and kernels that do not need them, which XLA leaves off by default. With
+    fast_compile, the decoder compiles in a third of the time and runs a seventh longer.
 
     CPU: by default XLA orders operations for concurrency, which copies all weights of a layer out of their stack before
     the first is needed, and it uses vectors of 256 bits where the CPU has 512. It also widens bfloat16 operands to
@@ -200,8 +201,11 @@ def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: b
         platform: "cpu", "gpu" or "tpu"; None is JAX's default.
     """
     platform = platform or jax.default_backend()
+    if platform == "tpu":
+        options: dict[str, Any] = {"xla_tpu_enable_async_all_to_all": True}
+        return options | ({"exec_time_optimization_effort": -1.0} if fast_compile else {})
     if platform != "cpu":
-        return {"exec_time_optimization_effort": -1.0} if fast_compile and platform == "tpu" else {}
+        return {}
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_prefer_vector_width": 512}
     if dtype != "float32":
         options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"

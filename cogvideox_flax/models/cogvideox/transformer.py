@@ -22,7 +22,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
-from cogvideox_flax.nn.layers import MLP, AdaLNZero, LayerNorm, Linear, TimestepMLP, per_stream, sinusoid
+from cogvideox_flax.nn.adaln import AdaLNZero, per_stream
+from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, sinusoid
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
@@ -83,8 +84,9 @@ class Attention(nnx.Module):
         """Tokens past `length` are padding and are not attended."""
         # a permutation of the channels of q and k changes no score
         permutation = None if rotary is None else partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
-        # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
-        q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
+        # a barrier writes each to memory in x's dtype, since a norm reads it more than once; one for all three would
+        # let no exchange over sp begin before the last product has ended
+        q, k, v = map(jax.lax.optimization_barrier, (self.q(x, permutation), self.k(x, permutation), self.v(x)))
         q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
         v = v.reshape(q.shape)
         return self.out(attend(q, k, v, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)

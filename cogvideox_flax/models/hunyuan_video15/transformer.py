@@ -33,6 +33,7 @@ from cogvideox_flax.models.hunyuan_video15.conditions import (
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
+from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
@@ -90,8 +91,9 @@ class Attention(nnx.Module):
         """Queries, keys and values [B, S, N, K]; rotary: of the video alone."""
         # the same permutation of the channels of all q and k, of both streams, changes no score
         permutation = partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
-        # the barrier writes q and k to memory in x's dtype, since the norms read them more than once
-        q, k, v = jax.lax.optimization_barrier((self.q(x, permutation), self.k(x, permutation), self.v(x)))
+        # a barrier writes each to memory in x's dtype, since a norm reads it more than once; one for all three would
+        # let no exchange over sp begin before the last product has ended
+        q, k, v = map(jax.lax.optimization_barrier, (self.q(x, permutation), self.k(x, permutation), self.v(x)))
         q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
         return q, k, v.reshape(q.shape)
 
@@ -115,8 +117,7 @@ class Stream(nnx.Module):
         self, x: Float32[Array, "B S D"], shift: Float32[Array, "B 1 D"], scale: Float32[Array, "B 1 D"]
     ) -> Float[Array, "B S D"]:
         """The modulated layer norm, in the weights' dtype."""
-        y = standardize(x, EPS) * (1 + scale) + shift
-        return jax.lax.optimization_barrier(y.astype(self.modulation.kernel.dtype))
+        return modulated_norm(x, 1 + scale, shift, eps=EPS, dtype=self.modulation.kernel.dtype)
 
     def finish(
         self, x: Float32[Array, "B S D"], attended: Float[Array, "B S N K"], modulation: list[Float32[Array, "B 1 D"]]
