@@ -19,6 +19,7 @@ import jax
 
 from cogvideox_flax import sharding
 from cogvideox_flax.plan.chips import topology_devices
+from cogvideox_flax.plan.timing import Part
 from cogvideox_flax.runtime.libtpu import ENVIRONMENT
 
 PACKAGES = ("jax", "libtpu")
@@ -55,7 +56,8 @@ def topology_mesh(topology: str, shape: tuple[int, int, int] | None = None) -> A
 
 
 class KernelSchedule:
-    """Bundles of one Pallas kernel: `step` of what runs once per grid step, `loops` of its inner loops, in order.
+    """Bundles of one Pallas kernel: `step` of what runs once per grid step, `loops` of its inner loops, in order. Of a
+    matrix product, both together are those of a window.
 
     Code under a condition that not every grid step meets is counted in `step` as if it were met.
     """
@@ -87,6 +89,17 @@ def kernel_schedules(dump: Path, name: str) -> list[KernelSchedule]:
     schedules = [KernelSchedule(path.read_text()) for path in found]
     empty(dump)
     return schedules
+
+
+def product_seconds(dump: Path, part: Part) -> float | None:
+    """What the schedules of a part's matrix products take; None if it has none. Equal products may share a schedule."""
+    bundles = []
+    for name, windows in part.windows.items():
+        for path in dump.glob(f"*-{name}-*final_bundles.txt"):
+            if "schedule-analysis" not in path.name:
+                schedule = KernelSchedule(path.read_text())
+                bundles.append(windows * (schedule.step + sum(schedule.loops)))
+    return part.count * sum(bundles) / len(bundles) / CLOCK if bundles else None
 
 
 def empty(dump: Path) -> None:

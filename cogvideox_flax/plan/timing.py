@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.plan.chips import Chip
@@ -49,27 +50,34 @@ class Part:
     in_kernel: whether it is a Pallas kernel.
     count: how often it runs.
     seconds: of all those.
+    windows: matrix products: name in the compiled program -> over how many windows of the result it loops.
     """
 
     name: str
     in_kernel: bool
     count: float
     seconds: float
+    windows: dict[str, int]
 
 
 def parts(program: Program, chip: Chip) -> list[Part]:
     """What one run on one chip consists of, without collectives, the longest first."""
-    found: dict[tuple[str, bool], tuple[float, float]] = {}
+    found: dict[tuple[str, bool], Part] = {}
     for ops, op, times in program.run():
         seconds = _seconds(program, ops, op, chip)
         if not seconds:
             continue
         scope = re.search(r'op_name="([^"]*)"', op.text)
         key = (f"{scope[1] if scope else ''} {op.kind} {op.type.partition('{')[0]}".strip(), _is_kernel(op))
-        count, total = found.get(key, (0.0, 0.0))
-        found[key] = count + times, total + times * seconds
-    listed = (Part(*key, *values) for key, values in found.items())
-    return sorted(listed, key=lambda part: part.seconds, reverse=True)
+        part = found.get(key, Part(*key, 0.0, 0.0, {}))
+        total = part.seconds + times * seconds
+        found[key] = replace(part, count=part.count + times, seconds=total, windows=part.windows | _windows(op))
+    return sorted(found.values(), key=lambda part: part.seconds, reverse=True)
+
+
+def _windows(op: Op) -> dict[str, int]:
+    bounds = re.search(r'"window_config":.*?"iteration_bounds":\[(.*?)\]', op.text)
+    return {op.name: prod(int(n) for n in re.findall(r"\d+", bounds[1]))} if bounds else {}
 
 
 @dataclass
