@@ -71,7 +71,8 @@ def parts(program: Program, chip: Chip) -> list[Part]:
         key = (f"{scope[1] if scope else ''} {op.kind} {op.type.partition('{')[0]}".strip(), _is_kernel(op))
         part = found.get(key, Part(*key, 0.0, 0.0, {}))
         total = part.seconds + times * seconds
-        found[key] = replace(part, count=part.count + times, seconds=total, windows=part.windows | _windows(op))
+        windows = part.windows | (_windows(op) if _is_product(program, op) else {})
+        found[key] = replace(part, count=part.count + times, seconds=total, windows=windows)
     return sorted(found.values(), key=lambda part: part.seconds, reverse=True)
 
 
@@ -134,7 +135,7 @@ def _seconds(program: Program, ops: dict[str, Op], op: Op, chip: Chip) -> float:
     else:
         moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
     seconds = moved / chip.bandwidth
-    if op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op)):
+    if _is_product(program, op):
         cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
         seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
     return seconds
@@ -157,6 +158,10 @@ def _kernel_rate(op: Op) -> float:
         rate = CONVOLUTION_RATES[max(n for n in CONVOLUTION_RATES if n <= channels)]
         return rate * columns / tpu_kernel.row_width(columns)
     return _OTHER_KERNEL
+
+
+def _is_product(program: Program, op: Op) -> bool:
+    return op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op))
 
 
 def _is_kernel(op: Op) -> bool:
