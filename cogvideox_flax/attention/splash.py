@@ -39,11 +39,9 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel
-from cogvideox_flax.attention.tile_sizes import LANES, TileSizes, choose_tile_sizes
+from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes
 from cogvideox_flax.errors import InputError
-
-DTYPES = (jnp.bfloat16, jnp.float32)
-"""The dtypes that the TPU compiler supports in a kernel. In float16, bounded probabilities would overflow too."""
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES
 
 BOUND = 100.0
 """The largest score of a bounded head: 2^100 times a million keys fits float32, and so does 2^-100."""
@@ -62,7 +60,8 @@ NAME = "cogvideox_splash"
 
 def why_not(q: Float[Array, "B Q N K"]) -> str | None:
     """Why the kernel does not serve these queries, or None if it does."""
-    return None if q.dtype in DTYPES else f"it computes in bfloat16 or float32; got {q.dtype}"
+    # in float16, probabilities of bounded heads would overflow too
+    return None if q.dtype in KERNEL_DTYPES else f"it computes in bfloat16 or float32; got {q.dtype}"
 
 
 def attend(

@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from cogvideox_flax.attention.bounds import MASKED
-from cogvideox_flax.attention.tile_sizes import LANES, TileSizes
+from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.nn.layers import precision
+from cogvideox_flax.nn.tpu import LANES
 
 ONLINE, SHIFTED, BOUNDED = range(3)
 """Modes of a head; see `attention.splash`."""

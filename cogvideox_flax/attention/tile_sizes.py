@@ -13,11 +13,10 @@ import jax.numpy as jnp
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import round_up
+from cogvideox_flax.nn.tpu import LANES
 
 VMEM = 96 * 2**20
 """Bytes of VMEM that a kernel may use; the chips have 95 (v5p) to 128 MiB (v5e, v6e)."""
-
-LANES = 128
 
 
 @dataclass(frozen=True)

@@ -19,20 +19,15 @@ from jaxtyping import Array, Bool, Float, Float32
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.layers import LayerNorm, Linear, standardize
 from cogvideox_flax.nn.platforms import by_platform
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 NAME = "cogvideox_adaln"
 
 FEW = 4096
 """Up to so many tokens, such as a prompt's, the kernel is not worth it."""
 
-LANES = 128
-"""Of a register. The kernel serves widths of whole registers."""
-
 MAX_WIDTH = 3072
 """Wider rows in float32 would not fit into a v5e's fast memory."""
-
-DTYPES = (jnp.bfloat16, jnp.float32)
-"""The dtypes that the TPU compiler supports in a kernel."""
 
 _ROWS = 256
 """Tokens of a grid step: by its schedule the kernel then computes for no longer than it reads and writes."""
@@ -83,11 +78,12 @@ def modulated_norm(
     eps: float,
     dtype: Any,
 ) -> Float[Array, "B S D"]:
-    """A layer norm of x without weights, times scale, plus shift.
+    """A layer norm of x without weights, times scale, plus shift (arXiv 2212.09748); float32 statistics.
 
     Args:
         x: the residual stream; its tokens are split over sp, or few.
         scale, shift: for all tokens (R = 1), or with is_text for video and for text (R = 2).
+        eps: is added to the variance.
         dtype: of the result.
 
     Raises:
@@ -96,7 +92,7 @@ def modulated_norm(
     settings = eps, dtype
     plain, split = partial(_plain, settings), partial(on_each_device, settings)
     _, tokens, width = x.shape
-    if tokens <= FEW or width % LANES or width > MAX_WIDTH or dtype not in DTYPES:
+    if tokens <= FEW or width % LANES or width > MAX_WIDTH or dtype not in KERNEL_DTYPES:
         y = plain(x, scale, shift, is_text)
     else:
         y = by_platform(x, scale, shift, is_text, default=plain, tpu=split)
@@ -118,7 +114,7 @@ def on_each_device(
     return sharding.on_each_shard(partial(kernel, settings), axes, ("batch", "tokens"))(*args)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_gradient_of(_plain)
 def kernel(
     settings: Settings,
     x: Float32[Array, "B S D"],
@@ -165,15 +161,3 @@ def _body(eps: float, x: Any, scale: Any, shift: Any, *refs: Any) -> None:
         out[0, at] = y.astype(out.dtype)
 
     jax.lax.fori_loop(0, _ROWS // _IN_REGISTERS, some_tokens, None, unroll=2)
-
-
-def _forward(settings: Settings, *args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
-    return kernel(settings, *args), args
-
-
-def _backward(settings: Settings, args: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
-    x, scale, shift, is_text = args
-    return *jax.vjp(partial(_plain, settings, is_text=is_text), x, scale, shift)[1](grad), None
-
-
-kernel.defvjp(_forward, _backward)

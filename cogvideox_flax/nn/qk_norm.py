@@ -20,14 +20,9 @@ from cogvideox_flax import sharding
 from cogvideox_flax.nn.layers import LayerNorm, Permutation, RMSNorm, permuted, rms_factor, standardize
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.rope import Rotary, rotate
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 NAME = "cogvideox_qk_norm"
-
-LANES = 128
-"""Of a register. A group of heads fills them."""
-
-DTYPES = (jnp.bfloat16, jnp.float32)
-"""The dtypes that the TPU compiler supports in a kernel."""
 
 _ROWS = 256
 """Tokens of a grid step: by its schedule the kernel then computes for no longer than it reads and writes."""
@@ -59,7 +54,7 @@ def qk_norm(
     settings = norm.eps, centered
     plain, split = partial(_plain, settings), partial(on_each_device, settings)
     width = x.shape[-1] // sharding.devices_of("heads")
-    if LANES % scale.size or scale.size % 16 or width % LANES or x.dtype not in DTYPES:
+    if LANES % scale.size or scale.size % 16 or width % LANES or x.dtype not in KERNEL_DTYPES:
         return plain(x, scale, bias, *rotary)
     return by_platform(x, scale, bias, *rotary, default=plain, tpu=split)
 
@@ -84,7 +79,7 @@ def on_each_device(
     return run(x, scale, bias, cos, sin).transpose(0, 3, 1, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@with_gradient_of(lambda settings, *args: _plain(settings, *args).transpose(0, 2, 3, 1))
 def kernel(
     settings: Settings,
     x: Float[Array, "B S D"],
@@ -131,14 +126,3 @@ def _body(settings: Settings, x: Any, scale: Any, bias: Any, cos: Any, sin: Any,
             first, second, head = y[:half], y[half:], group * together + i
             out[0, head, :half] = (first * cos[...] - second * sin[...]).astype(out.dtype)
             out[0, head, half:] = (second * cos[...] + first * sin[...]).astype(out.dtype)
-
-
-def _forward(settings: Settings, *args: Array) -> tuple[Array, tuple[Array, ...]]:
-    return kernel(settings, *args), args
-
-
-def _backward(settings: Settings, args: tuple[Array, ...], grad: Array) -> tuple[Array, ...]:
-    return jax.vjp(partial(_plain, settings), *args)[1](grad.transpose(0, 3, 1, 2))
-
-
-kernel.defvjp(_forward, _backward)

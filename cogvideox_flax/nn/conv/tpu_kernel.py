@@ -24,13 +24,9 @@ from jaxtyping import Array, Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision, round_up
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES
 
 NAME = "cogvideox_conv"
-
-DTYPES = (jnp.bfloat16, jnp.float32)
-"""The dtypes that the TPU compiler supports in a kernel."""
-
-LANES = 128
 
 TAPS = 3
 """In height and width."""
@@ -93,7 +89,7 @@ def row_width(columns: int) -> int:
 def why_not(x: Array, residual: Array | None, dtype: Any) -> str | None:
     """Why the kernel does not support these dtypes of x, residual and result, or None if it does."""
     dtypes = [x.dtype, jnp.dtype(dtype), *([] if residual is None else [residual.dtype])]
-    others = [str(d) for d in dtypes if d not in DTYPES]
+    others = [str(d) for d in dtypes if d not in KERNEL_DTYPES]
     return f"it computes in bfloat16 or float32; got {others[0]}" if others else None
 
 
