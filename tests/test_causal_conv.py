@@ -124,13 +124,35 @@ def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     expected = y if residual is None else y + residual
     found = tpu_kernel.convolve(x, kernel, bias, residual, interpret=True)
     assert relative_error(found, expected) < ROUNDING_BAR
-    # as where neighbours gave their rows and columns
-    wide = jnp.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)), mode="edge")
-    expected = expected - y + xla.convolve(wide, kernel, stride=1, padding=((0, 0), (0, 0))) + bias
-    sides = jnp.concatenate([wide[:, :, :, :1], wide[:, :, :, -1:]], 3)
-    rows = wide[:, :, :, 1:-1]
-    found = tpu_kernel.convolve(rows, kernel, bias, residual, sides=sides, rows=(0, 0), interpret=True)
-    assert relative_error(found, expected) < ROUNDING_BAR
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5])
+@pytest.mark.parametrize("surrounded", [("edges", "sides"), ("edges",), ("sides",), ()], ids=str)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_the_kernel_for_tpus_reads_frames_rows_and_columns_from_where_they_are(frames, surrounded, blocks, monkeypatch):
+    if blocks == 2:
+        monkeypatch.setattr(tpu_kernel, "_CHOICES", ((1, 1, 128),))  # MiB; of twelve rows of five frames six fit
+    clip, kernel, bias = random(0, 1, frames + 2, 14, 42, 128), random(1, 3, 3, 3, 128, 128), random(2, 128)
+    for name, axis in (("edges", 2), ("sides", 3)):
+        if name not in surrounded:
+            width = [(0, 0)] * 5
+            width[axis] = (1, 1)
+            clip = jnp.pad(jax.lax.slice_in_dim(clip, 1, -1, axis=axis), width)
+    edges = jnp.concatenate([clip[:, :, :1, 1:-1], clip[:, :, -1:, 1:-1]], 2)
+    sides = jnp.concatenate([clip[:, :, :, :1], clip[:, :, :, -1:]], 3)
+    around = {name: a for name, a in (("edges", edges), ("sides", sides)) if name in surrounded}
+    expected = xla.convolve(clip, kernel, stride=1, padding=((0, 0), (0, 0))) + bias
+    inner = clip[:, :, 1:-1, 1:-1]
+    convolve = partial(tpu_kernel.convolve, kernel=kernel, bias=bias, residual=None, interpret=True)
+    assert relative_error(convolve(inner[:, 2:], past=inner[:, :2], **around), expected) < ROUNDING_BAR
+    assert relative_error(convolve(inner, **around), expected) < ROUNDING_BAR
+    if "edges" in surrounded:  # the picture ends two rows before the array: below that is what edges say
+        ends = clip.at[:, :, 11].set(clip[:, :, 13])
+        expected = xla.convolve(ends, kernel, stride=1, padding=((0, 0), (0, 0))) + bias
+        if "sides" in surrounded:
+            around["sides"] = sides.at[:, :, 11].set(sides[:, :, 13])
+        found = convolve(inner[:, 2:], past=inner[:, :2], end=jnp.int32(10), **around)
+        assert relative_error(found[:, :, :10], expected[:, :, :10]) < ROUNDING_BAR
 
 
 def textbook(x, kernel, bias, residual):
@@ -209,8 +231,9 @@ def test_the_kernel_rounds_once():
     residual = random(3, 1, 1, 4, 8, 128).astype(jnp.bfloat16)
     sum_ = xla.convolve(x, kernel, stride=1, padding=((0, 0), (0, 0))) + bias + residual.astype(jnp.float32)
     sides = jnp.concatenate([x[:, :, :, :1], x[:, :, :, -1:]], 3)
-    how = {"sides": sides, "rows": (0, 0), "interpret": True}
-    found = tpu_kernel.convolve(x[:, :, :, 1:-1], kernel, bias, residual, **how)
+    edges = jnp.concatenate([x[:, :, :1, 1:-1], x[:, :, -1:, 1:-1]], 2)
+    how = {"sides": sides, "edges": edges, "interpret": True}
+    found = tpu_kernel.convolve(x[:, :, 1:-1, 1:-1], kernel, bias, residual, **how)
     assert found.dtype == jnp.bfloat16
     assert jnp.mean(found == sum_.astype(jnp.bfloat16)) > 0.999
 

@@ -12,6 +12,7 @@ from cogvideox_flax.sharding.sequence_parallel import (
 )
 from cogvideox_flax.sharding.spatial_parallel import (
     Padding,
+    Surrounded,
     on_each_part,
     picture_mesh,
     picture_rows,
@@ -50,6 +51,7 @@ __all__ = [
     "MeshShape",
     "Padding",
     "ParameterRows",
+    "Surrounded",
     "check_batch",
     "check_heads",
     "constrain",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,33 @@ HEIGHT, WIDTH = 2, 3
 
 Padding = tuple[tuple[int, int], tuple[int, int]]
 """Zeros before and after the rows, and before and after the columns."""
+
+
+class Surrounded(NamedTuple):
+    """A device's part of a clip, and what is around it; None where that is zeros or nothing.
+
+    x: [B, F, h, w, C].
+    past: the frames before them, [B, P, h, w, C].
+    edges: the rows above (if conv reads one) and below all frames, [B, P+F, 1 or 2, w, C].
+    sides: the columns to the left (if it reads one) and right of all frames and `edges`, [B, P+F, h+..., 1 or 2, C].
+    end: where the picture ends before x does, the row in whose place the row below belongs; None is h.
+    """
+
+    x: Array
+    past: Array | None
+    edges: Array | None
+    sides: Array | None
+    end: Int[Array, ""] | None
+
+    def whole(self, before: int) -> Float[Array, "B P+F h+... w+... C"]:
+        """All in one array. before: the pixels that conv reads before each."""
+        x = self.x if self.past is None else jnp.concatenate([self.past, self.x], 1)
+        x = _between(x, self.edges, before, self.end)
+        if self.sides is None:
+            return x
+        left, right = jnp.split(self.sides, [before], WIDTH)
+        return jnp.concatenate([left, x, right], WIDTH)
+
 
 _Names = tuple[str, ...]
 _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", default=None)
@@ -179,7 +206,8 @@ def _log_idle(height: int, width: int, devices: int, parts: int) -> None:
 
 def spatial_parallel_conv(
     conv: Callable[..., Float[Array, "B T H W O"]],
-    x: Float[Array, "B T H W I"],
+    x: Float[Array, "B F H W I"],
+    past: Float[Array, "B P H W I"] | None,
     residual: Float[Array, "B T H W O"] | None,
     *params: Array,
     halo: tuple[int, int],
@@ -188,8 +216,8 @@ def spatial_parallel_conv(
     """A convolution on each device's part of height and width, after a halo exchange.
 
     Args:
-        conv: conv(x, sides, residual, *params, padding=), where `sides` are the columns beside x, [B, T, h, n, I], or
-            None, and `padding` is the zero padding that x needs at its edges.
+        conv: conv(surrounded, residual, *params, padding=), where `padding` is the zero padding at the edges.
+        past: the frames before x.
         residual: has the result's shape and sharding.
         params: replicated.
         halo: pixels that conv reads before and after each pixel.
@@ -199,15 +227,14 @@ def spatial_parallel_conv(
     axes = {} if layout is None else {axis: layout[axis] for axis in (HEIGHT, WIDTH) if layout[axis] is not None}
     padding = tuple((0, 0) if repeat_edges or axis in axes else halo for axis in (HEIGHT, WIDTH))
 
-    def local_conv(x: Array, residual: Array | None, *params: Array) -> Array:
-        x, sides = _with_neighbours(x, axes, halo, repeat_edges)
-        return conv(x, sides, residual, *params, padding=padding)
+    def local_conv(x: Array, past: Array | None, residual: Array | None, *params: Array) -> Array:
+        return conv(_with_neighbours(x, past, axes, halo, repeat_edges), residual, *params, padding=padding)
 
     if layout is None:
-        return local_conv(x, residual, *params)
+        return local_conv(x, past, residual, *params)
     # also where the pictures are whole: the compiler cannot split a TPU kernel itself
-    specs: tuple[Any, ...] = (layout, layout, *[PartitionSpec()] * len(params))
-    return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, residual, *params)
+    specs: tuple[Any, ...] = (layout, layout, layout, *[PartitionSpec()] * len(params))
+    return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, past, residual, *params)
 
 
 def _count(names: str | _Names) -> int:
@@ -242,34 +269,44 @@ def on_each_part(
 
 
 def _with_neighbours(
-    x: Float[Array, "B T H W C"], axes: Mapping[int, Any], halo: tuple[int, int], repeat_edges: bool
-) -> tuple[Float[Array, "B T h W C"], Float[Array, "B T h n C"] | None]:
-    """A device's part of a picture with its neighbours' rows, and the columns to its left and right; outside of the
-    picture its own edges where those repeat. The columns are None where they are zeros.
+    x: Array, past: Array | None, axes: Mapping[int, Any], halo: tuple[int, int], repeat_edges: bool
+) -> Surrounded:
+    """A device's part of a clip with its neighbours' rows and columns; outside of the picture its own edges where those
+    repeat.
 
     axes: axis of x -> the mesh axes over which it is split.
     """
-    parts, start = [x], 0
     last = _last_row(x.shape[HEIGHT], axes.get(HEIGHT))
+    end = last + 1 if isinstance(last, Array) else None
+    edges: Array | None = None
+    sides: Array | None = None
+
+    def cut(at: Any, axis: int) -> Array:
+        """One row or column of all frames."""
+        frames = [x] if past is None else [past, x]
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(f, at, 1, axis) for f in frames], 1)
+
     if repeat_edges or HEIGHT in axes:
-        first, below = (jax.lax.dynamic_slice_in_dim(x, at, 1, HEIGHT) for at in (0, last))
-        before, after = _received(first, below, axes.get(HEIGHT), halo, repeat_edges)
-        parts, start = [*before, x, *after], len(before)
-
-    def joined(parts: list[Array]) -> Array:
-        y = jnp.concatenate(parts, HEIGHT)
-        if isinstance(last, Array):  # the rows after the one below the picture do not matter
-            y = jax.lax.dynamic_update_slice_in_dim(y, parts[-1], start + last + 1, HEIGHT)
-        return y
-
-    sides = None
+        before, after = _received(cut(0, HEIGHT), cut(last, HEIGHT), axes.get(HEIGHT), halo, repeat_edges)
+        edges = jnp.concatenate([*before, *after], HEIGHT)
     if repeat_edges or WIDTH in axes:
-        # of each part, which with the neighbours' rows gives the corners
-        ends = ([jax.lax.slice_in_dim(p, at, at + 1, axis=WIDTH) for p in parts] for at in (0, x.shape[WIDTH] - 1))
-        left, right = (joined(end) for end in ends)
+        # between the pixels of `edges`, which are the corners
+        ends = (0, x.shape[WIDTH] - 1)
+        corners = [None if edges is None else jax.lax.slice_in_dim(edges, at, at + 1, axis=WIDTH) for at in ends]
+        left, right = (_between(cut(at, WIDTH), c, halo[0], end) for at, c in zip(ends, corners, strict=True))
         before, after = _received(left, right, axes.get(WIDTH), halo, repeat_edges)
         sides = jnp.concatenate([*before, *after], WIDTH)
-    return joined(parts), sides
+    return Surrounded(x, past, edges, sides, end)
+
+
+def _between(x: Array, edges: Array | None, above: int, end: Array | None) -> Array:
+    """x between rows, of which so many are above it; see `Surrounded`."""
+    if edges is None:
+        return x
+    before, after = jnp.split(edges, [above], HEIGHT)
+    y = jnp.concatenate([before, x, after], HEIGHT)
+    # the rows after the one below the picture do not matter
+    return y if end is None else jax.lax.dynamic_update_slice_in_dim(y, after, above + end, HEIGHT)
 
 
 def _received(

@@ -17,10 +17,13 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, xla
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.sharding import Padding
+from cogvideox_flax.sharding import Padding, Surrounded
 
 TAPS = 3
 """Kernel size in time, height and width. A causal convolution reads a frame and the two before it."""
+
+HALO = {1: (1, 1), 2: (0, 1)}
+"""Stride -> the pixels that a convolution reads before and after each."""
 
 
 class CausalConv3d(nnx.Module):
@@ -49,15 +52,16 @@ class CausalConv3d(nnx.Module):
             cache: what the previous chunk returned; None for the first chunk of a clip.
             residual: added in float32. The result has its dtype; without a residual, the kernel's.
         """
-        x = x.astype(self.kernel.dtype)
-        past = [x[:, :1]] * (TAPS - 1) if cache is None else [cache]
-        padded = jnp.concatenate([*past, x], 1)
-        seen, kernel = padded, self.kernel[...]
+        x, kernel, bias = x.astype(self.kernel.dtype), self.kernel[...], self.bias[...]
+        past = jnp.concatenate([x[:, :1]] * (TAPS - 1), 1) if cache is None else cache
+        conv = partial(conv3d, x, residual=residual, repeat_edges=self.repeat_edges)
         if cache is None and x.shape[1] == 1 and x.dtype == jnp.float32:
             # An image: all taps read the same frame. Only in float32: in 16 bit the summed kernel would be rounded.
-            seen, kernel = x, kernel.sum(0, keepdims=True)
-        y = conv3d(seen, kernel, self.bias[...], residual, repeat_edges=self.repeat_edges)
-        return y, padded[:, -(TAPS - 1) :]
+            y = conv(kernel.sum(0, keepdims=True), bias)
+        else:
+            y = conv(kernel, bias, past=past)
+        new = x[:, -(TAPS - 1) :]
+        return y, jnp.concatenate([past[:, new.shape[1] :], new], 1) if new.shape[1] < TAPS - 1 else new
 
 
 class SpatialConv(nnx.Module):
@@ -78,16 +82,17 @@ class SpatialConv(nnx.Module):
 
 
 def conv3d(
-    x: Float[Array, "B T+kt-1 H W I"],
+    x: Float[Array, "B F H W I"],
     kernel: Float[Array, "kt 3 3 I O"],
     bias: Float[Array, " O"],
     residual: Float[Array, "B T H W O"] | None = None,
     *,
+    past: Float[Array, "B kt-1 H W I"] | None = None,
     stride: int = 1,
     dtype: Any = None,
     repeat_edges: bool = False,
 ) -> Float[Array, "B T H/s W/s O"]:
-    """The convolution of all layers: valid in time, zero-padded in space (see `SpatialConv`), summed in float32.
+    """The convolution of all layers: zero-padded in space (see `SpatialConv`), summed in float32.
 
     Inside `sharding.spatial_split`, devices compute parts of each picture. Every platform has its own implementation;
     results differ by rounding only. On an NVIDIA GPU the sum of 16-bit products is rounded to 16 bit before bias and
@@ -95,64 +100,51 @@ def conv3d(
 
     Args:
         residual: added in float32.
+        past: the frames before x; then T = F, else T = F - kt + 1.
         dtype: of the result; None is the residual's, or x's without a residual.
         repeat_edges: pad in space by the picture's edges, not with zeros.
     """
-    halo = (1, 1) if stride == 1 else (0, 1)
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
     conv = partial(_conv3d, (stride, dtype))
-    return sharding.spatial_parallel_conv(conv, x, residual, kernel, bias, halo=halo, repeat_edges=repeat_edges)
+    return sharding.spatial_parallel_conv(
+        conv, x, past, residual, kernel, bias, halo=HALO[stride], repeat_edges=repeat_edges
+    )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def _conv3d(
-    static: tuple[int, Any],
-    x: Array,
-    sides: Array | None,
-    residual: Array | None,
-    kernel: Array,
-    bias: Array,
-    padding: Padding,
+    static: tuple[int, Any], clip: Surrounded, residual: Array | None, kernel: Array, bias: Array, padding: Padding
 ) -> Array:
-    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype. sides: columns beside x."""
+    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype."""
     stride, dtype = static
     how: dict[str, Any] = {"stride": stride, "padding": padding, "dtype": dtype}
 
     def joined(forward: Any) -> Any:
-        return lambda x, sides, *rest: forward(_join(x, sides, stride), *rest, **how)
+        return lambda clip, *rest: forward(clip.whole(HALO[stride][0]), *rest, **how)
 
-    by_kernel = stride == 1 and tpu_kernel.why_not(x, residual, dtype) is None
+    by_kernel = stride == 1 and tpu_kernel.why_not(clip.x, residual, dtype) is None
     return by_platform(
-        x,
-        sides,
+        clip,
         residual,
         kernel,
         bias,
         cpu=joined(cpu.forward),
         cuda=joined(cuda.forward),
-        tpu=partial(tpu_kernel.forward, rows=padding[0], dtype=dtype) if by_kernel else joined(xla.forward),
+        tpu=partial(tpu_kernel.forward, dtype=dtype) if by_kernel else joined(xla.forward),
         default=joined(xla.forward),
     )
 
 
-def _join(x: Array, sides: Array | None, stride: int) -> Array:
-    """x between its sides: a column before it, which stride 2 has none of, and one after it."""
-    if sides is None:
-        return x
-    before = 2 - stride
-    return jnp.concatenate([sides[:, :, :, :before], x, sides[:, :, :, before:]], 3)
-
-
-def _conv3d_forward(static: tuple[int, Any], *args: Any) -> tuple[Array, tuple[Array | None, ...]]:
+def _conv3d_forward(static: tuple[int, Any], *args: Any) -> tuple[Array, tuple[Any, ...]]:
     return _conv3d(static, *args), args[:-1]
 
 
 def _conv3d_backward(
     static: tuple[int, Any], padding: Padding, saved: tuple[Any, ...], dy: Array
-) -> tuple[Array, Array | None, Array | None, Array, Array]:
-    x, sides, residual, kernel, bias = saved
+) -> tuple[Surrounded, Array | None, Array, Array]:
+    clip, residual, kernel, bias = saved
     how: dict[str, Any] = {"stride": static[0], "padding": padding}
-    joined, split = jax.vjp(lambda x, sides: _join(x, sides, static[0]), x, sides)
+    joined, split = jax.vjp(lambda clip: clip.whole(HALO[static[0]][0]), clip)
     dx, dkernel = by_platform(
         joined,
         kernel,
