@@ -9,9 +9,11 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import cogvideox_flax
+from cogvideox_flax.attention import SparseTiles
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import save_video
+from cogvideox_flax.models.hunyuan_video15 import model as family
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from conversion.configs import read_configs
@@ -135,6 +137,39 @@ def test_step_cache(pipe, form):
     np.testing.assert_allclose(same, exact, atol=1e-5 * exact.std())
     cached = generate(pipe, step_cache=form, step_cache_schedule=[2, 5, 2], **how).frames
     assert 0 < np.abs(cached - exact).max() < 2 * exact.std()
+
+
+def test_sparse_attention(layout, pipe, monkeypatch):
+    """With a window over the whole video it is the exact run; with fewer tiles another, the same on a mesh."""
+    settings = {
+        False: SparseTiles(tile=(1, 2, 3), window=(3, 3, 3)),
+        True: SparseTiles(tile=(1, 2, 3), window=(1, 1, 1), selected=2),
+    }
+    monkeypatch.setattr(family, "sparse_tiles", lambda frames, *, selective: settings[selective])
+    exact = generate(pipe, output_type="latent").frames
+    sliding = generate(pipe, output_type="latent", sparse_attention="sliding").frames
+    np.testing.assert_allclose(sliding, exact, atol=1e-4 * exact.std())
+    selective = generate(pipe, output_type="latent", sparse_attention="selective").frames
+    assert 1e-3 * exact.std() < np.abs(selective - exact).max() < 2 * exact.std()
+    split = cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32", mesh=make_mesh(2, 2, 1))
+    same = generate(split, output_type="latent", sparse_attention="selective").frames
+    np.testing.assert_allclose(same, selective, atol=1e-3 * exact.std())
+
+
+def test_sparse_attention_as_released():
+    assert family.sparse_tiles(31, selective=True) == SparseTiles((6, 8, 8), (3, 3, 3), selected=32, similarity=0.7)
+    assert family.sparse_tiles(61, selective=True).selected == 64
+    assert family.sparse_tiles(1, selective=False) == SparseTiles((1, 16, 24), (1, 1, 1))
+
+
+@pytest.mark.parametrize("named", ["sliding", "all"])
+def test_other_forms_of_attention_are_refused(pipe, named):
+    embedded = cogvideox_flax.Pipeline.from_pretrained(None, "float32")
+    with pytest.raises(InputError, match=f"sparse_attention is '{named}'; this model has none"):
+        embedded.resolve(GenerationRequest("a red circle", sparse_attention=named))
+    if named == "all":
+        with pytest.raises(InputError, match="sparse_attention is 'all'; this model has sliding, selective"):
+            pipe.resolve(GenerationRequest("a cat", sparse_attention=named))
 
 
 def test_a_batch_does_not_change_its_videos(pipe):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import tpu
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import TileSizes, attend
+from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_jointly, splash
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.models.cogvideox.transformer import Attention
 from cogvideox_flax.models.registry import RELEASES
@@ -113,6 +113,20 @@ def test_a_ring_overlaps_its_kernel_with_the_traffic():
         text = jax.jit(attend).lower(shape, shape, shape).compile().as_text()
     begin, end = (text.index(f" collective-permute-{word}(") for word in ("start", "done"))
     assert begin < text.index("tpu_custom_call", begin) < end
+
+
+@pytest.mark.parametrize(
+    ("topology", "grid"), [("v6e:2x4", (31, 45, 80)), ("v5e:2x4", (9, 30, 53)), ("v5p:2x2x1", (9, 30, 53))]
+)
+def test_sparse_attention_compiles(topology, grid):
+    """HunyuanVideo-1.5's at 720p and 480p."""
+    shapes = [(1, math.prod(grid), 4, 128)] * 3 + [(1, 1985, 4, 128)] * 3
+
+    def f(q, k, v, *joint):
+        length = jnp.full(1, 300, jnp.int32)
+        return attend_jointly(q, k, v, joint, joint_len=length, sparse=SparseTiles(selected=32), grid=grid)
+
+    assert splash.SPARSE_NAME in compile_for(topology, f, *shapes).as_text()
 
 
 def test_stock_kernel_compiles():

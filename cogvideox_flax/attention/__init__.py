@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import cudnn, nvidia, splash, stock, triton, xla
+from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.platforms import by_platform
@@ -135,6 +136,8 @@ def attend_jointly(
     joint_len: Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
+    sparse: SparseTiles | None = None,
+    grid: Grid | None = None,
 ) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
     """`attend` of two kinds of tokens in one sequence: many, and few joint ones such as a prompt's.
 
@@ -143,6 +146,8 @@ def attend_jointly(
         kv_len: how many of the keys in k are attended, 1 to S; None: all.
         joint_len: how many of the joint keys, for each batch element; clipped to 0 to L. None: all.
         backend, interpret: as for `attend`.
+        sparse: which tiles of q attend to which of k; None: all. All of both attend to all joint tokens.
+        grid: frames, rows and columns of the tokens of q and k, but for padding at the end; only with `sparse`.
 
     Returns:
         The result for q, and for the joint queries.
@@ -158,6 +163,8 @@ def attend_jointly(
     if joint_len is not None:
         joint_len = jnp.clip(jnp.asarray(joint_len, jnp.int32), 0, joint[0].shape[1])
     run = partial(BACKENDS[backend], interpret=True) if interpret else BACKENDS[backend]
+    if sparse is not None and grid is not None:
+        run = partial(attend_in_tiles, run, sparse, grid, q.shape[1], joint[0].shape[1])
     return sharding.joint_attention(run, q, k, v, joint, kv_len, joint_len)
 
 
@@ -196,4 +203,4 @@ def _subtract_mean(k: Float[Array, "B S N K"], kv_len: int | Int[Array, " B"] | 
     return (wide - wide.mean(1, keepdims=True, where=attended)).astype(k.dtype)
 
 
-__all__ = ["BACKENDS", "BACKENDS_WITH_LSE", "KERNELS", "TileSizes", "attend", "attend_jointly"]
+__all__ = ["BACKENDS", "BACKENDS_WITH_LSE", "KERNELS", "SparseTiles", "TileSizes", "attend", "attend_jointly"]

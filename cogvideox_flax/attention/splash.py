@@ -36,12 +36,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from cogvideox_flax.attention import xla
 from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
-from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel
-from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes
+from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel, sparse_kernel
+from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes, fit_key_block
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES
+from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 BOUND = 100.0
 """The largest score of a bounded head: 2^100 times a million keys fits float32, and so does 2^-100."""
@@ -56,6 +57,8 @@ SHIFTED_VALUE = 2.0**40
 """Values of a shifted head are below this."""
 
 NAME = "cogvideox_splash"
+
+SPARSE_NAME = "cogvideox_sparse_splash"
 
 
 def why_not(q: Float[Array, "B Q N K"]) -> str | None:
@@ -131,6 +134,43 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     return out.transpose(0, 3, 1, 2), *(lse[:, :, 0].swapaxes(1, 2) for lse in log_sum_exp)
 
 
+@with_gradient_of(lambda settings, *args: xla.attend_to_listed(settings[0], *args))
+def attend_to_listed(
+    settings: tuple[int, bool],
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    tiles: Int32[Array, "B N q M"],
+    counts: Int32[Array, "B N q"],
+    kv_len: Int32[Array, " B"],
+) -> Float[Array, "B Q N K"]:
+    """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of 128; whether it is interpreted."""
+    (size, interpret), (batch, queries, heads, dim), keys = settings, q.shape, k.shape[1]
+    sizes = fit_key_block(size, size, size, keys, dim, q.dtype, key_buffers=1)
+    sizes.check(keys, dim, q.dtype, key_buffers=1)
+    scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
+    multiple = LANES if keys >= sizes.kv else sizes.kv
+    values = _columns(v, multiple)
+    modes = _modes(scaled, k, values, kv_len)
+    modes = jnp.where(modes == SHIFTED, ONLINE, modes)  # the first keys need not be in a list
+    columns = _columns(scaled.astype(q.dtype), size)
+
+    # where each block of keys begins, and where its last whole tile ends, first in tiles and then in the lists
+    ends = jnp.arange(1, pl.cdiv(keys, sizes.kv)) * (sizes.kv // size)
+    ends = jnp.broadcast_to(jnp.append(ends, pl.cdiv(keys, size)), (batch, len(ends) + 1))
+    whole = jnp.minimum(ends, kv_len[:, None] // size)
+    bounds = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends, whole], 1)[:, None, None, None]
+    listed = jnp.arange(tiles.shape[-1]) < counts[..., None]
+    places = ((tiles[..., None] < bounds) & listed[..., None]).sum(-2, dtype=jnp.int32)
+    lists = jnp.concatenate([places, tiles], -1).reshape(batch * heads, queries // size, 1, -1)
+
+    cost = _cost(batch * heads, queries, min(keys, tiles.shape[-1] * size), dim, q.dtype.itemsize)
+    static = Static(sizes, interpret, with_lse=False)
+    call = _kernel_call(static, columns, keys, cost, listed=lists.shape[-1])
+    (out,) = call(kv_len.repeat(heads), modes, lists, columns, _columns(k, multiple).swapaxes(1, 2), _tiles(values))
+    return out[:, :dim].reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
+
+
 def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
     """(queries, block) of each kernel call: a last block that would be mostly padding gets its own, narrower call."""
     full = queries // block * block
@@ -170,23 +210,32 @@ def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.Co
     )
 
 
-def _kernel_call(static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.CostEstimate) -> Callable[..., list]:
+def _kernel_call(
+    static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.CostEstimate, *, listed: int = 0
+) -> Callable[..., list]:
     """The kernel for queries of this shape: a function of lengths and modes [BN], q [BN, K, Q], k [BN, S, K] and
-    v [BN, S / 128, K, 128]. It returns [BN, K, Q]; with_lse: in float32, and log_sum_exp [BN, 1, Q]."""
+    v [BN, S / 128, K, 128]. It returns [BN, K, Q]; with_lse: in float32, and log_sum_exp [BN, 1, Q].
+
+    listed: numbers of a list of slices, for `sparse_kernel`, which takes lists [BN, Q / q, 1, listed] before q.
+    """
     (heads, dim, queries), sizes = q.shape, static.tile_sizes
     q_spec = pl.BlockSpec((1, dim, sizes.q), lambda n, i, j, *_: (n, 0, i))
     lse_spec = pl.BlockSpec((1, 1, sizes.q), lambda n, i, j, *_: (n, 0, i))
+    lists = pl.BlockSpec((1, 1, 1, listed), lambda n, i, j, *_: (n, i, 0, 0), memory_space=pltpu.SMEM)
+    # a list's few slices take less time than a fetch of all keys, so these stay for all queries of a head
+    buffers = {"pipeline_mode": pl.Buffered(1)} if listed else {}
     return pl.pallas_call(
-        partial(kernel, sizes),
+        partial(sparse_kernel if listed else kernel, sizes),
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
         + [jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32)] * static.with_lse,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(heads, queries // sizes.q, pl.cdiv(keys, sizes.kv)),
             in_specs=[
+                *[lists] * bool(listed),
                 q_spec,
-                pl.BlockSpec((1, sizes.kv, dim), lambda n, i, j, *_: (n, j, 0)),
-                pl.BlockSpec((1, sizes.kv // LANES, dim, LANES), lambda n, i, j, *_: (n, j, 0, 0)),
+                pl.BlockSpec((1, sizes.kv, dim), lambda n, i, j, *_: (n, j, 0), **buffers),
+                pl.BlockSpec((1, sizes.kv // LANES, dim, LANES), lambda n, i, j, *_: (n, j, 0, 0), **buffers),
             ],
             out_specs=[q_spec] + [lse_spec] * static.with_lse,
             scratch_shapes=[
@@ -197,11 +246,11 @@ def _kernel_call(static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=sizes.vmem_limit(keys, dim, q.dtype, static.with_lse),
+            vmem_limit_bytes=sizes.vmem_limit(keys, dim, q.dtype, static.with_lse, key_buffers=1 if listed else 2),
         ),
         cost_estimate=cost,
         interpret=static.interpret,
-        name=NAME,
+        name=SPARSE_NAME if listed else NAME,
     )
 
 

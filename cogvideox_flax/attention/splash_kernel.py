@@ -29,6 +29,9 @@ RESCALE_BY = 60.0
 SUBLANES = 8
 """Rows of a float32 register."""
 
+AT_ONCE = 4
+"""Slices of a list in one product: 384 keys alone leave a quarter of the matrix unit's rows empty."""
+
 
 def kernel(
     tile_sizes: TileSizes, length_ref: Any, mode_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, *refs: Any
@@ -49,9 +52,7 @@ def kernel(
 
     @pl.when(j == 0)
     def _start() -> None:
-        sums[...] = jnp.zeros_like(sums)
-        row_sum[...] = jnp.zeros_like(row_sum)
-        reference[...] = jnp.full_like(reference, MASKED)
+        block.start()
 
         @pl.when(mode == SHIFTED)
         def _set_reference() -> None:
@@ -71,10 +72,67 @@ def kernel(
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _finish() -> None:
-        denominator = row_sum[...].sum(0, keepdims=True)
-        out_ref[0] = (sums[...] / denominator).astype(out_ref.dtype)
+        denominator = block.finish(out_ref)
         for ref in lse_ref:
             ref[0] = math.log2(math.e) * jnp.log(denominator) + jnp.where(bounded, 0.0, reference[:1])
+
+
+def sparse_kernel(
+    tile_sizes: TileSizes,
+    length_ref: Any,
+    mode_ref: Any,
+    lists_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    *scratch: Any,
+) -> None:
+    """`kernel`, but of the slices of keys in a list; a head's mode is bounded or online.
+
+    lists [1, 1, 1, 2 parts + 1 + n] in SMEM: where the list of each block of keys begins in the n slices, and where the
+    last one ends; where in each the slices end that are attended whole; and the slices, ascending.
+    """
+    head, j, parts = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
+    bounded = mode_ref[head] == BOUNDED
+    block = _Block(tile_sizes, length_ref[head] - j * tile_sizes.kv, q_ref, k_ref, v_ref, *scratch)
+    begin, end, whole = (lists_ref[0, 0, 0, at] for at in (j, j + 1, parts + 1 + j))
+    piece = tile_sizes.slice
+
+    pl.when(j == 0)(block.start)
+
+    def slice_at(n: Any) -> Any:
+        return pl.multiple_of(lists_ref[0, 0, 0, 2 * parts + 1 + n] * piece - j * tile_sizes.kv, piece)
+
+    def in_groups(first: Any, add: Callable[[Any, None], None]) -> None:
+        """Adds the slices from the first on, up to their length, LANES keys at a time."""
+
+        def add_slice(n: Any, _: None) -> None:
+            at = slice_at(n)
+            count = jnp.clip(block.length - at, 0, piece)
+            jax.lax.fori_loop(at // LANES, at // LANES + pl.cdiv(count, LANES), add, None)
+
+        jax.lax.fori_loop(first, end, add_slice, None)
+
+    @pl.when(bounded)
+    def _bounded() -> None:
+        together = (whole - begin) // AT_ONCE
+
+        def add(n: Any, _: None) -> None:
+            block.add_slices([slice_at(begin + n * AT_ONCE + i) for i in range(AT_ONCE)])
+
+        jax.lax.fori_loop(0, together, add, None)
+        rest = begin + together * AT_ONCE
+        jax.lax.fori_loop(rest, whole, lambda n, _: block.add_slices([slice_at(n)]), None)
+        in_groups(whole, block.add_masked)
+
+    @pl.when(jnp.logical_not(bounded))
+    def _online() -> None:
+        in_groups(begin, block.add_online)
+
+    @pl.when(j == parts - 1)
+    def _finish() -> None:
+        block.finish(out_ref)
 
 
 @dataclass(frozen=True)
@@ -89,6 +147,18 @@ class _Block:
     sums: Any
     row_sum: Any
     reference: Any
+
+    def start(self) -> None:
+        """Nothing is summed yet."""
+        self.sums[...] = jnp.zeros_like(self.sums)
+        self.row_sum[...] = jnp.zeros_like(self.row_sum)
+        self.reference[...] = jnp.full_like(self.reference, MASKED)
+
+    def finish(self, out_ref: Any) -> Float[Array, "1 q"]:
+        """Writes the normalised output; returns the sums of the probabilities."""
+        denominator = self.row_sum[...].sum(0, keepdims=True)
+        out_ref[0] = (self.sums[...] / denominator).astype(out_ref.dtype)
+        return denominator
 
     def loop_over_keys(self, unmasked: Any, last: Any, add: Callable[[Any, int], None], add_tail: Callable) -> None:
         """Calls add(start, count) for all keys before `unmasked`, chunk by chunk and then slice by slice, and
@@ -109,6 +179,14 @@ class _Block:
     def add_bounded(self, at: Any, count: int) -> None:
         """Adds `count` unmasked keys, with nothing subtracted."""
         self.sums[...], self.row_sum[...] = self._accumulate(at, count, None)
+
+    def add_slices(self, starts: list[Any]) -> None:
+        """Adds slices of unmasked keys, with nothing subtracted."""
+        keys, values = zip(*(self._keys_and_values(at, self.tile_sizes.slice) for at in starts), strict=True)
+        p = jnp.exp2(_dot(jnp.concatenate([ref[...] for ref in keys]), self.q_ref[0]))
+        out, part = _values_and_row_sum([ref[t] for ref in values for t in range(ref.shape[0])], p)
+        self.sums[...] += out
+        self.row_sum[...] += part
 
     def add_masked(self, n: Any, _: None) -> None:
         """Adds LANES keys with a mask, with nothing subtracted."""

@@ -34,8 +34,8 @@ class TileSizes:
     chunk: int
     slice: int
 
-    def check(self, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> None:
-        """Refuse sizes that cannot run. with_lse: for `splash.attend_with_lse`.
+    def check(self, keys: int, dim: int, dtype: Any, with_lse: bool = False, key_buffers: int = 2) -> None:
+        """Refuse sizes that cannot run. with_lse: for `splash.attend_with_lse`. key_buffers: as for `vmem`.
 
         Raises:
             InputError: they do not nest, do not fill registers, or need more memory than a chip has.
@@ -46,23 +46,26 @@ class TileSizes:
             raise InputError(f"{self}: slice must divide chunk")
         if self.kv < keys and self.kv % self.chunk:
             raise InputError(f"{self}: chunk must divide kv where that is not all {keys} keys")
-        need = self.vmem(keys, dim, dtype, with_lse)
+        need = self.vmem(keys, dim, dtype, with_lse, key_buffers)
         if need > VMEM:
             raise InputError(
                 f"{self} needs about {need / 2**20:.0f} MiB of fast memory at head size {dim}; "
                 f"{VMEM // 2**20} MiB is the most: take smaller q or kv"
             )
 
-    def vmem(self, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> int:
-        """Bytes: two buffers per operand (one is fetched while the other is used), sums, the scores of two slices."""
+    def vmem(self, keys: int, dim: int, dtype: Any, with_lse: bool = False, key_buffers: int = 2) -> int:
+        """Bytes: two buffers per operand (one is fetched while the other is used), sums, the scores of two slices.
+
+        key_buffers: of keys and values.
+        """
         each, dim, kv = jnp.dtype(dtype).itemsize, round_up(dim, 64), min(self.kv, round_up(keys, LANES))
-        operands = 2 * 2 * dim * self.q + 2 * (dim + max(dim, LANES)) * kv
+        operands = 2 * 2 * dim * self.q + key_buffers * (dim + max(dim, LANES)) * kv
         more = 2 * self.q * ((4 - each) * dim + 4 * 8) if with_lse else 0  # a float32 result, and log_sum_exp
         return each * operands + 4 * self.q * (dim + 16 + 2 * self.slice) + more
 
-    def vmem_limit(self, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> int:
+    def vmem_limit(self, keys: int, dim: int, dtype: Any, with_lse: bool = False, key_buffers: int = 2) -> int:
         """Bytes that the compiler may use: twice `vmem`, for what it spills, within the chip."""
-        return min(VMEM, max(32 * 2**20, 2 * self.vmem(keys, dim, dtype, with_lse)))
+        return min(VMEM, max(32 * 2**20, 2 * self.vmem(keys, dim, dtype, with_lse, key_buffers)))
 
 
 @cache
@@ -83,14 +86,16 @@ def choose_tile_sizes(queries: int, keys: int, dim: int, dtype: Any, with_lse: b
     return fit_key_block(min(q, round_up(queries, LANES)), chunk, piece, keys, dim, dtype, with_lse)
 
 
-def fit_key_block(q: int, chunk: int, piece: int, keys: int, dim: int, dtype: Any, with_lse: bool = False) -> TileSizes:
+def fit_key_block(
+    q: int, chunk: int, piece: int, keys: int, dim: int, dtype: Any, with_lse: bool = False, key_buffers: int = 2
+) -> TileSizes:
     """Tile sizes whose block of keys is as large as fast memory allows: all keys, or an equal part of them.
 
-    q, chunk, piece: as q, chunk and slice of `TileSizes`.
+    q, chunk, piece: as q, chunk and slice of `TileSizes`. key_buffers: as for its `vmem`.
     """
     sizes = TileSizes(q, round_up(keys, LANES), chunk, piece)
     parts = 1
-    while sizes.vmem(keys, dim, dtype, with_lse) > VMEM and sizes.kv > chunk:
+    while sizes.vmem(keys, dim, dtype, with_lse, key_buffers) > VMEM and sizes.kv > chunk:
         parts += 1
         sizes = replace(sizes, kv=round_up(-(-keys // parts), chunk))
     return sizes

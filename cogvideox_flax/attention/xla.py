@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention import cpu
 from cogvideox_flax.attention.bounds import MASKED
@@ -198,3 +198,40 @@ def dense(
     # no jax.nn.softmax: with its own maximum, libtpu 0.0.42 fuses three products and overflows its stack
     p = (p / p.sum(-1, keepdims=True)).astype(v.dtype)
     return jnp.matmul(p, v, preferred_element_type=jnp.float32, precision=exact).astype(q.dtype).swapaxes(1, 2)
+
+
+def attend_to_listed(
+    size: int,
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    tiles: Int32[Array, "B N q M"],
+    counts: Int32[Array, "B N q"],
+    kv_len: Int32[Array, " B"],
+) -> Float[Array, "B Q N K"]:
+    """See `sparse_tiles.attend_to_listed`: head by head, and one tile of queries after the other."""
+    batch, queries, heads, dim = q.shape
+
+    def in_tiles(x: Float[Array, "B S N K"]) -> Float[Array, "BN s size K"]:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0))).swapaxes(1, 2)
+        return x.reshape(batch * heads, -1, size, dim)
+
+    def one_head(args: tuple[Array, ...]) -> Array:
+        q, k, v, tiles, counts, length = args
+
+        def one_tile(args: tuple[Array, ...]) -> Array:
+            q, tiles, count = args
+            at = tiles[:, None] * size + jnp.arange(size)
+            attended = (jnp.arange(len(tiles)) < count)[:, None] & (at < length)
+            s = jnp.einsum("qd,msd->qms", q, k[tiles], preferred_element_type=jnp.float32, precision=precision(q.dtype))
+            s = jnp.where(attended, s, MASKED).reshape(size, -1)
+            p = jnp.exp((s - s.max(-1, keepdims=True)) / math.sqrt(dim))
+            p = (p / p.sum(-1, keepdims=True)).astype(v.dtype)
+            values = v[tiles].reshape(-1, dim)
+            return jnp.matmul(p, values, preferred_element_type=jnp.float32, precision=precision(q.dtype))
+
+        return jax.lax.map(one_tile, (q, tiles, counts)).astype(q.dtype)
+
+    by_head = [x.reshape(batch * heads, *x.shape[2:]) for x in (tiles, counts)]
+    out = jax.lax.map(one_head, (*map(in_tiles, (q, k, v)), *by_head, kv_len.repeat(heads)))
+    return out.reshape(batch, heads, -1, dim).swapaxes(1, 2)[:, :queries]

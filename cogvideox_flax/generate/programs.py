@@ -103,7 +103,7 @@ class RunPrograms:
     def predict(self) -> Predict:
         """How a prediction is made."""
         model, request = self.model, self.request
-        plain = Plain(model.embed if request.positions is None else model.positions[request.positions])
+        plain = Plain(model.embed_for(request.positions, request.sparse_attention))
         if self.windows is not None:
             return Windowed(plain, self.windows)
         if request.step_cache is None:

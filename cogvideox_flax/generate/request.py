@@ -330,6 +330,14 @@ class GenerationRequest:
         stage="encode",
     )
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
+    sparse_attention: str | None = option(
+        None,
+        "for HunyuanVideo-1.5: tiles of the video attend to those around them alone (sliding), or also to the most "
+        "important ones (selective), as its sparse checkpoints were trained; default: all tokens to all",
+        group=SAMPLING,
+        choices={"sliding": "sliding", "selective": "selective"},
+        planned=True,
+    )
     positions: str | None = option(
         None,
         "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: as "

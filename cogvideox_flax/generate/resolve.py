@@ -88,6 +88,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         shown_size = _check_long(model, request, size)
         if manifest.domain is not None and not request.force and (said := manifest.domain.about_size(shown_size)):
             raise InputError(f"{said}. Leave size and length out, or go on with force (--force)")
+    with faults.caught():
+        _check_sparse(model, request)
     if request.lora is not None:
         adapters = [request.lora] if isinstance(request.lora, str | os.PathLike) else request.lora
         with faults.caught():
@@ -413,7 +415,7 @@ def _check_skip_layer(request: ResolvedRequest, size: Size) -> None:
         return
     if not isinstance(block, int) or not 0 <= block < layers:
         raise InputError(f"skip_layer is {shown(block)}; expected a block from 0 to {layers - 1}")
-    for name in ("step_cache", "window", "positions"):
+    for name in ("step_cache", "window", "positions", "sparse_attention"):
         if getattr(request, name) is not None:
             raise InputError(f"skip_layer does not go with {name}; leave one of them out")
 
@@ -471,6 +473,18 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
             f"step_cache_schedule has START {start} and END {end}; expected START <= END <= {steps}, the number of "
             "steps that are done"
         )
+
+
+def _check_sparse(model: VideoModel, request: GenerationRequest) -> None:
+    """Refuse a form of sparse attention that this model does not have.
+
+    Raises:
+        InputError: with those that it has.
+    """
+    name, known = request.sparse_attention, model.sparse_attention
+    if name is not None and name not in known:
+        others = f"this model has {', '.join(known)}" if known else "this model has none"
+        raise InputError(f"sparse_attention is {shown(name)}; {others}. Leave it out for attention of all to all")
 
 
 def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Size:

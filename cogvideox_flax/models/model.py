@@ -460,6 +460,17 @@ class VideoModel(ABC):
         """Name of a way to extend positions to longer clips -> what takes the place of `embed`."""
         return {}
 
+    @property
+    def sparse_attention(self) -> Mapping[str, Callable[..., Tokens]]:
+        """Name of a way to leave pairs of tokens out -> what takes the place of `embed`."""
+        return {}
+
+    def embed_for(self, positions: str | None, sparse_attention: str | None) -> Callable[..., Tokens]:
+        """`embed`, or what takes its place by these names; no model has both."""
+        if positions is not None:
+            return self.positions[positions]
+        return self.embed if sparse_attention is None else self.sparse_attention[sparse_attention]
+
     @classmethod
     def predict(cls, denoiser: Any, *args: Any, remat: bool = False) -> Float32[Array, "B T h w C"]:
         """The denoiser's prediction; arguments as for `denoiser.predict`, without `embed`."""

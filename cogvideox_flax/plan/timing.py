@@ -21,19 +21,23 @@ from cogvideox_flax.plan.chips import Chip
 from cogvideox_flax.plan.collectives import KINDS
 from cogvideox_flax.plan.hlo import Op, Program, sizes
 
-CONVOLUTION_RATES = {128: 0.69, 256: 0.96}
+CONVOLUTION_RATES = {128: 0.64, 256: 0.93}
 """Output channels -> share of the matrix rate that a convolution reaches by its static schedule, over the columns that
 it computes, which are more than the picture's (`python -m benchmarks.convolution`)."""
 
-ATTENTION = "cogvideox_splash"
+ATTENTION, SPARSE = "cogvideox_splash", "cogvideox_sparse_splash"
 ATTENTION_RATES = {64: 0.35, 128: 0.63}
 """Head size -> that of the attention kernel; the matrix unit allows at most 0.40 and 0.67
 (`python -m benchmarks.attention`)."""
 
 
-def attention_rate(head_dim: int) -> float:
+SPARSE_RATES = {64: 0.26, 128: 0.43}
+"""That of the kernel for lists of tiles of 384 tokens, which are narrower than two of the matrix unit's sides."""
+
+
+def attention_rate(head_dim: int, rates: dict[int, float] = ATTENTION_RATES) -> float:
     """That of the nearest head size."""
-    return ATTENTION_RATES[min(ATTENTION_RATES, key=lambda size: abs(size - head_dim))]
+    return rates[min(rates, key=lambda size: abs(size - head_dim))]
 
 
 _OTHER_KERNEL = 0.2  # such as stock attention
@@ -152,6 +156,8 @@ def _kernel_rate(op: Op) -> float:
     heads = re.search(r"\[\d+,(\d+),\d+\]", op.type)  # the attention kernel's result is [heads, head size, queries]
     if ATTENTION in op.text and heads:
         return attention_rate(int(heads[1]))
+    if SPARSE in op.text and heads:
+        return attention_rate(int(heads[1]), SPARSE_RATES)
     picture = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)
     if tpu_kernel.NAME in op.text and picture:
         columns, channels = int(picture[1]), int(picture[2])

@@ -7,10 +7,13 @@ Source: arXiv 2511.18870; diffusers `HunyuanVideo15Pipeline`, `HunyuanVideo15Ima
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Array, Float, Float32
 
+from cogvideox_flax.attention import SparseTiles
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models import t5
 from cogvideox_flax.models.denoiser import Features
@@ -49,8 +52,12 @@ def embed(
     timestep: Float[Array, "*B"],
     *,
     next_timestep: Float[Array, "*B"] | None = None,
+    sparse: SparseTiles | None = None,
 ) -> Tokens:
-    """The transformer's tokens; as in the reference, text-to-video checkpoints take no second timestep."""
+    """The transformer's tokens; as in the reference, text-to-video checkpoints take no second timestep.
+
+    sparse: as for `Transformer.embed`.
+    """
     takes_next = transformer.config.use_meanflow and "image_embeds" in features
     return transformer.embed(
         visual.with_condition(latents, features),
@@ -61,7 +68,32 @@ def embed(
         glyph_mask=features["prompt_embeds_mask_2"],
         image=features.get("image_embeds"),
         next_timestep=next_timestep if takes_next else None,
+        sparse=sparse,
     )
+
+
+def embed_sliding(transformer: Transformer, latents: Float32[Array, "B T h w C"], *args: Any, **steps: Any) -> Tokens:
+    """`embed` with sliding tile attention."""
+    return embed(transformer, latents, *args, **steps, sparse=sparse_tiles(latents.shape[1], selective=False))
+
+
+def embed_selective(transformer: Transformer, latents: Float32[Array, "B T h w C"], *args: Any, **steps: Any) -> Tokens:
+    """`embed` with selective and sliding tile attention."""
+    return embed(transformer, latents, *args, **steps, sparse=sparse_tiles(latents.shape[1], selective=True))
+
+
+def sparse_tiles(frames: int, *, selective: bool) -> SparseTiles:
+    """The released settings for so many latent frames.
+
+    Source: Tencent's `hunyuanvideo_1_5_transformer.py` (`attn_param`) and `attention.py`.
+    """
+    if frames == 1:
+        return SparseTiles(tile=(1, 16, 24), window=(1, 1, 1), selected=64 if selective else 0)
+    return SparseTiles(selected=(32 if frames <= SHORT_CLIP else 64) if selective else 0)
+
+
+SHORT_CLIP = 31
+"""Latent frames: five seconds."""
 
 
 _TEXT_ENCODERS = {
@@ -128,6 +160,10 @@ class HunyuanVideo15(VideoModel):
     teacache = TEACACHE
     license = LICENSE
     embed = staticmethod(embed)
+
+    @property
+    def sparse_attention(self) -> dict[str, Callable[..., Tokens]]:
+        return {"sliding": embed_sliding, "selective": embed_selective}
 
     @classmethod
     def is_release(cls, release: Release, configs: Configs) -> bool:

@@ -41,7 +41,8 @@ from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 EPS = 1e-6
 
 Attend = Callable[..., tuple[Float[Array, "B S N K"], Float[Array, "B L N K"]]]
-"""attend(q, k, v, joint, *, kv_len, joint_len), as `attention.attend_jointly`."""
+"""attend(q, k, v, joint, *, kv_len, joint_len), and sparse and grid where tokens are sparse, as
+`attention.attend_jointly`."""
 
 Streams = tuple[Float32[Array, "B S D"], Float32[Array, "B L D"]]
 """Tokens of the video, and of the prompt."""
@@ -57,6 +58,7 @@ class Tokens:
     text_length: how many tokens of the second stream are attended.
     rotary: cos and sin of the video tokens.
     grid: (frames, rows, columns) of the video tokens.
+    sparse: which tiles of them attend to which; None: all.
     """
 
     x: Streams
@@ -64,6 +66,7 @@ class Tokens:
     text_length: Int32[Array, " B"]
     rotary: rope.Rotary
     grid: tuple[int, int, int] = field(metadata={"static": True})
+    sparse: attention.SparseTiles | None = field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> int:
@@ -140,7 +143,9 @@ class Block(nnx.Module):
         of_video, of_text = self.video.modulate(tokens.emb), self.text.modulate(tokens.emb)
         q, k, v = self.video.attn.project(self.video.norm(video, *of_video[:2]), tokens.rotary)
         joint = self.text.attn.project(self.text.norm(text, *of_text[:2]), None)
-        attended, joint_attended = attend(q, k, v, joint, kv_len=tokens.length, joint_len=tokens.text_length)
+        lengths = {"kv_len": tokens.length, "joint_len": tokens.text_length}
+        tiles: dict[str, Any] = {} if tokens.sparse is None else {"sparse": tokens.sparse, "grid": tokens.grid}
+        attended, joint_attended = attend(q, k, v, joint, **lengths, **tiles)
         return self.video.finish(video, attended, of_video), self.text.finish(text, joint_attended, of_text)
 
 
@@ -173,7 +178,7 @@ class Transformer(nnx.Module):
         timestep: Num[Array, "*B"] | float,
         *,
         remat: bool = False,
-        **inputs: Array,
+        **inputs: Any,
     ) -> Float32[Array, "B T H W out"]:
         """One evaluation: `embed`, all blocks, `head`.
 
@@ -200,6 +205,7 @@ class Transformer(nnx.Module):
         glyph_mask: Num[Array, "B M"],
         image: Float[Array, "B I E3"] | None = None,
         next_timestep: Num[Array, "*B"] | float | None = None,
+        sparse: attention.SparseTiles | None = None,
     ) -> Tokens:
         """Tokens of both streams, and the conditioning vector.
 
@@ -210,6 +216,7 @@ class Transformer(nnx.Module):
             glyphs: features of the prompt's quoted parts, in the same way; a row may have none.
             image: features of the first frame; None for text-to-video.
             next_timestep: to which the step leads, for checkpoints with `use_meanflow`; None leaves it out.
+            sparse: which tiles of the video attend to which; None: all.
 
         Raises:
             InputError: a shape that the model does not support, or `next_timestep` for a model that takes none.
@@ -239,7 +246,7 @@ class Transformer(nnx.Module):
         axes = rope.axis_positions(grid, None)
         rotary = rope.rotary_of(axes, config.rope_axes, config.rope_theta)
         rotary = rope.pad_rotary(rotary, before=0, after=video.shape[1] - math.prod(grid))
-        return Tokens(x=(video, prompt), emb=emb, text_length=text_length, rotary=rotary, grid=grid)
+        return Tokens(x=(video, prompt), emb=emb, text_length=text_length, rotary=rotary, grid=grid, sparse=sparse)
 
     def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
