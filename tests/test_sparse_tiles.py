@@ -126,7 +126,7 @@ def test_with_all_tiles_it_is_the_exact_attention():
     *args, lengths = joint_inputs(grid, 10, padding=8)
     sparse = SparseTiles(tile=(1, 2, 3), window=(3, 3, 3))
     for found, expected in zip(
-        attend_jointly(*args, **lengths, sparse=sparse, grid=grid), attend_jointly(*args, **lengths), strict=True
+        attend_jointly(*args, **lengths, tiles=(sparse, grid)), attend_jointly(*args, **lengths), strict=True
     ):
         size = min(found.shape[1], 48)
         assert relative_error(found[:, :size], expected[:, :size]) < ROUNDING_BAR
@@ -136,7 +136,7 @@ def test_tiles_that_reach_out_of_the_video_hold_zeros():
     """A grid that tiles do not divide, against attention over the padded video with a mask."""
     grid, sparse = (2, 3, 5), SparseTiles(tile=(1, 2, 2), window=(1, 3, 1), selected=2)
     q, k, v, joint, lengths = joint_inputs(grid, 6)
-    found, of_text = attend_jointly(q, k, v, joint, **lengths, sparse=sparse, grid=grid)
+    found, of_text = attend_jointly(q, k, v, joint, **lengths, tiles=(sparse, grid))
     video = [to_tiles(x, grid, sparse.tile) for x in (q, k, v)]
     chosen = np.asarray(choose(sparse, grid, *video[:2]))
     assert chosen.mean() < 0.7
@@ -154,7 +154,7 @@ def test_tiles_that_reach_out_of_the_video_hold_zeros():
 def test_on_meshes(mesh):
     grid, sparse = (2, 4, 6), SparseTiles(tile=(1, 2, 3), window=(1, 1, 1), selected=2)
     *args, lengths = joint_inputs(grid, 8)
-    run = jax.jit(lambda *x: attend_jointly(*x, **lengths, sparse=sparse, grid=grid))
+    run = jax.jit(lambda *x: attend_jointly(*x, **lengths, tiles=(sparse, grid)))
     expected = run(*args)
     with jax.set_mesh(sharding.make_mesh(*mesh)):
         for found, same in zip(run(*args), expected, strict=True):

@@ -124,7 +124,7 @@ def test_sparse_attention_compiles(topology, grid):
 
     def f(q, k, v, *joint):
         length = jnp.full(1, 300, jnp.int32)
-        return attend_jointly(q, k, v, joint, joint_len=length, sparse=SparseTiles(selected=32), grid=grid)
+        return attend_jointly(q, k, v, joint, joint_len=length, tiles=(SparseTiles(selected=32), grid))
 
     assert splash.SPARSE_NAME in compile_for(topology, f, *shapes).as_text()
 

@@ -136,8 +136,7 @@ def attend_jointly(
     joint_len: Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
-    sparse: SparseTiles | None = None,
-    grid: Grid | None = None,
+    tiles: tuple[SparseTiles, Grid] | None = None,
 ) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
     """`attend` of two kinds of tokens in one sequence: many, and few joint ones such as a prompt's.
 
@@ -145,9 +144,10 @@ def attend_jointly(
         joint: queries, keys and values of the joint tokens, which sp does not split.
         kv_len: how many of the keys in k are attended, 1 to S; None: all.
         joint_len: how many of the joint keys, for each batch element; clipped to 0 to L. None: all.
-        backend, interpret: as for `attend`.
-        sparse: which tiles of q attend to which of k; None: all. All of both attend to all joint tokens.
-        grid: frames, rows and columns of the tokens of q and k, but for padding at the end; only with `sparse`.
+        backend, interpret: as for `attend`; with `tiles` of the joint queries alone, since there is one form of sparse
+            attention for each platform.
+        tiles: which tiles of q attend to which of k, and the frames, rows and columns of their tokens (but for padding
+            at the end); None: all. All queries attend to the joint keys, and the joint queries to all keys.
 
     Returns:
         The result for q, and for the joint queries.
@@ -163,8 +163,8 @@ def attend_jointly(
     if joint_len is not None:
         joint_len = jnp.clip(jnp.asarray(joint_len, jnp.int32), 0, joint[0].shape[1])
     run = partial(BACKENDS[backend], interpret=True) if interpret else BACKENDS[backend]
-    if sparse is not None and grid is not None:
-        run = partial(attend_in_tiles, run, sparse, grid, q.shape[1], joint[0].shape[1])
+    if tiles is not None:
+        run = partial(attend_in_tiles, run, *tiles, q.shape[1], joint[0].shape[1])
     return sharding.joint_attention(run, q, k, v, joint, kv_len, joint_len)
 
 

@@ -139,7 +139,10 @@ def sliding(counts: Grid, window: Grid) -> Bool[np.ndarray, "n n"]:
 def choose(
     sparse: SparseTiles, grid: Grid, q: Float[Array, "B P N K"], k: Float[Array, "B P N K"]
 ) -> Bool[Array, "B N n n"]:
-    """Whether each tile attends to each other. q, k: in the order of tiles."""
+    """Whether each tile attends to each other. q, k: in the order of tiles.
+
+    Source: Tencent's `create_sta_3d_mask` and `importance_sampling`.
+    """
     around = jnp.asarray(sliding(sparse.counts(grid), sparse.window))
     batch, tokens, heads, dim = q.shape
     n = tokens // sparse.size
@@ -165,7 +168,7 @@ def list_tiles(chosen: Bool[Array, "B N q n"], most: int, text: int) -> TileList
     """The chosen tiles, at most so many, and so many tiles of text after them."""
     n, count = chosen.shape[-1], chosen.sum(-1, dtype=jnp.int32)
     place = jnp.arange(most + text)
-    # by counting, not by sorting, which takes a TPU's compiler long
+    # the place of a chosen tile is the number of those before it
     is_here = chosen[..., None] & (chosen.cumsum(-1)[..., None] - 1 == place)
     ordered = (is_here * jnp.arange(n)[:, None]).sum(-2)
     of_text = jnp.minimum(n + place - count[..., None], n + text - 1)

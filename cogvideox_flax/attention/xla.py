@@ -209,8 +209,8 @@ def attend_to_listed(
     counts: Int32[Array, "B N q"],
     kv_len: Int32[Array, " B"],
 ) -> Float[Array, "B Q N K"]:
-    """See `sparse_tiles.attend_to_listed`: head by head, and one tile of queries after the other."""
-    batch, queries, heads, dim = q.shape
+    """See `sparse_tiles.attend_to_listed`: head by head, and one tile of queries after the other. size: of a tile."""
+    batch, _, heads, dim = q.shape
 
     def in_tiles(x: Float[Array, "B S N K"]) -> Float[Array, "BN s size K"]:
         x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0))).swapaxes(1, 2)
@@ -234,4 +234,4 @@ def attend_to_listed(
 
     by_head = [x.reshape(batch * heads, *x.shape[2:]) for x in (tiles, counts)]
     out = jax.lax.map(one_head, (*map(in_tiles, (q, k, v)), *by_head, kv_len.repeat(heads)))
-    return out.reshape(batch, heads, -1, dim).swapaxes(1, 2)[:, :queries]
+    return out.reshape(batch, heads, -1, dim).swapaxes(1, 2)

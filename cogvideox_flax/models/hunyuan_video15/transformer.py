@@ -41,8 +41,7 @@ from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 EPS = 1e-6
 
 Attend = Callable[..., tuple[Float[Array, "B S N K"], Float[Array, "B L N K"]]]
-"""attend(q, k, v, joint, *, kv_len, joint_len), and sparse and grid where tokens are sparse, as
-`attention.attend_jointly`."""
+"""attend(q, k, v, joint, *, kv_len, joint_len), and tiles where attention is sparse, as `attention.attend_jointly`."""
 
 Streams = tuple[Float32[Array, "B S D"], Float32[Array, "B L D"]]
 """Tokens of the video, and of the prompt."""
@@ -144,7 +143,7 @@ class Block(nnx.Module):
         q, k, v = self.video.attn.project(self.video.norm(video, *of_video[:2]), tokens.rotary)
         joint = self.text.attn.project(self.text.norm(text, *of_text[:2]), None)
         lengths = {"kv_len": tokens.length, "joint_len": tokens.text_length}
-        tiles: dict[str, Any] = {} if tokens.sparse is None else {"sparse": tokens.sparse, "grid": tokens.grid}
+        tiles: dict[str, Any] = {} if tokens.sparse is None else {"tiles": (tokens.sparse, tokens.grid)}
         attended, joint_attended = attend(q, k, v, joint, **lengths, **tiles)
         return self.video.finish(video, attended, of_video), self.text.finish(text, joint_attended, of_text)
 
