@@ -353,7 +353,11 @@ def test_one_program(pipe):
         np.testing.assert_allclose(at_once, frames, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [(2, 4, 1), (1, 2, 2), (2, 2, 1, True), (1, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(2, 4, 1), (1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(2, 2, 1, True), (1, 8, 1)])],
+    ids=str,
+)
 def test_every_mesh_decides_the_same(pipe, mesh):
     spread = Pipeline.from_pretrained(None, "float32", sharding.make_mesh(*mesh))
     asked = request(step_cache_threshold=0.7)

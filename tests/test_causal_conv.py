@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 
@@ -126,9 +127,16 @@ def test_the_kernel_for_tpus_is_the_convolution(shape, kernel, residual):
     assert relative_error(found, expected) < ROUNDING_BAR
 
 
-@pytest.mark.parametrize("frames", [1, 2, 5])
-@pytest.mark.parametrize("surrounded", [("edges", "sides"), ("edges",), ("sides",), ()], ids=str)
-@pytest.mark.parametrize("blocks", [1, 2])
+BOTH, EDGES, SIDES, NEITHER = ("edges", "sides"), ("edges",), ("sides",), ()
+SURROUNDED = [(5, BOTH, 2), (1, BOTH, 1), (2, EDGES, 2), (1, SIDES, 2), (2, NEITHER, 1)]
+MORE_SURROUNDED = sorted(set(itertools.product([1, 2, 5], [BOTH, EDGES, SIDES, NEITHER], [1, 2])) - set(SURROUNDED))
+
+
+@pytest.mark.parametrize(
+    ("frames", "surrounded", "blocks"),
+    [*SURROUNDED, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_SURROUNDED)],
+    ids=str,
+)
 def test_the_kernel_for_tpus_reads_frames_rows_and_columns_from_where_they_are(frames, surrounded, blocks, monkeypatch):
     if blocks == 2:
         monkeypatch.setattr(tpu_kernel, "_CHOICES", ((1, 1, 128),))  # MiB; of twelve rows of five frames six fit

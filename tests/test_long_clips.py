@@ -191,7 +191,7 @@ def test_refusals(pipe, options, message):
 # --- decoding in pieces
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("frames", [1, 2, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
 def test_pieces_are_the_whole(pipe, frames):
     latents = np.asarray(random(0, 2, frames, 4, 6, 16))
     whole = np.asarray(pipe.decode(latents, output_type="float", progress=False))

@@ -253,7 +253,7 @@ def trained(tmp_path_factory):
     return train(models(), denoise, denoise_batches, SHORT, tmp_path_factory.mktemp("single"))
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 2, True)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 2, True), pytest.param((2, 1, 2), marks=pytest.mark.slow)], ids=str)
 def test_sharded_training_is_the_same(tmp_path, trained, shape):
     mesh = sharding.make_mesh(*shape)
     sharded = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
