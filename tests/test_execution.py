@@ -27,6 +27,8 @@ from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import cpu
+from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.runtime import compile_cache, devices
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, compiler_options
@@ -214,6 +216,32 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
     for frames, few in ((1, True), (9, False)):  # 28x28 patches in each latent frame
         transformer = CompiledProgram(plan(frames).denoise).model_argument(pipe.transformer)
         assert isinstance(transformer.blocks, nnx.List) == few
+
+
+@pytest.mark.parametrize(
+    ("extensions", "rows", "platform", "product"),
+    [
+        ("avx2", 512, "cpu", "f32"),
+        ("avx2", 226, "cpu", "bf16"),
+        ("avx2", 512, "tpu", "bf16"),
+        ("avx2 avx512_bf16", 512, "cpu", "bf16"),
+        ("avx2 amx_bf16", 512, "cpu", "bf16"),
+        ("processor", 512, "cpu", "bf16"),
+    ],
+)
+def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(extensions, rows, platform, product, monkeypatch):
+    monkeypatch.setattr(cpu, "instruction_set", lambda: frozenset(extensions.split()))
+    layer = jax.tree.map(lambda w: w.astype(jnp.bfloat16), Linear(40, 24, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (2, rows // 2, 40), jnp.bfloat16)
+    with compiling_for(platform):
+        call = jax.jit(lambda layer, x: layer(x))
+        text = call.lower(layer, x).as_text()
+        y = call(layer, x)
+    assert f"(tensor<2x{rows // 2}x40x{product}>, tensor<40x24x{product}>)" in text
+    assert y.dtype == jnp.bfloat16
+    weights = (np.asarray(w[...], np.float64) for w in (layer.kernel, layer.bias))
+    expected = np.asarray(x, np.float64) @ next(weights) + next(weights)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-6)  # one rounding
 
 
 class EncodeIds(Program):

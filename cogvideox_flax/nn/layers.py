@@ -38,7 +38,8 @@ class Linear(nnx.Module):
     """y = x @ kernel + bias, summed in float32 for every dtype. kernel: [in, out].
 
     On an NVIDIA GPU a 16-bit result is rounded before the bias is added, as in PyTorch: cuBLAS writes float32 more
-    slowly, and rounding it would be one more pass over memory.
+    slowly, and rounding it would be one more pass over memory. On a CPU without instructions for bfloat16, operands are
+    converted to float32 first; see `cpu.product_dtype`.
     """
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool = True, zero: bool = False, rngs: nnx.Rngs):
@@ -57,9 +58,11 @@ class Linear(nnx.Module):
         """
         weights = [permuted(w[...], permutation) for w in (self.kernel, self.bias) if w is not None]
         summed = partial(_linear, jnp.float32, out_dtype or x.dtype)
-        if out_dtype is None and x.dtype.itemsize == 2:
-            return by_platform(x, *weights, default=summed, cuda=partial(_linear, x.dtype, x.dtype))
-        return summed(x, *weights)
+        if x.dtype.itemsize != 2:
+            return summed(x, *weights)
+        rounded_first = partial(_linear, x.dtype, x.dtype) if out_dtype is None else summed
+        on_cpu = partial(summed, product_dtype=cpu.product_dtype(x))
+        return by_platform(x, *weights, default=summed, cuda=rounded_first, cpu=on_cpu)
 
 
 def _linear(
@@ -68,9 +71,14 @@ def _linear(
     x: Float[Array, "*batch in"],
     kernel: Num[Array, "in out"],
     *bias: Num[Array, " out"],
+    product_dtype: Any = None,
 ) -> Float[Array, "*batch out"]:
-    """The products are summed in float32; `sum_dtype` is that of the sum when a bias is added."""
-    y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=sum_dtype, precision=precision(x.dtype))
+    """The products are summed in float32; `sum_dtype` is that of the sum when a bias is added.
+
+    product_dtype: that both operands are converted to; default: x's.
+    """
+    x, kernel = (a.astype(product_dtype or x.dtype) for a in (x, kernel.astype(x.dtype)))
+    y = jnp.matmul(x, kernel, preferred_element_type=sum_dtype, precision=precision(x.dtype))
     return sum((b.astype(sum_dtype) for b in bias), y).astype(out_dtype)
 
 

@@ -34,6 +34,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import NotPrivateError, make_private, read_private
+from cogvideox_flax.nn.cpu import instruction_set
 from cogvideox_flax.version import code_fingerprint
 
 log = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ def _compiler_environment() -> str:
     return repr(
         (
             sys.version,
-            _instruction_set(),
+            _name_of_instruction_set(),
             [module.__version__ for module in (jax, jaxlib, flax, np)],
             jax.devices()[0].client.platform_version,
             [_flags(os.environ.get(name)) for name in _VARIABLES],
@@ -231,11 +232,7 @@ def _flags(value: str | None) -> str | None:
 
 
 @cache
-def _instruction_set() -> str:
+def _name_of_instruction_set() -> str:
     """A short name of this host's instruction set with all extensions, which a CPU's programs use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        features = platform.processor()
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+    extensions = " ".join(sorted(instruction_set()))
+    return f"{platform.machine()}-{hashlib.sha256(extensions.encode()).hexdigest()[:12]}"
