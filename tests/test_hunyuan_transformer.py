@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -119,12 +120,7 @@ def test_bfloat16_is_no_worse_than_torch(pair):
 def test_every_mesh(pair, mesh, image):
     """72 video tokens and 18 of the prompt divide over none of them in whole tiles."""
     _, native = pair
-    mesh = make_mesh(*mesh)
-    with jax.set_mesh(mesh):
-        spread = evaluate(
-            load_component("transformer", native, "float32", mesh), random(0, BATCH, *GRID, 9), inputs(image)
-        )
-    assert relative_error(spread, on_one_device(native, image)) < 1e-5
+    assert relative_error(evaluated(native, image, make_mesh(*mesh)), evaluated(native, image)) < 1e-5
 
 
 @jax.jit
@@ -133,8 +129,10 @@ def evaluate(model, latents, given):
 
 
 @functools.cache
-def on_one_device(native, image):
-    return evaluate(load_component("transformer", native, "float32"), random(0, BATCH, *GRID, 9), inputs(image))
+def evaluated(native, image, mesh=None):
+    model = load_component("transformer", native, "float32", mesh)
+    with nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return evaluate(model, random(0, BATCH, *GRID, 9), inputs(image))
 
 
 def test_blocks_in_two_parts_and_recomputed_blocks(pair):
