@@ -75,6 +75,7 @@ def _speed(*options: str) -> Part:
 
 FIVE = ("--height", "480", "--width", "720")
 ONE_FIVE = ("--release", "cogvideox1.5-5b", "--height", "768", "--width", "1360", "--latent-frames", "21")
+HUNYUAN = ("--release", "hunyuanvideo1.5-480p-t2v", "--height", "480", "--width", "848")
 BF16 = ("--dtype", "bfloat16")
 PARTS = {
     "tests": Part(
@@ -89,6 +90,10 @@ PARTS = {
     ),
     "5b decode": _speed("--parts", "decode", *FIVE, *BF16),
     "1.5-5b step": _speed("--parts", "transformer", *ONE_FIVE, "--layers", "4", *BF16, "--torch-compile"),
+    "hunyuan step": _speed(
+        "--parts", "transformer", *HUNYUAN, "--latent-frames", "31", "--layers", "4", *BF16, "--torch-compile"
+    ),
+    "hunyuan decode": _speed("--parts", "decode", *HUNYUAN, "--latent-frames", "9", *BF16),
     "float32 decode": _speed("--parts", "decode", "--repeat", "1"),
     "encoders": _speed("--parts", "text_encoder", "encode", *FIVE, "--layers", "4", *BF16),
     "1.5-5b kernels": _speed("--parts", "attention", *ONE_FIVE, *BF16, "--repeat", "5"),

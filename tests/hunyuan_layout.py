@@ -107,10 +107,13 @@ def build(component: str, *, small: bool, **changes: Any) -> Any:
     )
 
 
-def write_component(folder: Path, component: str, dtype: str) -> int:
-    """Write one component in the released shape, streamed. Returns its bytes."""
+def write_component(folder: Path, component: str, dtype: str, **changes: Any) -> int:
+    """Write one component in the released shape, streamed. Returns its bytes.
+
+    changes: config keys that differ from the release's.
+    """
     with torch.device("meta"):
-        module = build(component, small=False)
+        module = build(component, small=False, **changes)
     return write_module(folder / component, module, dtype)
 
 

@@ -213,7 +213,8 @@ def write_module(folder: Path, module: Any, dtype: str, seed: int = 0) -> int:
             where[name] = path.name
         writer.close()
     if len(shards) > 1:
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        index = {"metadata": {"total_size": sum(path.stat().st_size for path in folder.iterdir())}, "weight_map": where}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
     return sum(path.stat().st_size for path in folder.iterdir())
 
 

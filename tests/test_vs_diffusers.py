@@ -16,9 +16,10 @@ def case(part, release="cogvideox-5b", height=480, width=720, frames=13):
 
 
 def test_sizes_are_those_of_the_releases():
-    first, second = (case("transformer", *size) for size in RELEASED)
+    first, second, third = (case("transformer", *size) for size in RELEASED)
     assert (first.frames, first.denoised_frames, first.tokens) == (49, 13, 17_776)
     assert (second.frames, second.denoised_frames, second.tokens) == (81, 22, 45_106)
+    assert (third.frames, third.denoised_frames, third.tokens) == (121, 31, 1256 + 31 * 30 * 53)
 
 
 def test_only_the_transformer_sees_the_frame_that_fills_up():
@@ -104,6 +105,7 @@ def test_where_one_side_stops_the_other_is_measured(tmp_path, monkeypatch):
     [
         (["--latent-frames", "3", "4"], "must be odd"),
         (["--released", "--layers", "3"], "says sizes and layers itself"),
+        (["--release", RELEASED[2][0], "--parts", "video", "decode"], "video: compared for CogVideoX alone"),
     ],
 )
 def test_refuses(options, message, capsys):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, inputs
+from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, PROMPT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.attention import attend
 from cogvideox_flax.checkpoint import load_component, read_manifest
@@ -93,9 +93,11 @@ def _tokens(case: Case) -> int | None:
     return {"text_encoder": 226, "transformer": 2 * case.tokens}.get(case.part)
 
 
-def _both_halves(module: Any, x: Any, context: Any) -> Any:
-    """The transformer, with and without the prompt."""
-    return module(x.repeat(2, 0), context, 999)
+def _both_halves(module: Any, x: Any, *prompt: Any) -> Any:
+    """The transformer, with and without the prompt: CogVideoX's context, or `PROMPT`."""
+    if len(prompt) == 1:
+        return module(x.repeat(2, 0), *prompt, 999)
+    return module(x.repeat(2, 0), 999.0, **dict(zip(PROMPT, prompt, strict=True)))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
+from diffusers import (
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo15,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    HunyuanVideo15Transformer3DModel,
+)
 from transformers import T5EncoderModel
 
 from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, inputs
@@ -22,8 +28,8 @@ def build(case: Case, folder: Path) -> Callable[[], Any]:
     prepare()
     classes: dict[str, Any] = {
         "text_encoder": T5EncoderModel,
-        "transformer": CogVideoXTransformer3DModel,
-        "vae": AutoencoderKLCogVideoX,
+        "transformer": HunyuanVideo15Transformer3DModel if case.is_hunyuan else CogVideoXTransformer3DModel,
+        "vae": AutoencoderKLHunyuanVideo15 if case.is_hunyuan else AutoencoderKLCogVideoX,
     }
 
     def load(component: str) -> Any:
@@ -115,11 +121,13 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
     if case.part == "decode":
         z = given["latents"].permute(0, 4, 1, 2, 3).contiguous()
         return _without_gradients(lambda: module.decode(z).sample.permute(0, 2, 3, 4, 1))
+    both = given["latents"].permute(0, 1, 4, 2, 3).contiguous().repeat(2, 1, 1, 1, 1)
+    if case.is_hunyuan:
+        return _without_gradients(_step_of_hunyuan(module, both.transpose(1, 2).contiguous(), given, case))
     shape = type("Config", (), {"transformer": module, "vae_scale_factor_spatial": 8})()
     rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
         shape, case.height, case.width, case.denoised_frames, torch.device(_device(case))
     )
-    both = given["latents"].permute(0, 1, 4, 2, 3).contiguous().repeat(2, 1, 1, 1, 1)
     t = torch.tensor([999, 999], device=_device(case))
 
     def step() -> Any:
@@ -127,6 +135,20 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
         return out.permute(0, 1, 3, 4, 2)
 
     return _without_gradients(step)
+
+
+def _step_of_hunyuan(module: Any, both: Any, given: dict[str, Any], case: Case) -> Callable[[], Any]:
+    """HunyuanVideo-1.5's transformer; it takes no picture as zeros. both: [2, C, T, h, w]."""
+    config = module.config
+    t = torch.full((2,), 999.0, device=both.device, dtype=both.dtype)
+    picture = torch.zeros(2, 729, config.image_embed_dim, device=both.device, dtype=both.dtype)
+    prompt = {
+        "encoder_hidden_states": given["text"],
+        "encoder_attention_mask": given["text_mask"],
+        "encoder_hidden_states_2": given["glyphs"],
+        "encoder_attention_mask_2": given["glyph_mask"],
+    }
+    return lambda: module(both, t, image_embeds=picture, return_dict=False, **prompt)[0].permute(0, 2, 3, 4, 1)
 
 
 def _without_gradients(f: Any) -> Any:
