@@ -28,6 +28,8 @@ OF_COGVIDEOX = ("text_encoder", "video")
 PROMPT = ("text", "text_mask", "glyphs", "glyph_mask")
 """What HunyuanVideo-1.5's transformer takes of a prompt: here 200 of 1000 tokens, and none of 256 of quoted text."""
 PROMPT_LENGTHS = 1000, 200, 256
+HUNYUAN_TIMESTEP = 992.0
+"""A number that bfloat16 has, since diffusers rounds a timestep to it (999 becomes 1000)."""
 COMPONENT = {"encode": "vae", "decode": "vae"}
 
 

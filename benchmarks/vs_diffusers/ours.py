@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, PROMPT, STEPS, Case, inputs
+from benchmarks.vs_diffusers.cases import COMPONENT, HUNYUAN_TIMESTEP, KERNELS, PROMPT, STEPS, Case, inputs
 from cogvideox_flax import CogVideoXPipeline
 from cogvideox_flax.attention import attend
 from cogvideox_flax.checkpoint import load_component, read_manifest
@@ -97,7 +97,7 @@ def _both_halves(module: Any, x: Any, *prompt: Any) -> Any:
     """The transformer, with and without the prompt: CogVideoX's context, or `PROMPT`."""
     if len(prompt) == 1:
         return module(x.repeat(2, 0), *prompt, 999)
-    return module(x.repeat(2, 0), 999.0, **dict(zip(PROMPT, prompt, strict=True)))
+    return module(x.repeat(2, 0), HUNYUAN_TIMESTEP, **dict(zip(PROMPT, prompt, strict=True)))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

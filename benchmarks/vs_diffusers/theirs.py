@@ -19,7 +19,7 @@ from diffusers import (
 )
 from transformers import T5EncoderModel
 
-from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, STEPS, Case, inputs
+from benchmarks.vs_diffusers.cases import COMPONENT, HUNYUAN_TIMESTEP, KERNELS, STEPS, Case, inputs
 from tests.released_layout import make_scheduler
 
 
@@ -140,7 +140,7 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
 def _step_of_hunyuan(module: Any, both: Any, given: dict[str, Any], case: Case) -> Callable[[], Any]:
     """HunyuanVideo-1.5's transformer; it takes no picture as zeros. both: [2, C, T, h, w]."""
     config = module.config
-    t = torch.full((2,), 999.0, device=both.device, dtype=both.dtype)
+    t = torch.full((2,), HUNYUAN_TIMESTEP, device=both.device, dtype=both.dtype)
     picture = torch.zeros(2, 729, config.image_embed_dim, device=both.device, dtype=both.dtype)
     prompt = {
         "encoder_hidden_states": given["text"],
