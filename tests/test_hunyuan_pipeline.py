@@ -14,9 +14,11 @@ from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.hunyuan_video15 import model as family
+from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from conversion.configs import read_configs
+from conversion.convert import convert
 from tests.hunyuan_layout import run_reference, save_layout
 
 pytest_plugins = ["commands"]
@@ -39,14 +41,32 @@ def image_layout(tmp_path_factory, home):
     return save_layout(tmp_path_factory.mktemp("i2v"), image=True)
 
 
-@pytest.fixture(scope="module")
-def pipe(layout):
-    return cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32")
+def convert_for_short_prompts(layout, folder):
+    """A native checkpoint whose transformer gets few tokens of a prompt: 1256 are most of a small run's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenizersConfig, "from_hf", classmethod(lambda cls, raw: cls(max_length=60, glyph_length=24)))
+        convert(layout, folder / "native")
+    return folder / "native"
 
 
 @pytest.fixture(scope="module")
-def image_pipe(image_layout):
-    return cogvideox_flax.Pipeline.from_pretrained(image_layout, dtype="float32")
+def checkpoint(layout, tmp_path_factory):
+    return convert_for_short_prompts(layout, tmp_path_factory.mktemp("short-t2v"))
+
+
+@pytest.fixture(scope="module")
+def image_checkpoint(image_layout, tmp_path_factory):
+    return convert_for_short_prompts(image_layout, tmp_path_factory.mktemp("short-i2v"))
+
+
+@pytest.fixture(scope="module")
+def pipe(checkpoint):
+    return cogvideox_flax.Pipeline.from_pretrained(checkpoint, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def image_pipe(image_checkpoint):
+    return cogvideox_flax.Pipeline.from_pretrained(image_checkpoint, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +88,9 @@ def generate(pipe, prompt=PROMPTS[0], **changes):
 @pytest.mark.parametrize(
     ("prompts", "guidance"), [(PROMPTS, 6.0), (PROMPTS[1:], 6.0), (PROMPTS[1:], 0.5)], ids=["two", "unquoted", "weak"]
 )
-def test_text_to_video_against_diffusers(pipe, layout, prompts, guidance):
+def test_text_to_video_against_diffusers(layout, prompts, guidance):
     """Guidance is off at 1 alone."""
+    pipe = cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32")
     negative = NEGATIVE[: len(prompts)]
     latents = noise_for(pipe, prompts, **SIZE)
     options = {"num_inference_steps": 4, "guidance_scale": guidance, **SIZE}
@@ -82,12 +103,12 @@ def test_text_to_video_against_diffusers(pipe, layout, prompts, guidance):
 
 
 @pytest.mark.parametrize("distilled", [False, True])
-def test_image_to_video_against_diffusers(image_pipe, image_layout, picture, tmp_path, distilled):
+def test_image_to_video_against_diffusers(image_layout, picture, tmp_path, distilled):
     """One picture for two prompts; a step-distilled checkpoint takes a second timestep and no guidance."""
-    pipe, folder = image_pipe, image_layout
+    folder = image_layout
     if distilled:
         folder = save_layout(tmp_path / "distilled", image=True, guidance_scale=1.0, use_meanflow=True)
-        pipe = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
+    pipe = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
     size = {"num_frames": 5}
     latents = noise_for(pipe, PROMPTS, image=picture, **size)
     options = {"num_inference_steps": 3, **size}
@@ -139,7 +160,7 @@ def test_step_cache(pipe, form):
     assert 0 < np.abs(cached - exact).max() < 2 * exact.std()
 
 
-def test_sparse_attention(layout, pipe, monkeypatch):
+def test_sparse_attention(checkpoint, pipe, monkeypatch):
     """With a window over the whole video it is the exact run; with fewer tiles another, the same on a mesh."""
     settings = {
         False: SparseTiles(tile=(1, 2, 3), window=(3, 3, 3)),
@@ -151,7 +172,7 @@ def test_sparse_attention(layout, pipe, monkeypatch):
     np.testing.assert_allclose(sliding, exact, atol=1e-4 * exact.std())
     selective = generate(pipe, output_type="latent", sparse_attention="selective").frames
     assert 1e-3 * exact.std() < np.abs(selective - exact).max() < 2 * exact.std()
-    split = cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32", mesh=make_mesh(2, 2, 1))
+    split = cogvideox_flax.Pipeline.from_pretrained(checkpoint, dtype="float32", mesh=make_mesh(2, 2, 1))
     same = generate(split, output_type="latent", sparse_attention="selective").frames
     np.testing.assert_allclose(same, selective, atol=1e-3 * exact.std())
 
@@ -179,8 +200,8 @@ def test_a_batch_does_not_change_its_videos(pipe):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2, True), pytest.param((2, 4, 1), marks=pytest.mark.slow)])
-def test_meshes(layout, pipe, mesh):
-    split = cogvideox_flax.Pipeline.from_pretrained(layout, dtype="float32", mesh=make_mesh(*mesh))
+def test_meshes(checkpoint, pipe, mesh):
+    split = cogvideox_flax.Pipeline.from_pretrained(checkpoint, dtype="float32", mesh=make_mesh(*mesh))
     options = {"output_type": "float", "num_frames": 5}
     np.testing.assert_allclose(generate(split, **options).frames, generate(pipe, **options).frames, atol=PIXEL_BAR)
 
@@ -194,9 +215,9 @@ def test_a_clip_to_start_from(pipe):
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
-def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
+def test_stages_on_disk(checkpoint, image_checkpoint, picture, tmp_path, run, kind):
     """The eight tensors of stage 1 have the names of the reference system; the frames are those of one run."""
-    model, flags = (layout, []) if kind == "text" else (image_layout, ["--image", tmp_path / "first.png"])
+    model, flags = (checkpoint, []) if kind == "text" else (image_checkpoint, ["--image", tmp_path / "first.png"])
     Image.fromarray(picture).save(tmp_path / "first.png")
     where = ["--dir", tmp_path / "stages"]
     size = ["--num-frames", 5, "--height", 64, "--width", 96]
@@ -210,12 +231,12 @@ def test_stages_on_disk(layout, image_layout, picture, tmp_path, run, kind):
     assert found.keys() == text | {f"negative_{name}" for name in text} | of_image
 
 
-def test_adapters_on_both_streams_are_trained(layout, pipe, tmp_path, run, picture):
+def test_adapters_on_both_streams_are_trained(checkpoint, pipe, tmp_path, run, picture):
     """A step on a clip; the file has diffusers' names and changes the video."""
     save_video(tmp_path / "clips" / "a", np.stack([np.resize(picture, (32, 48, 3))] * 5), fps=24)
     (tmp_path / "clips" / "a.txt").write_text('a sign says "OPEN"')
     (tmp_path / "sign.toml").write_text(f"""
-        model = "{layout}"
+        model = "{checkpoint}"
         clips = "{tmp_path}/clips"
         out = "{tmp_path}/run"
         num_frames = 5
