@@ -68,7 +68,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Tests compile for longer than they run, so without optimisation; the slow ones and the optimized as users do."""
+    """`QUICK` tests compile without optimisation; the slow ones and the optimized as users do."""
     if _compiles_quickly(config):
         os.environ["XLA_FLAGS"] = f"{xla_options.QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
 
@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
     marked = [item for item in items if item.get_closest_marker("optimized")]
     others = [item for item in items if not item.get_closest_marker("optimized")]
-    if config.option.markexpr == "not slow" and marked and others:
+    if config.option.markexpr in QUICK and marked and others:
         wanted, left = (marked, others) if config.option.optimized else (others, marked)
         config.hook.pytest_deselected(items=left)
         items[:] = wanted
@@ -93,9 +93,12 @@ LONG_FILES = ("hunyuan_pipeline", "autoencoder", "hunyuan_vae", "sharding", "hos
 LONG_FILES += ("causal_conv", "attention", "pipeline", "long_clips", "step_cache", "hunyuan_transformer", "finetune")
 """The files that take longest: a worker takes whole files, and none should begin its longest last."""
 
+QUICK = "not slow and not further", "further"
+"""Selections of tests that compile for longer than they run: the default and the rest of it."""
+
 SLOW_LIMIT_S = 3600
 """Seconds that a slow test may take; the limit of the others is in pyproject.toml."""
 
 
 def _compiles_quickly(config):
-    return config.option.markexpr == "not slow" and not config.option.optimized
+    return config.option.markexpr in QUICK and not config.option.optimized

@@ -344,6 +344,7 @@ def test_loops_agree_and_a_run_is_replayed(pipe, caplog):
     assert relative_error(decisions(pipe, request(step_cache_threshold=0.0))[1], exact) < 1e-5
 
 
+@pytest.mark.further
 def test_one_program(pipe):
     for asked in (request(step_cache_threshold=0.7), request("taylorseer"), request("pab"), request("fastercache")):
         frames, at_once = (
@@ -355,7 +356,7 @@ def test_one_program(pipe):
 
 @pytest.mark.parametrize(
     "mesh",
-    [(2, 4, 1), (1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in [(2, 2, 1, True), (1, 8, 1)])],
+    [(1, 2, 2), *(pytest.param(mesh, marks=pytest.mark.further) for mesh in [(2, 4, 1), (2, 2, 1, True), (1, 8, 1)])],
     ids=str,
 )
 def test_every_mesh_decides_the_same(pipe, mesh):

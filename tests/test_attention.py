@@ -548,7 +548,7 @@ def with_large_scores(dim, dtype, kv_len):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("dim", "kv_len"),
-    [(48, None), (64, 555), (128, 555), pytest.param(64, None, marks=pytest.mark.slow)],
+    [(48, None), (64, 555), (128, 555), pytest.param(64, None, marks=pytest.mark.further)],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_scores_up_to_the_largest(form, dim, dtype, kv_len):

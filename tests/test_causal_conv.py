@@ -134,7 +134,7 @@ MORE_SURROUNDED = sorted(set(itertools.product([1, 2, 5], [BOTH, EDGES, SIDES, N
 
 @pytest.mark.parametrize(
     ("frames", "surrounded", "blocks"),
-    [*SURROUNDED, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_SURROUNDED)],
+    [*SURROUNDED, *(pytest.param(*each, marks=pytest.mark.further) for each in MORE_SURROUNDED)],
     ids=str,
 )
 def test_the_kernel_for_tpus_reads_frames_rows_and_columns_from_where_they_are(frames, surrounded, blocks, monkeypatch):

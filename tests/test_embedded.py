@@ -79,6 +79,7 @@ def test_a_flipped_axis_is_seen(frames, axis, motions):
     assert percent(np.flip(frames, axis)[chosen], prompts)["direction"] <= 20
 
 
+@pytest.mark.further
 def test_four_steps_follow_too():
     """The distilled adapter, with the settings that come with its name."""
     pipe = CogVideoXPipeline.from_pretrained(None, dtype="float32")
@@ -90,21 +91,21 @@ def test_four_steps_follow_too():
         assert found[name] >= least, found
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_another_noise_schedule_is_seen(pipe, frames):
     other = DDIMScheduler(dataclasses.replace(pipe.scheduler.config, snr_shift_scale=0.05))
     found = percent(generate(pipe, scheduler=other))
     assert found["size"] < BARS["size"] - 10 or found["count"] < BARS["count"] - 10, found
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_the_second_sampler_follows_too(pipe):
     found = percent(generate(pipe, scheduler="dpm"))
     for name, least in BARS.items():
         assert found[name] >= least - 10, found
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_a_mesh_gives_the_same_videos(frames):
     on_mesh = CogVideoXPipeline.from_pretrained(None, dtype="float32", mesh=sharding.make_mesh(2, 2, 2))
     count = 4
@@ -116,6 +117,7 @@ def test_a_mesh_gives_the_same_videos(frames):
 # --- image to video
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not IMAGE_TO_VIDEO.is_dir(), reason=f"no embedded checkpoint at {IMAGE_TO_VIDEO}")
 def test_a_picture_is_continued_as_the_prompt_says():
     """The object of the picture stays what it is; the prompt says how it moves, also where the picture's clip moved

@@ -124,6 +124,7 @@ def test_every_round_has_a_folder_of_its_own(tmp_path):
         Run(tmp_path, rounds=0)
 
 
+@pytest.mark.further
 def test_image_to_video_starts_from_the_same_prediction():
     """The picture's weights are 0 at first; then the loss depends on it, and the text encoder is not trained."""
     transformer = load_transformer(hub.EMBEDDED, dtype="float32")
@@ -159,6 +160,7 @@ def test_errors_near_things_weigh_more():
     assert (rows[0], rows[-1]) == (max(y.min() - NEAR, 0), min(y.max() + NEAR, 63))
 
 
+@pytest.mark.further
 def test_the_decoder_learns_from_both_kinds_of_latents_and_the_encoder_does_not():
     vae = load_vae(hub.EMBEDDED, dtype="float32")
     clips = [world.sample_clip(5, i, frames=1).video for i in range(2)]

@@ -68,6 +68,7 @@ def pipe(native):
     return CogVideoXPipeline.from_pretrained(native, dtype="float32")
 
 
+@pytest.mark.further
 def test_operation_by_operation_gives_the_same(pipe, monkeypatch):
     one_step = SMALL | {"num_inference_steps": 1}
     expected = pipe("red", **one_step, output_type="float").frames
@@ -81,7 +82,7 @@ def test_operation_by_operation_gives_the_same(pipe, monkeypatch):
     assert not any(isinstance(ids, jax.core.Tracer) for ids in seen) and len(seen) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_operation_by_operation_on_a_mesh(native, pipe):
     spread = CogVideoXPipeline.from_pretrained(native, "float32", sharding.make_mesh(1, 2, 1))
     spread.profiling = ProfilingOptions(jit=False)

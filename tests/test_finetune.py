@@ -433,6 +433,7 @@ def test_what_is_not_toml(write, text):
         read_config(write(text))
 
 
+@pytest.mark.further
 def test_without_matplotlib_there_is_no_plot(write, run, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = run("train", "--config", write(), "--steps", 2)

@@ -191,9 +191,11 @@ def test_an_interval_is_guidance_in_these_steps_and_none_in_the_others(pipe):
     "how",
     [
         {"guidance": "cfg_zero"},
-        {"guidance": "apg", "guidance_rescale": 0.5, "guidance_interval": (0.0, 0.5)},
-        pytest.param({"guidance": "apg"}, marks=pytest.mark.slow),
-        pytest.param({"guidance_rescale": 0.7}, marks=pytest.mark.slow),
+        pytest.param(
+            {"guidance": "apg", "guidance_rescale": 0.5, "guidance_interval": (0.0, 0.5)}, marks=pytest.mark.further
+        ),
+        pytest.param({"guidance": "apg"}, marks=pytest.mark.further),
+        pytest.param({"guidance_rescale": 0.7}, marks=pytest.mark.further),
     ],
 )
 def test_the_loop_as_one_program_and_a_mesh(pipe, how):

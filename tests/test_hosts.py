@@ -128,6 +128,7 @@ def test_generate_on_hosts_that_share_a_disk(layout, tmp_path):
     assert len(list(tmp_path.glob("cache/*/config.json"))) == 1
 
 
+@pytest.mark.further
 def test_a_queue_on_hosts_that_share_no_disk(layout, tmp_path):
     """Process 0 has the file of prompts, and writes; what is there already is not made again."""
     (tmp_path / "host 0").mkdir()
@@ -144,6 +145,7 @@ def test_a_queue_on_hosts_that_share_no_disk(layout, tmp_path):
     assert not {path.name for path in hosts.folders[1].iterdir()} - {"cache"}
 
 
+@pytest.mark.further
 def test_a_picture_is_read_by_process_0(paths, tmp_path):
     """It is on no other disk; the result is that of one process."""
     layout = save_layout(tmp_path / "hf", "cogvideox1.5-5b-i2v")
@@ -162,7 +164,7 @@ def test_a_picture_is_read_by_process_0(paths, tmp_path):
     assert codes == [2, 2] and "there is no picture nowhere.png" in hosts.said(0)
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_a_long_clip_is_streamed_by_all_hosts(layout, paths, tmp_path):
     """Decoding in pieces needs every host, also those that write nothing."""
     size = ["--num-frames", 17, "--window", 9, "--height", 64, "--width", 96, "--steps", 1]
@@ -294,7 +296,7 @@ def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-3, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_adapters_are_trained_on_hosts_that_share_a_disk(layout, tmp_path):
     command = write_training(tmp_path, layout, "lora", SAMPLES)
     with Hosts(tmp_path, *command, "--steps", 3, shared=True) as hosts:

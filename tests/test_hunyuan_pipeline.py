@@ -199,7 +199,7 @@ def test_a_batch_does_not_change_its_videos(pipe):
     np.testing.assert_allclose(batch[:1], alone, atol=1e-4 * alone.std())
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2, True), pytest.param((2, 4, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [(2, 2, 2, True), pytest.param((2, 4, 1), marks=pytest.mark.further)])
 def test_meshes(checkpoint, pipe, mesh):
     split = cogvideox_flax.Pipeline.from_pretrained(checkpoint, dtype="float32", mesh=make_mesh(*mesh))
     options = {"output_type": "float", "num_frames": 5}

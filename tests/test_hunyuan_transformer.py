@@ -112,8 +112,8 @@ def test_bfloat16_is_no_worse_than_torch(pair):
         (2, 4, 1),
         (2, 2, 2),
         (1, 4, 2, True),
-        pytest.param((1, 8, 1), marks=pytest.mark.slow),
-        pytest.param((1, 2, 2), marks=pytest.mark.slow),
+        pytest.param((1, 8, 1), marks=pytest.mark.further),
+        pytest.param((1, 2, 2), marks=pytest.mark.further),
     ],
 )
 @pytest.mark.parametrize("image", [False, True], ids=["text", "image"])

@@ -120,12 +120,12 @@ def test_bfloat16_is_no_worse_than_torch(pair):
 @pytest.mark.parametrize(
     ("mesh", "rows", "columns"),
     [
-        ((2, 2, 2), 3, 8),  # 8 columns divide
         ((1, 4, 1), 7, 3),  # neither, a row is added
-        ((1, 8, 1), 5, 3),  # too few for 8 devices
-        pytest.param((1, 8, 1), 3, 8, marks=pytest.mark.slow),
-        pytest.param((1, 1, 3), 3, 8, marks=pytest.mark.slow),  # the rows divide
-        pytest.param((2, 2, 2), 15, 5, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 3, 8, marks=pytest.mark.further),  # 8 columns divide
+        pytest.param((1, 8, 1), 5, 3, marks=pytest.mark.further),  # too few for 8 devices
+        pytest.param((1, 8, 1), 3, 8, marks=pytest.mark.further),
+        pytest.param((1, 1, 3), 3, 8, marks=pytest.mark.further),  # the rows divide
+        pytest.param((2, 2, 2), 15, 5, marks=pytest.mark.further),
     ],
 )
 def test_every_mesh(pair, vae, mesh, rows, columns):

@@ -278,7 +278,7 @@ def picture(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = models["cogvideox1.5-5b"]

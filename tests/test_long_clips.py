@@ -140,6 +140,7 @@ def test_windows_of_a_prediction_that_looks_at_each_frame_alone():
     np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
+@pytest.mark.further
 def test_a_long_clip_in_every_kind_of_run(pipe, native, tmp_path, paths):
     """57 frames in windows of 25: at once, as one program, in stages on disk with the frames streamed to the file."""
     options = {"num_frames": 57, "window": 25, "window_overlap": 8, **SMALL}
@@ -191,7 +192,7 @@ def test_refusals(pipe, options, message):
 # --- decoding in pieces
 
 
-@pytest.mark.parametrize("frames", [1, 2, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
+@pytest.mark.parametrize("frames", [1, 2, 6, *(pytest.param(n, marks=pytest.mark.further) for n in (3, 5))])
 def test_pieces_are_the_whole(pipe, frames):
     latents = np.asarray(random(0, 2, frames, 4, 6, 16))
     whole = np.asarray(pipe.decode(latents, output_type="float", progress=False))

@@ -259,7 +259,7 @@ def same_at_once(pipe, prompt, options):
     return expected
 
 
-@pytest.mark.parametrize("kind", ["image", pytest.param("video", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["image", pytest.param("video", marks=pytest.mark.further)])
 def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = image_model if kind == "image" else text_model

@@ -60,14 +60,14 @@ def alone(native):
 
 
 @pytest.mark.parametrize(
-    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES)], ids=str
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.further) for mesh in MORE_MESHES)], ids=str
 )
 def test_same_video_on_every_mesh(native, alone, mesh):
     assert np.ptp(alone) > 0.5
     np.testing.assert_allclose(generate(native, sharding.make_mesh(*mesh)), alone, atol=1e-4)
 
 
-@pytest.mark.slow  # the command's way of doing it is in test_hosts
+@pytest.mark.further  # the command's way of doing it is in test_hosts
 def test_two_hosts_share_a_run(native, alone, tmp_path):
     """Two processes of four devices each, joined by jax.distributed: both have the whole video, the same as ever."""
     script = Path(__file__).with_name("one_of_two_hosts.py")
@@ -287,6 +287,7 @@ def test_pictures_divide_over_all_devices_where_they_can(mesh, shape, expected):
         assert math.prod(found.shape[name] for name in names) == 8
 
 
+@pytest.mark.further
 def test_a_decode_that_only_other_axes_divide():
     """12 rows and 6 columns, whole and in pieces, on one axis of 8 devices."""
     latents = np.random.default_rng(0).normal(size=(1, 5, 12, 6, 16)).astype(np.float32)

@@ -207,7 +207,7 @@ def test_several_videos_and_callbacks(pipe):
     assert seen == [(0, 999), (1, 799), (2, 599), (3, 399)]
 
 
-@pytest.mark.parametrize("mesh", [(2, 4, 1), pytest.param((2, 2, 1, True), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("mesh", [(2, 4, 1), pytest.param((2, 2, 1, True), marks=pytest.mark.further)], ids=str)
 def test_a_mesh_computes_the_same(pipe, mesh):
     on = sharding.make_mesh(*mesh)
     spread = Pipeline.from_pretrained(None, "float32", on)

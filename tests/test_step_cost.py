@@ -79,6 +79,7 @@ def test_the_weights_are_read_and_nothing_is_executed(weights, tmp_path):
         read_package(archive_of({"params": Evil()}, tmp_path / "bad.tar.gz"))
 
 
+@pytest.mark.further
 def test_a_small_run(monkeypatch, weights, tmp_path, capsys):
     monkeypatch.setattr(step_cost, "EXACT_STEPS", 4)
     options = {"step_cache": "first_block", "step_cache_threshold": 1e9}

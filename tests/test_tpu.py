@@ -103,6 +103,7 @@ def test_products_run_beside_the_exchanges_that_they_do_not_need():
     assert hidden > 0.2 * (waited + hidden) > 0
 
 
+@pytest.mark.further
 def test_a_ring_overlaps_its_kernel_with_the_traffic():
     """Four heads over eight chips: two groups, each chip's keys on their way while it computes with those it has."""
     mesh = tpu.topology_mesh("v6e:2x4", (1, 8, 1))
@@ -115,13 +116,14 @@ def test_a_ring_overlaps_its_kernel_with_the_traffic():
     assert begin < text.index("tpu_custom_call", begin) < end
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("topology", "grid"),
     [
         ("v6e:2x4", (9, 30, 53)),
-        pytest.param("v6e:2x4", (31, 45, 80), marks=pytest.mark.slow),
-        pytest.param("v5e:2x4", (9, 30, 53), marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x1", (9, 30, 53), marks=pytest.mark.slow),
+        ("v6e:2x4", (31, 45, 80)),
+        ("v5e:2x4", (9, 30, 53)),
+        ("v5p:2x2x1", (9, 30, 53)),
     ],
 )
 def test_sparse_attention_compiles(topology, grid):
@@ -135,6 +137,7 @@ def test_sparse_attention_compiles(topology, grid):
     assert splash.SPARSE_NAME in compile_for(topology, f, *shapes).as_text()
 
 
+@pytest.mark.further
 def test_stock_kernel_compiles():
     shape = (1, 2500, 2, 64)
     compile_for("v6e:2x4", lambda q, k, v: attend(q, k, v, backend="stock"), shape, shape, shape)
@@ -158,7 +161,7 @@ def test_forecast_of_the_kernel(tmp_path):
     assert math.isfinite(row["compile_s"]) and "| 45106 |" in done.stdout
 
 
-@pytest.mark.parametrize("topology", ["v6e:1x1", pytest.param("v5e:1x1", marks=pytest.mark.slow), "v5p:2x2x1"])
+@pytest.mark.parametrize("topology", ["v6e:1x1", pytest.param("v5e:1x1", marks=pytest.mark.further), "v5p:2x2x1"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_adaln_compiles(topology, dtype):
     def f(x, wide, scale, narrow_scale):
@@ -174,7 +177,7 @@ def test_adaln_compiles(topology, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5e:2x4", marks=pytest.mark.slow), "v5p:2x2x1"])
+@pytest.mark.parametrize("topology", ["v6e:2x4", pytest.param("v5e:2x4", marks=pytest.mark.further), "v5p:2x2x1"])
 def test_qk_norm_compiles(topology, dtype):
     """At the widths of both families."""
 
@@ -222,6 +225,7 @@ def test_wide_convolutions_fit_the_smaller_memory(dtype, out_channels):
     compile_for("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)
 
 
+@pytest.mark.further
 def test_forecast_of_a_convolution():
     """By the static schedule, at 256 channels: within the matrix unit's rate, and close to it."""
     code = """

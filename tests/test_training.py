@@ -253,7 +253,7 @@ def trained(tmp_path_factory):
     return train(models(), denoise, denoise_batches, SHORT, tmp_path_factory.mktemp("single"))
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2, True), pytest.param((2, 1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 2, True), pytest.param((2, 1, 2), marks=pytest.mark.further)], ids=str)
 def test_sharded_training_is_the_same(tmp_path, trained, shape):
     mesh = sharding.make_mesh(*shape)
     sharded = train(models(), denoise, denoise_batches, SHORT, tmp_path, mesh=mesh)
@@ -304,6 +304,7 @@ t.train(t.models(), t.denoise, t.denoise_batches, t.OFTEN_SAVED, Path(sys.argv[1
 OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
 
 
+@pytest.mark.further
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     tests = Path(__file__).parent
     code = KILLED.format(tests=str(tests), root=str(tests.parent))

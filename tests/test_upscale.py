@@ -133,7 +133,7 @@ def test_one_tile_against_diffusers(model, pipe, frames, height, width):
     assert np.abs(ours / 255 - kept).max() < PIXEL_BAR + 0.5 / 255
 
 
-@pytest.mark.slow
+@pytest.mark.further
 def test_every_way_of_running_gives_the_same(model, pipe, paths, tmp_path):
     """A request to the ordinary pipeline: in stages, as one program, in a compiled loop, in a batch, on a mesh."""
     media = [clip(9, 32, 48, seed) for seed in (1, 2)]
