@@ -29,6 +29,13 @@ def test_only_the_transformer_sees_the_frame_that_fills_up():
     assert inputs(case("encode", **small))["video"].shape == (1, 9, 32, 48, 3)
 
 
+def test_hunyuans_inputs_are_latents_with_their_condition_and_a_padded_prompt():
+    found = inputs(case("transformer", RELEASED[2][0], height=64, width=96, frames=3))
+    assert found["latents"].shape == (1, 3, 4, 6, 65) and found["text"].shape == (2, 1000, 3584)
+    assert found["text_mask"].sum(1).tolist() == [200, 200] and not found["glyph_mask"].any()
+    assert inputs(case("decode", RELEASED[2][0], height=64, width=96, frames=3))["latents"].shape == (1, 3, 4, 6, 32)
+
+
 def test_slopes_are_of_several_sizes():
     rows = [
         {"part": "decode", "frames": n, "tokens": 0}

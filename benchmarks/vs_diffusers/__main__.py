@@ -30,12 +30,20 @@ import jax
 import numpy as np
 
 from benchmarks.runner import Report, make_parser
-from benchmarks.vs_diffusers.cases import COMPONENT, KERNELS, MODELS, OF_COGVIDEOX, PARTS, RELEASED, SIDES, Case
+from benchmarks.vs_diffusers.cases import (
+    COMPONENT,
+    KERNELS,
+    MODELS,
+    OF_COGVIDEOX,
+    PARTS,
+    RELEASED,
+    SIDES,
+    Case,
+    is_hunyuan,
+)
 from benchmarks.vs_diffusers.ours import flops_of
 from benchmarks.vs_diffusers.report import COLUMNS, cells, plot, slopes_of_parts
 from benchmarks.vs_diffusers.worker import Stopped, Worker
-from cogvideox_flax.models.hunyuan_video15.releases import FAMILY as HUNYUAN
-from cogvideox_flax.models.registry import RELEASES
 from conversion.convert import convert
 from tests import hunyuan_layout
 from tests.released_layout import save_rest, write_component
@@ -75,21 +83,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.released:
         sizes = [size for size in RELEASED if args.release in (None, size[0])]
     parts = args.parts or [part for part in MODELS if not (args.released and part == "video")]
-    if args.parts and args.release and _is_hunyuan(args.release):
-        for part in set(OF_COGVIDEOX).intersection(args.parts):
+    for part in args.parts or ():
+        if part in OF_COGVIDEOX and args.release and is_hunyuan(args.release):
             parser.error(f"{part}: compared for CogVideoX alone; leave it out of --parts for {args.release}")
     how = None if args.released else args.layers or 2, args.dtype, args.device, args.torch_compile
     cases = [
         Case(part, *size, *how)
         for size in sizes
         for part in parts
-        if (part != "text_encoder" or size == sizes[0]) and not (part in OF_COGVIDEOX and _is_hunyuan(size[0]))
+        if (part != "text_encoder" or size == sizes[0]) and not (part in OF_COGVIDEOX and is_hunyuan(size[0]))
     ]
     return measure(sorted(cases, key=lambda case: (names.index(case.release), parts.index(case.part))), args)
-
-
-def _is_hunyuan(release: str) -> bool:
-    return RELEASES[release].family == HUNYUAN
 
 
 def measure(cases: list[Case], args: argparse.Namespace) -> int:
@@ -136,7 +140,7 @@ def write_weights(folder: Path, release: str, parts: list[str], layers: int | No
     layers_of = {} if layers is None else {"num_layers": layers}
     for component in sorted(wanted):
         changes = {} if component == "vae" else layers_of
-        if _is_hunyuan(release):
+        if is_hunyuan(release):
             hunyuan_layout.write_component(folder / "hf", component, dtype, **changes)
         else:
             write_component(folder / "hf", component, release, dtype, **changes)

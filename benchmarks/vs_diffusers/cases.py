@@ -33,6 +33,11 @@ HUNYUAN_TIMESTEP = 992.0
 COMPONENT = {"encode": "vae", "decode": "vae"}
 
 
+def is_hunyuan(release: str) -> bool:
+    """Whether the release is of HunyuanVideo-1.5."""
+    return RELEASES[release].family == HUNYUAN
+
+
 @dataclass(frozen=True)
 class Case:
     """One part at one size."""
@@ -57,7 +62,7 @@ class Case:
 
     @property
     def is_hunyuan(self) -> bool:
-        return RELEASES[self.release].family == HUNYUAN
+        return is_hunyuan(self.release)
 
     @property
     def denoised_frames(self) -> int:
