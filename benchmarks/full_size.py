@@ -129,9 +129,12 @@ def run_use(native: str, component: str, dtype: str, num_frames: str, guided: st
 
 
 def _hunyuan_inputs(module: Any, component: str, batch: int, num_frames: int) -> tuple[tuple[Any, ...], Any]:
-    """Arguments at 480x848, and the call: a prompt of 200 tokens without quoted text."""
+    """Arguments at 480x848, and the call."""
     import jax
     import jax.numpy as jnp
+
+    from benchmarks.vs_diffusers.cases import hunyuan_prompt
+    from cogvideox_flax.models.registry import RELEASES
 
     key, frames = jax.random.key(0), (num_frames - 1) // 4 + 1
     if component == "vae":
@@ -140,12 +143,7 @@ def _hunyuan_inputs(module: Any, component: str, batch: int, num_frames: int) ->
         return (jax.random.normal(key, (batch, 384, 384, 3)),), lambda m, x: m(x)
     if component != "transformer":
         return (jnp.ones((batch, 256 if component.endswith("2") else 1108), jnp.int32),), lambda m, ids: m(ids)
-    prompt = {
-        "text": jax.random.normal(key, (batch, 1000, 3584)),
-        "text_mask": jnp.broadcast_to(jnp.arange(1000) < 200, (batch, 1000)),
-        "glyphs": jnp.zeros((batch, 256, 1472)),
-        "glyph_mask": jnp.zeros((batch, 256)),
-    }
+    prompt = {name: jnp.asarray(x) for name, x in hunyuan_prompt(RELEASES[HUNYUAN[0]].configs, batch).items()}
     latents = jax.random.normal(key, (batch, frames, 30, 53, module.config.in_channels))
     return (latents, jnp.float32(999), prompt), lambda m, x, t, prompt: m(x, t, **prompt)
 

@@ -209,7 +209,12 @@ def write_module(folder: Path, module: Any, dtype: str, seed: int = 0) -> int:
         path = folder / f"{stem}{suffix}.safetensors"
         writer = TensorWriter(path, {name: (shapes[name], kind) for name in names}, {"format": "pt"})
         for name in names:
-            writer.write(name, random_weight(random, name, shapes[name]).astype(kind))
+            x = random_weight(random, name, shapes[name])
+            if name.endswith("SelfAttention.q.weight"):
+                # T5 does not divide scores by the root of the head size: without this, attention chooses single tokens,
+                # and what bfloat16 rounds grows with every layer
+                x *= np.float32(module.config.d_kv**-0.5)
+            writer.write(name, x.astype(kind))
             where[name] = path.name
         writer.close()
     if len(shards) > 1:

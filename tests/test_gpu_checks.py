@@ -232,6 +232,7 @@ def part_of(part, size):
 @pytest.mark.parametrize("size", RELEASED, ids=[size[0] for size in RELEASED])
 def test_models_lower_for_a_gpu(size, on_a_gpu):
     f, module, given = part_of("transformer", size)
+    assert module.config.layers == (54 if "hunyuan" in size[0] else 42)
     assert "__cudnn$fmha" in lowered(f, module, *given)
     f, module, given = part_of("decode", (*size[:3], 3))
     assert ranks(lowered(f, module, *given)) == {4}

@@ -304,7 +304,6 @@ t.train(t.models(), t.denoise, t.denoise_batches, t.OFTEN_SAVED, Path(sys.argv[1
 OFTEN_SAVED = replace(SHORT, steps=6, save_minutes=1e-9)
 
 
-@pytest.mark.further
 def test_killed_and_resumed_is_bit_identical(tmp_path):
     tests = Path(__file__).parent
     code = KILLED.format(tests=str(tests), root=str(tests.parent))

@@ -26,8 +26,9 @@ RELEASED = (
 OF_COGVIDEOX = ("text_encoder", "video")
 """Parts that are compared for CogVideoX alone."""
 PROMPT = ("text", "text_mask", "glyphs", "glyph_mask")
-"""What HunyuanVideo-1.5's transformer takes of a prompt: here 200 of 1000 tokens, and none of 256 of quoted text."""
-PROMPT_LENGTHS = 1000, 200, 256
+"""What HunyuanVideo-1.5's transformer takes of a prompt."""
+PROMPT_TOKENS = 200
+"""Of that prompt, which has no quoted text."""
 HUNYUAN_TIMESTEP = 992.0
 """A number that bfloat16 has, since diffusers rounds a timestep to it (999 becomes 1000)."""
 COMPONENT = {"encode": "vae", "decode": "vae"}
@@ -73,7 +74,8 @@ class Case:
     def tokens(self) -> int:
         """Of the transformer, those of the prompt included."""
         frames = self.denoised_frames // self._frames_per_token
-        prompt = PROMPT_LENGTHS[0] + PROMPT_LENGTHS[2] if self.is_hunyuan else 226
+        lengths = self.configs["tokenizer"]
+        prompt = lengths.max_length + (lengths.glyph_length if self.is_hunyuan else 0)
         return prompt + frames * (self.height // 16) * (self.width // 16)
 
     @property
@@ -118,14 +120,14 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
         return random.uniform(-1, 1, (1, case.frames, case.height, case.width, 3)).astype(np.float32)
 
     if case.is_hunyuan and denoises:
-        return {"latents": make("latents")} | _prompt(case)
+        return {"latents": make("latents")} | hunyuan_prompt(case.configs, batch=2)
     return {name: make(name) for name in INPUTS[case.part]}
 
 
-def _prompt(case: Case) -> dict[str, np.ndarray]:
-    """`PROMPT`, for both halves of guidance."""
-    config, (length, tokens, quoted) = case.configs["transformer"], PROMPT_LENGTHS
-    text = np.random.default_rng(1).standard_normal((2, length, config.text_width), np.float32)
-    mask = np.broadcast_to(np.arange(length) < tokens, text.shape[:2]).astype(np.float32)
-    glyphs = np.zeros((2, quoted, config.glyph_width), np.float32)
+def hunyuan_prompt(configs: Configs, batch: int) -> dict[str, np.ndarray]:
+    """`PROMPT`: random features and their masks, float32, as long as the release's prompts are."""
+    config, lengths = configs["transformer"], configs["tokenizer"]
+    text = np.random.default_rng(1).standard_normal((batch, lengths.max_length, config.text_width), np.float32)
+    mask = np.broadcast_to(np.arange(lengths.max_length) < PROMPT_TOKENS, text.shape[:2]).astype(np.float32)
+    glyphs = np.zeros((batch, lengths.glyph_length, config.glyph_width), np.float32)
     return dict(zip(PROMPT, (text, mask, glyphs, glyphs[..., 0]), strict=True))
