@@ -19,7 +19,7 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from conversion.convert import convert
 
 PROMPT = "a small red circle moves to the left"
-SIZE = ["--num-frames", 9, "--height", 64, "--width", 96]
+SIZE = ["--num-frames", 9, "--height", 32, "--width", 48]
 QUICK = [*SIZE, "--steps", 2, "--dtype", "float32"]
 ROOT = Path(__file__).resolve().parents[1]
 

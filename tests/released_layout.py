@@ -57,8 +57,8 @@ SMALL_TRANSFORMER = {
     "text_embed_dim": 40,
     "time_embed_dim": 24,
     "max_text_seq_length": 10,
-    "sample_height": 8,
-    "sample_width": 12,
+    "sample_height": 4,
+    "sample_width": 6,
     "sample_frames": 9,
 }
 VAE = {

@@ -23,7 +23,7 @@ pytest_plugins = ["commands"]
 
 ALL = {each.name: (family, each) for family in FAMILIES.values() for each in family.distillations}
 TDM = {"scheduler": "ddim", "timesteps": [999, 856, 665, 399], "num_inference_steps": 4, "guidance_scale": 1.0}
-SMALL = {"num_frames": 9, "height": 64, "width": 96}
+SMALL = {"num_frames": 9, "height": 32, "width": 48}
 
 
 def model_of(release):

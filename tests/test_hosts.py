@@ -97,7 +97,7 @@ class Hosts:
 
 def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
     """The same as one process computes. Each host converts the model; process 0 alone has the stage files."""
-    model, size = ["--dtype", "float32", *MESH], ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2]
+    model, size = ["--dtype", "float32", *MESH], ["--num-frames", 9, "--height", 32, "--width", 48, "--steps", 2]
     # frames are compared as PNGs: H.264 turns a difference of one level into many
     for argv in (["encode", PROMPT, "--model", layout], ["denoise", *size], ["decode", "--out", "frames"]):
         with Hosts(tmp_path, *argv, *model, "--dir", "run") as hosts:
@@ -119,7 +119,7 @@ def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
 
 def test_generate_on_hosts_that_share_a_disk(layout, tmp_path):
     """One conversion, one video, one process that prints."""
-    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 1, "--dtype", "float32", *MESH]
+    quick = ["--num-frames", 9, "--height", 32, "--width", 48, "--steps", 1, "--dtype", "float32", *MESH]
     with Hosts(tmp_path, "generate", PROMPT, "--model", layout, *quick, "--out", "x.npz", shared=True) as hosts:
         assert hosts.succeed() == ["x.npz"]
     assert hosts.said(0).count("INFO: converting ") == 1
@@ -133,7 +133,7 @@ def test_a_queue_on_hosts_that_share_no_disk(layout, tmp_path):
     """Process 0 has the file of prompts, and writes; what is there already is not made again."""
     (tmp_path / "host 0").mkdir()
     (tmp_path / "host 0" / "prompts.txt").write_text('a circle\n{"prompt": 3}\n{"prompt": "b", "seed": 2}\n')
-    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 1, "--dtype", "float32", *MESH]
+    quick = ["--num-frames", 9, "--height", 32, "--width", 48, "--steps", 1, "--dtype", "float32", *MESH]
     command = ["generate", "--prompt-file", "prompts.txt", "--model", layout, *quick, "--out", "x.npz"]
     for left in (["x-0001-a-circle-seed0.npz", "x-0003-b-seed2.npz"], []):
         with Hosts(tmp_path, *command) as hosts:
@@ -152,7 +152,7 @@ def test_a_picture_is_read_by_process_0(paths, tmp_path):
     (tmp_path / "host 0").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     Image.fromarray(pixels).save(tmp_path / "host 0" / "first.png")
-    quick = ["--num-frames", 9, "--height", 64, "--width", 96, "--steps", 2, "--dtype", "float32", *MESH]
+    quick = ["--num-frames", 9, "--height", 32, "--width", 48, "--steps", 2, "--dtype", "float32", *MESH]
     command = ["generate", PROMPT, "--model", layout, *quick]
     with Hosts(tmp_path, *command, "--image", "first.png", "--out", "x.npz") as hosts:
         hosts.succeed()
@@ -167,13 +167,13 @@ def test_a_picture_is_read_by_process_0(paths, tmp_path):
 @pytest.mark.further
 def test_a_long_clip_is_streamed_by_all_hosts(layout, paths, tmp_path):
     """Decoding in pieces needs every host, also those that write nothing."""
-    size = ["--num-frames", 17, "--window", 9, "--height", 64, "--width", 96, "--steps", 1]
+    size = ["--num-frames", 17, "--window", 9, "--height", 32, "--width", 48, "--steps", 1]
     command = ["generate", PROMPT, "--model", layout, *size, "--dtype", "float32", *MESH]
     with Hosts(tmp_path, *command, "--out", "frames") as hosts:
         hosts.succeed()
     (alone,) = paths(*command, "--out", tmp_path / "alone")
     frames = [read_video(path)[0].astype(int) for path in (hosts.folders[0] / "frames", alone)]
-    assert frames[0].shape == (17, 64, 96, 3) and np.abs(frames[0] - frames[1]).max() <= 1
+    assert frames[0].shape == (17, 32, 48, 3) and np.abs(frames[0] - frames[1]).max() <= 1
 
 
 LONG = ["generate", PROMPT, "--steps", 400, "--dtype", "float32", *MESH, "--out", "long.npz"]

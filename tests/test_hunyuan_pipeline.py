@@ -28,7 +28,7 @@ PIXEL_BAR = 2e-3
 
 PROMPTS = ['a sign says "OPEN" and “CLOSED” over a door', "a cat"]
 NEGATIVE = ["", 'blurry "text"']
-SIZE = {"num_frames": 9, "height": 64, "width": 96}
+SIZE = {"num_frames": 9, "height": 32, "width": 48}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_text_to_video_against_diffusers(released_lengths, layout, prompts, guid
     options = {"num_inference_steps": 4, "guidance_scale": guidance, **SIZE}
     ours = pipe(prompts, negative, latents=latents, output_type="float", progress=False, **options)
     theirs = run_reference(layout, prompts, negative, latents, **options)
-    assert ours.frames.shape == theirs.shape == (len(prompts), 9, 64, 96, 3)
+    assert ours.frames.shape == theirs.shape == (len(prompts), 9, 32, 48, 3)
     assert theirs.std() > 0.1  # a video, not a clipped plane
     assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
     assert ours.fps == 24
@@ -214,9 +214,9 @@ def test_meshes(checkpoint, pipe, mesh):
 
 def test_a_clip_to_start_from(pipe):
     """With all steps it is forgotten, but for its noise level; with few it stays."""
-    clip = np.random.default_rng(0).integers(0, 255, (9, 64, 96, 3), dtype=np.uint8)
+    clip = np.random.default_rng(0).integers(0, 255, (9, 32, 48, 3), dtype=np.uint8)
     few = generate(pipe, video=clip, strength=0.5, num_inference_steps=4)
-    assert few.frames.shape == (1, 9, 64, 96, 3)
+    assert few.frames.shape == (1, 9, 32, 48, 3)
     assert not np.array_equal(few.frames, generate(pipe, num_inference_steps=4).frames)
 
 
@@ -226,7 +226,7 @@ def test_stages_on_disk(checkpoint, image_checkpoint, picture, tmp_path, run, ki
     model, flags = (checkpoint, []) if kind == "text" else (image_checkpoint, ["--image", tmp_path / "first.png"])
     Image.fromarray(picture).save(tmp_path / "first.png")
     where = ["--dir", tmp_path / "stages"]
-    size = ["--num-frames", 5, "--height", 64, "--width", 96]
+    size = ["--num-frames", 5, "--height", 32, "--width", 48]
     encode = ["encode", PROMPTS[0], "--model", model, "--dtype", "float32", *size, *flags, *where]
     for command in (encode, ["denoise", "--steps", 2, *where], ["decode", *where, "--out", tmp_path / "frames"]):
         code, _, err = run(*command)

@@ -34,7 +34,7 @@ pytest_plugins = ["commands"]
 RELEASES_IN_PARTS = ("cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b")
 """The architectures of the inpainting models, but for the input channels."""
 
-HEIGHT, WIDTH = 64, 96
+HEIGHT, WIDTH = 32, 48
 
 
 def save_inpainting_model(folder, release, noisy=False):
@@ -156,7 +156,7 @@ def squares(num_frames, height, width):
     """A square that moves: bool [F, H, W]."""
     mask = np.zeros((num_frames, height, width), bool)
     for i, frame in enumerate(mask):
-        frame[8 : 8 + height // 2, 3 * i : 3 * i + width // 3] = True
+        frame[4 : 4 + height // 2, 3 * i : 3 * i + width // 3] = True
     return mask
 
 
@@ -237,7 +237,7 @@ def test_against_diffusers(models, release, given, kind, options, monkeypatch):
     assert np.abs(ours - theirs).max() < PIXEL_BAR
 
 
-@pytest.mark.parametrize(("num_frames", "height", "width"), [(1, 16, 24), (9, 64, 96), (13, 48, 80)])
+@pytest.mark.parametrize(("num_frames", "height", "width"), [(1, 16, 24), (9, 32, 48), (13, 48, 80)])
 def test_the_mask_shrinks_as_in_torch(num_frames, height, width):
     mask = np.random.default_rng(num_frames).uniform(size=(num_frames, height, width)).astype(np.float32)
     size = (num_frames - 1) // 4 + 1, height // 8, width // 8
@@ -292,7 +292,7 @@ def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path
     paths("encode", PROMPTS[0], "--model", model, *common, *size, "--video", clip, "--mask-video", mask)
     with TensorFile(run / run_files.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
-    latents = {"inpaint_latents": (1, 17, 4, 8, 12), "video_latents": (1, 16, 4, 8, 12)}
+    latents = {"inpaint_latents": (1, 17, 4, 4, 6), "video_latents": (1, 16, 4, 4, 6)}
     assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
     paths("denoise", *common, "--steps", 4, "--strength", 0.6)
     (video,) = paths("decode", "--dtype", "float32", "--dir", run)
@@ -316,7 +316,7 @@ def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
         for stage, shapes in zip(run.visual, planned, strict=True):
             assert [x.shape for x in run.media(stage)] == [x.shape for x in shapes]
         ((_, (_, denoise_inputs, _), _),) = run.abstract("denoise")
-        assert denoise_inputs.conditioning.pictures["inpaint_latents"].shape == (1, 4, 8, 12, 17)
+        assert denoise_inputs.conditioning.pictures["inpaint_latents"].shape == (1, 4, 4, 6, 17)
 
 
 def test_the_config_is_read(models):
@@ -369,7 +369,7 @@ def text_model(tmp_path_factory):
         ("1.0", ["--image", "{picture}", "--image-scale", "1"], "image_scale is for image-to-video models"),
         ("1.0", ["--control-video", "{clip}"], "an inpainting model, which takes no control_video; it takes image, "),
         ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/short"], "has 2 frames at the model's rate, .* has 13"),
-        ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/wide.png"], "is 96x32, .* 96x64; give a mask of"),
+        ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/wide.png"], "is 96x32, .* 48x32; give a mask of"),
         ("1.0", ["--video", "{clip}", "--mask-video", "nowhere.png"], "there are no frames nowhere.png"),
         ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/cut.png"], "cannot read .*cut.png"),
         ("text", ["--video", "{clip}", "--mask-video", "{mask}"], "a text-to-video model, which takes no mask_video"),

@@ -162,7 +162,7 @@ def test_memory_of_a_step_does_not_grow_with_the_clip(pipe):
     """By some copies of the latents alone, which are small beside what a window needs in a model of real width."""
 
     def needed(num_frames, window):
-        size = {"num_frames": num_frames, "height": 64, "width": 96, "num_inference_steps": 2}
+        size = {"num_frames": num_frames, "height": 32, "width": 48, "num_inference_steps": 2}
         run = pipe.programs(GenerationRequest(PROMPT, window=window, **size))
         ((spec, args, _),) = run.abstract("denoise")
         memory = pipe._compiled.get(spec).prepare(*args).memory_analysis()

@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line(run, argv, message):
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_a_picture_is_no_video(run, native, tmp_path, suffix):
-    Image.fromarray(np.zeros((64, 96, 3), np.uint8)).save(tmp_path / f"beach{suffix}")
+    Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / f"beach{suffix}")
     picture = tmp_path / f"beach{suffix}"
     argv = ["generate", PROMPT, "--model", native, "--video", picture, "--out", tmp_path / "v.mp4", *QUICK]
     code, _, err = run(*argv)
@@ -190,7 +190,7 @@ def test_latents_that_cannot_be_decoded(run, paths, native, layout_5b, tmp_path)
 
 
 def test_like(paths, run, native, tmp_path, cheap_decoder):
-    size = ["--num-frames", 9, "--height", 64, "--width", 96, "--dtype", "float32"]
+    size = ["--num-frames", 9, "--height", 32, "--width", 48, "--dtype", "float32"]
     made = ["--steps", 3, "--seed", 5, "--guidance-scale", 2.5, "--scheduler", "dpm", "--negative-prompt", "blur"]
     (first,) = paths("generate", PROMPT, "--model", native, *size, *made, "--out", tmp_path / "first.mp4")
     (again,) = paths("generate", "--like", first, "--model", native, "--out", tmp_path / "again.mp4")
@@ -211,7 +211,7 @@ def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_deco
     (first,) = paths("generate", PROMPT, "--model", native, *QUICK, "--out", tmp_path / "first.mp4")
     assert "name that checkpoint with --model" in run("generate", "--like", first, "--out", out)[2]
     clip = tmp_path / "clip.mp4"
-    save_video(clip, np.random.default_rng(0).integers(0, 255, (9, 64, 96, 3), np.uint8), 8)
+    save_video(clip, np.random.default_rng(0).integers(0, 255, (9, 32, 48, 3), np.uint8), 8)
     argv = [PROMPT, "--model", native, *QUICK, "--video", clip]
     (made,) = paths("generate", *argv, "--out", tmp_path / "made.mp4")
     code, _, err = run("generate", "--like", made, "--model", native, "--out", out)
@@ -219,7 +219,7 @@ def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_deco
     assert f"give it again: --video {clip}" in err
     paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
     assert "is not the one" not in caplog.text
-    save_video(clip, np.zeros((9, 64, 96, 3), np.uint8), 8)
+    save_video(clip, np.zeros((9, 32, 48, 3), np.uint8), 8)
     paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
     assert f"--video is not the one that {made} was made of" in caplog.text
     two = paths("generate", "a circle", "a square", "--model", native, *QUICK, "--out", tmp_path / "two.mp4")

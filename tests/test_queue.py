@@ -241,7 +241,7 @@ def test_a_page_of_somebody_else_stays(queue, tmp_path, monkeypatch):
 def test_other_formats(queue, tmp_path, cheap_decoder):
     _, (name, _), _ = queue("a", "b", out="g.gif")
     assert name == "g-0001-a-seed0.gif"
-    assert read_video(tmp_path / "out" / name)[0].shape == (9, 64, 96, 3)
+    assert read_video(tmp_path / "out" / name)[0].shape == (9, 32, 48, 3)
     assert queue("a", "b", out="g.gif")[1] == [], "they are there"
 
 

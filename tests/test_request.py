@@ -120,7 +120,7 @@ def test_python_and_the_command_line_give_the_same_video(paths, layout_5b, tmp_p
     (npz,) = paths(*generate(layout_5b, tmp_path / "x.npz"))
     assert caplog.text.count("was trained at") == 1
     caplog.clear()
-    size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+    size = {"num_frames": 9, "height": 32, "width": 48, "num_inference_steps": 2}
     pipe = CogVideoXPipeline.from_pretrained(layout_5b, dtype="float32")
     video = pipe(PROMPT, **size, output_type="latent", progress=False)
     assert caplog.text.count("was trained at") == 1
@@ -142,7 +142,7 @@ def test_several_videos_are_those_of_the_following_seeds(paths, native, tmp_path
     assert (read_video(alone)[0] == read_video(found[1])[0]).all()
     assert {path.name for path in tmp_path.iterdir()} == {"v-0.mp4", "v-1.mp4", "alone.mp4"}
     pipe = Pipeline.from_pretrained(native, dtype="float32")
-    size = {"num_frames": 9, "height": 64, "width": 96, "num_inference_steps": 2}
+    size = {"num_frames": 9, "height": 32, "width": 48, "num_inference_steps": 2}
     both = pipe([PROMPT, "red"], **size, num_videos=2, seed=4, progress=False)
     assert both.frames.shape[0] == 4 and both.metadata["seed"] == [4, 4, 5, 5]
     assert np.abs(both.frames[2].astype(int) - pipe(PROMPT, **size, seed=5, progress=False).frames[0]).max() <= 1
