@@ -61,23 +61,23 @@ encode = jit(lambda model, video, **how: model.encode(video, **how), static_argn
 @pytest.mark.parametrize("frames", [1, 2, 5])
 def test_decoding_frame_by_frame_is_decoding_the_clip(pair, vae, frames):
     """diffusers decodes the clip whole, with a mask over all of its pixels."""
-    z = random(frames, 2, frames, 3, 5, 4)
+    z = random(frames, 2, frames, 2, 3, 4)
     with torch.no_grad():
         theirs = array_of(pair[0].decode(torch_of(z), return_dict=False)[0])
     ours = decode(vae, z)
-    assert ours.shape == theirs.shape == (2, 4 * frames - 3, 48, 80, 3)
+    assert ours.shape == theirs.shape == (2, 4 * frames - 3, 32, 48, 3)
     assert relative_error(ours, theirs) < BAR
     np.testing.assert_allclose(decode(vae, z, slicing=True), ours, atol=1e-5 * ours.std())
 
 
 @pytest.mark.parametrize("frames", [1, 5, 13])
 def test_encoding(pair, vae, frames):
-    video = random(frames, 2, frames, 48, 80, 3)
+    video = random(frames, 2, frames, 32, 48, 3)
     with torch.no_grad():
         posterior = pair[0].encode(torch_of(video)).latent_dist
     ours = encode(vae, video)
     for mine, theirs in zip(ours, (posterior.mean, posterior.logvar), strict=True):
-        assert mine.shape == (2, (frames + 3) // 4, 3, 5, 4)
+        assert mine.shape == (2, (frames + 3) // 4, 2, 3, 4)
         assert relative_error(mine, array_of(theirs)) < BAR
 
 
@@ -94,10 +94,12 @@ def test_tiles(pair, vae):
             encoded = array_of(module.encode(torch_of(video)).latent_dist.mean)
     finally:
         module.use_tiling = False
+    with torch.no_grad():
+        whole = array_of(module.decode(torch_of(z), return_dict=False)[0])
     tiling = Tiling(64, 64, 0.25, 0.25)
     assert relative_error(decode(vae, z, tiling=tiling), decoded) < BAR
     assert relative_error(encode(vae, video, tiling=tiling)[0], encoded) < BAR
-    assert relative_error(decode(vae, z), decoded) > 0.01  # tiles do see less
+    assert relative_error(whole, decoded) > 0.01  # tiles do see less
     assert VAEConfig().tiling == Tiling(256, 256, 0.25, 0.25)
 
 

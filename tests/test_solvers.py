@@ -237,6 +237,7 @@ def test_a_run_and_the_loop_as_one_program(pipe, kind):
     assert 0.3 < stepwise.std() < 3
 
 
+@pytest.mark.further
 def test_samplers_agree_with_many_steps(pipe):
     """The deterministic ones solve the same equation."""
     how = {"output_type": "latent", "progress": False, "guidance_scale": 1.0, "num_frames": 9, "force": True}
