@@ -186,6 +186,10 @@ def _shapes(args: tuple[Any, ...]) -> Any:
     return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
+_LOWEST_OPTIMIZATION_LEVEL = 9
+"""XLA's O0, by number: not every version of JAX takes its name."""
+
+
 def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: bool = False) -> dict[str, Any]:
     """XLA's options for weights of this dtype.
 
@@ -203,7 +207,7 @@ def compiler_options(dtype: str, *, platform: str | None = None, fast_compile: b
     platform = platform or jax.default_backend()
     if platform == "tpu":
         options: dict[str, Any] = {"xla_tpu_enable_async_all_to_all": True}
-        return options | ({"exec_time_optimization_effort": -1.0} if fast_compile else {})
+        return options | ({"optimization_level": _LOWEST_OPTIMIZATION_LEVEL} if fast_compile else {})
     if platform != "cpu":
         return {}
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_cpu_prefer_vector_width": 512}
