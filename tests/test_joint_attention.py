@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,21 @@ def test_on_meshes(mesh):
         found = jax.jit(run)(long, few)
     for mine, expected in zip(found, in_one_sequence(long, few, COUNTS), strict=True):
         assert relative_error(np.asarray(mine), expected) < 1e-5
+
+
+def test_many_tokens_come_back_in_halves_of_the_heads():
+    """Three heads on each device; kv_len is the smaller by a quarter."""
+    long, few = (tuple(random(seed, 3, 1, tokens, 6, SIZE)) for seed, tokens in ((0, 2100), (1, FEW)))
+    counts = jnp.array([5])
+    with jax.set_mesh(make_mesh(1, 2, 1)):
+        compiled = jax.jit(partial(attend_jointly, kv_len=1600, joint_len=counts)).lower(*long, few).compile()
+    assert compiled.as_text().count(" all-to-all(") == 3 + 2
+    q, k, v = (
+        jnp.concatenate([x, y], 1) for x, y in zip((long[0], long[1][:, :1600], long[2][:, :1600]), few, strict=True)
+    )
+    expected = attend(q, k, v, kv_len=1600 + counts, backend="xla")
+    for mine, part in zip(compiled(*long, few), (expected[:, :2100], expected[:, 2100:]), strict=True):
+        assert relative_error(np.asarray(mine), part) < 1e-5
 
 
 def test_keys_past_kv_len_are_not_attended():

@@ -123,15 +123,21 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     scalars = kv_len.repeat(heads), _modes(scaled, k, values, kv_len)
     keys_and_values = _columns(k, multiple).swapaxes(1, 2), _tiles(values)
 
-    parts, first = [], 0
-    for count, width in query_parts(queries, sizes.q):
-        columns = _columns(scaled[:, first : first + count].astype(q.dtype), width)
+    (count, width), *rest = query_parts(queries, sizes.q)
+    columns = _columns(scaled.astype(q.dtype), LANES if rest else width)
+
+    def call(columns: Array, count: int, width: int) -> list[Array]:
+        """The kernel for the first `count` queries, in blocks of `width`."""
         cost = _cost(batch * heads, count, keys, dim, q.dtype.itemsize)
-        call = _kernel_call(static._replace(tile_sizes=replace(sizes, q=width)), columns, keys, cost)
-        parts.append([x[:, :dim, :count] for x in call(*scalars, columns, *keys_and_values)])
-        first += count
-    out, *log_sum_exp = (jnp.concatenate(x, -1).reshape(batch, heads, -1, queries) for x in zip(*parts, strict=True))
-    return out.transpose(0, 3, 1, 2), *(lse[:, :, 0].swapaxes(1, 2) for lse in log_sum_exp)
+        block = static._replace(tile_sizes=replace(sizes, q=width))
+        return _kernel_call(block, columns, count, keys, cost)(*scalars, columns, *keys_and_values)
+
+    results = call(columns, count, width)
+    for last in rest:  # written into the first result, which a concatenation would copy
+        narrow = call(columns[..., count:], *last)
+        results = [x.at[..., count:].set(y) for x, y in zip(results, narrow, strict=True)]
+    out, *log_sum_exp = (x[..., :queries].reshape(batch, heads, -1, queries) for x in results)
+    return out[:, :, :dim].transpose(0, 3, 1, 2), *(lse[:, :, 0].swapaxes(1, 2) for lse in log_sum_exp)
 
 
 @with_gradient_of(lambda settings, *args: xla.attend_to_listed(settings[0], *args))
@@ -166,7 +172,7 @@ def attend_to_listed(
 
     cost = _cost(batch * heads, queries, min(keys, tiles.shape[-1] * size), dim, q.dtype.itemsize)
     static = Static(sizes, interpret, with_lse=False)
-    call = _kernel_call(static, columns, keys, cost, listed=lists.shape[-1])
+    call = _kernel_call(static, columns, queries, keys, cost, listed=lists.shape[-1])
     (out,) = call(kv_len.repeat(heads), modes, lists, columns, _columns(k, multiple).swapaxes(1, 2), _tiles(values))
     return out[:, :dim].reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
 
@@ -211,10 +217,11 @@ def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.Co
 
 
 def _kernel_call(
-    static: Static, q: Float[Array, "BN K Q"], keys: int, cost: pl.CostEstimate, *, listed: int = 0
+    static: Static, q: Float[Array, "BN K Q"], count: int, keys: int, cost: pl.CostEstimate, *, listed: int = 0
 ) -> Callable[..., list]:
-    """The kernel for queries of this shape: a function of lengths and modes [BN], q [BN, K, Q], k [BN, S, K] and
-    v [BN, S / 128, K, 128]. It returns [BN, K, Q]; with_lse: in float32, and log_sum_exp [BN, 1, Q].
+    """The kernel for the first `count` queries of this shape: a function of lengths and modes [BN], q [BN, K, Q],
+    k [BN, S, K] and v [BN, S / 128, K, 128]. It returns [BN, K, Q], of which the blocks of these queries are written;
+    with_lse: in float32, and log_sum_exp [BN, 1, Q].
 
     listed: numbers of a list of slices, for `sparse_kernel`, which takes lists [BN, Q / q, 1, listed] before q.
     """
@@ -230,7 +237,7 @@ def _kernel_call(
         + [jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32)] * static.with_lse,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(heads, queries // sizes.q, pl.cdiv(keys, sizes.kv)),
+            grid=(heads, pl.cdiv(count, sizes.q), pl.cdiv(keys, sizes.kv)),
             in_specs=[
                 *[lists] * bool(listed),
                 q_spec,

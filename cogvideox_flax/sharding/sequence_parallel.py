@@ -61,11 +61,12 @@ def sequence_parallel_attention(
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
-    Everywhere else sp splits tokens, so q, k, v and the result are exchanged between the devices of sp: four
-    all-to-alls, each of one tensor (DeepSpeed-Ulysses, arXiv 2309.14509). Tokens are padded by tokens that are never
-    attended; heads that do not divide over sp are padded by zero heads, which cost time and do not change the result.
-    Where too many zero heads would be needed, devices exchange heads in groups whose size divides the heads, and keys
-    and values circulate between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
+    Everywhere else sp splits tokens, so q, k, v and the result are exchanged between the devices of sp, each by an
+    all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). A long result takes two, since the first half of the heads is
+    exchanged while the second is attended. Tokens are padded by tokens that are never attended; heads that do not
+    divide over sp are padded by zero heads, which cost time and do not change the result. Where too many zero heads
+    would be needed, devices exchange heads in groups whose size divides the heads, and keys and values circulate
+    between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
 
     Args:
         attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
@@ -97,10 +98,12 @@ def sequence_parallel_attention(
         q, k, v = (_tokens_to_heads(_pad(x, 2, group), group, parts) for x in (q, k, v))
         if group < parts:
             assert attend_with_lse is not None and lengths is not None
-            out = _ring_attention(attend_with_lse, q, k, v, lengths, group, parts)
+            outs = [_ring_attention(attend_with_lse, q, k, v, lengths, group, parts)]
         else:
-            out = attend(q, k[:, :tiles], v[:, :tiles], lengths)
-        return _heads_to_tokens(out, group, parts)[:, :, :heads]
+            k, v = k[:, :tiles], v[:, :tiles]
+            halves = _halves(q.shape[2], q.shape[1] // parts)
+            outs = [attend(q[:, :, half], k[:, :, half], v[:, :, half], lengths) for half in halves]
+        return _heads_to_tokens(outs, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
     return jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)(q, k, v, lengths)[
@@ -168,10 +171,14 @@ def joint_attention(
             out = attend_all([[q], [k], [v]], joint, lengths)
             return out[:, :size], out[:, queries : queries + few]
         pieces = [[y.swapaxes(1, 2) for y in _some_heads(_pad(x, 2, parts), parts, parts)] for x in (q, k, v)]
-        out = attend_all(pieces, (own_heads(joint[0]), own_heads(joint[1]), own_heads(joint[2])), lengths)
-        few_out = out[:, queries : queries + few]
-        out = _heads_to_tokens(_pad(out[:, : parts * size], 1, parts * size), parts, parts)
+        own = [own_heads(x) for x in joint]
+        outs = []
+        for half in _halves(own[0].shape[2], size):
+            few_q, few_k, few_v = (x[:, :, half] for x in own)
+            outs.append(attend_all([[y[:, :, half] for y in ys] for ys in pieces], (few_q, few_k, few_v), lengths))
+        few_out = jnp.concatenate([out[:, queries : queries + few] for out in outs], 2)
         few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
+        out = _heads_to_tokens([_pad(out[:, : parts * size], 1, parts * size) for out in outs], parts, parts)
         return out[:, :, :heads], few_out[:, :, :heads]
 
     in_specs = (spec, spec, spec, (few_spec,) * 3, PartitionSpec(spec[0]))
@@ -246,11 +253,22 @@ def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Floa
     return x.reshape(batch, group * tokens, heads // group, dim)
 
 
-def _heads_to_tokens(x: Float[Array, "B S n K"], group: int, parts: int) -> Float[Array, "B s N K"]:
-    """The inverse of `_tokens_to_heads`."""
-    batch, tokens, heads, dim = x.shape
-    x = x.reshape(batch, group, tokens // group, heads, dim).transpose(1, 0, 3, 2, 4)
-    return _exchange(x, group, parts).transpose(1, 3, 0, 2, 4).reshape(batch, tokens // group, group * heads, dim)
+def _halves(heads: int, tokens: int) -> list[slice]:
+    """A device's heads in two halves, where it has many tokens; else all of them, since the exchange is short."""
+    if heads == 1 or _tile_of(tokens) < TOKEN_TILE:
+        return [slice(None)]
+    return [slice(0, heads // 2), slice(heads // 2, None)]
+
+
+def _heads_to_tokens(xs: list[Float[Array, "B S n K"]], group: int, parts: int) -> Float[Array, "B s N K"]:
+    """The inverse of `_tokens_to_heads`, of an array whose heads are in pieces: an all-to-all for each."""
+    received = []
+    for x in xs:
+        batch, tokens, heads, dim = x.shape
+        x = x.reshape(batch, group, tokens // group, heads, dim).transpose(1, 0, 3, 2, 4)
+        received.append(_exchange(x, group, parts))
+    y = jnp.concatenate(received, 2).transpose(1, 3, 0, 2, 4)
+    return y.reshape(*y.shape[:2], -1, y.shape[-1])
 
 
 def _exchange(x: Float[Array, "group ..."], group: int, parts: int) -> Float[Array, "group ..."]:
