@@ -68,10 +68,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """`QUICK` tests compile without optimisation; the slow ones and the optimized as users do. Workers share the
-    files of the latter, since one holds most of them."""
-    if config.option.optimized:
-        config.option.dist = "load"
+    """`QUICK` tests compile without optimisation; the slow ones and the optimized as users do."""
     if _compiles_quickly(config):
         os.environ["XLA_FLAGS"] = f"{xla_options.QUICK_FLAGS} {os.environ['XLA_FLAGS']}"
 

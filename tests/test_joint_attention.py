@@ -56,7 +56,7 @@ def test_on_meshes(mesh):
 
 
 def test_many_tokens_come_back_in_halves_of_the_heads():
-    """Three heads on each device; kv_len is the smaller by a quarter."""
+    """Three heads on each device; a quarter of the long keys is not attended."""
     long, few = (tuple(random(seed, 3, 1, tokens, 6, SIZE)) for seed, tokens in ((0, 2100), (1, FEW)))
     counts = jnp.array([5])
     with jax.set_mesh(make_mesh(1, 2, 1)):

@@ -91,7 +91,7 @@ def test_float32(release, tmp_path):
 def test_bfloat16_no_worse_than_torch(release, tmp_path):
     reference = make_transformer(release, num_layers=4)
     native = convert_component("transformer", reference, tmp_path)
-    args = inputs(reference, 4 if reference.config.patch_size_t else 3, 4, 6)
+    args = inputs(reference, 4 if reference.config.patch_size_t else 3, *SIZES["sample"])
     exact = run_reference(reference, *args)
     ours = rms_error(run_ours(load_transformer(native, dtype="bfloat16"), *args), exact)
     theirs = rms_error(run_reference(reference, *args, dtype=torch.bfloat16), exact)
@@ -114,7 +114,7 @@ def test_released_width(release, tmp_path):
         **changes,
     )
     native = convert_component("transformer", reference, tmp_path)
-    args = inputs(reference, 4 if reference.config.patch_size_t else 3, 4, 6)
+    args = inputs(reference, 4 if reference.config.patch_size_t else 3, *SIZES["sample"])
     exact = run_reference(reference, *args)
     assert relative_error(run_ours(load_transformer(native), *args), exact) < FLOAT32_BAR
     ours = rms_error(run_ours(load_transformer(native, dtype="bfloat16"), *args), exact)
@@ -125,7 +125,7 @@ def test_released_width(release, tmp_path):
 def test_learned_positions_at_another_length_become_computed(tmp_path, caplog):
     reference = make_transformer("cogvideox-5b-i2v")
     model = load_transformer(convert_component("transformer", reference, tmp_path))
-    args = inputs(reference, 2, 4, 6)
+    args = inputs(reference, 2, *SIZES["sample"])
     assert relative_error(run_ours(model, *args), run_reference(reference, *args)) < FLOAT32_BAR
     assert "learned its positions for 9 frames" in caplog.text
 

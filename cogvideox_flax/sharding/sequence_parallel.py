@@ -87,7 +87,7 @@ def sequence_parallel_attention(
     queries = q.shape[1]
     q, k, v = map(pad_tokens, (q, k, v))
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
-    # truncating to full tiles needs no copy; `lengths` masks the rest
+    # truncated to full tiles, fewer keys are attended; `lengths` masks the rest
     tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])
     if lengths is None and (tiles > keys or group < parts):
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
@@ -138,16 +138,9 @@ def joint_attention(
     lengths = None if joint_len is None else keys + joint_len
 
     def attend_all(pieces: list[list[Array]], joint: Joint, lengths: Array | None) -> Array:
-        """Queries, keys and values that come in pieces, then the joint ones, then padding."""
-
-        def together(tokens: list[Array], joint: Array, count: int) -> Array:
-            size, end = tokens[0].shape[1], count + few
-            end += 0 if lengths is None else -end % _tile_of(end)  # whole tiles, where lengths mask what is beyond
-            found = [x[:, : count - i * size] for i, x in enumerate(tokens) if i * size < count]
-            padding = jnp.zeros((joint.shape[0], end - count - few, *joint.shape[2:]), joint.dtype)
-            return jnp.concatenate([*found, joint, padding], 1)  # at once: a TPU writes each result to memory
-
-        both = [together(*xs) for xs in zip(pieces, joint, (queries, keys, keys), strict=True)]
+        """Attention of queries, keys and values, each in pieces of equal length and followed by the joint ones."""
+        counts, in_tiles = (queries, keys, keys), lengths is not None  # lengths mask the padding
+        both = [_in_one_sequence(*xs, in_tiles) for xs in zip(pieces, joint, counts, strict=True)]
         # the barrier: what attention asks of them, such as norms, is computed from these arrays, not from their parts
         return attend(*jax.lax.optimization_barrier(both), lengths)
 
@@ -160,18 +153,13 @@ def joint_attention(
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
     few_spec = PartitionSpec(spec[0], None, spec[2])
 
-    def own_heads(x: Float[Array, "B L N K"]) -> Float[Array, "B L n K"]:
-        x = _pad(x, 2, parts)
-        count = x.shape[2] // parts
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(RULES["tokens"]) * count, count, 2)
-
     def local_attention(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
         size = q.shape[1]
         if parts == 1:
             out = attend_all([[q], [k], [v]], joint, lengths)
             return out[:, :size], out[:, queries : queries + few]
         pieces = [[y.swapaxes(1, 2) for y in _some_heads(_pad(x, 2, parts), parts, parts)] for x in (q, k, v)]
-        own = [own_heads(x) for x in joint]
+        own = [_own_heads(x, parts) for x in joint]
         outs = []
         for half in _halves(own[0].shape[2], size):
             few_q, few_k, few_v = (x[:, :, half] for x in own)
@@ -185,6 +173,23 @@ def joint_attention(
     run = jax.shard_map(local_attention, in_specs=in_specs, out_specs=(spec, few_spec), check_vma=False)
     out, few_out = run(q, k, v, joint, lengths)
     return out[:, :queries], few_out
+
+
+def _in_one_sequence(
+    pieces: list[Float[Array, "B s N K"]], joint: Float[Array, "B L N K"], count: int, in_tiles: bool
+) -> Float[Array, "B S N K"]:
+    """The first `count` tokens of the pieces, then the joint ones; in_tiles: then zeros to the end of a tile."""
+    size, end = pieces[0].shape[1], count + joint.shape[1]
+    found = [x[:, : count - i * size] for i, x in enumerate(pieces) if i * size < count]
+    padding = jnp.zeros((joint.shape[0], -end % _tile_of(end) if in_tiles else 0, *joint.shape[2:]), joint.dtype)
+    return jnp.concatenate([*found, joint, padding], 1)  # at once: a TPU writes each result to memory
+
+
+def _own_heads(x: Float[Array, "B L N K"], parts: int) -> Float[Array, "B L n K"]:
+    """This device's share of the heads of tokens that are on every device of sp."""
+    x = _pad(x, 2, parts)
+    count = x.shape[2] // parts
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(RULES["tokens"]) * count, count, 2)
 
 
 def ulysses_group(heads: int, parts: int) -> int:
