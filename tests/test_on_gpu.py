@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from tests import gpu_attention, gpu_convolution, gpu_models
+from tests import gpu_attention, gpu_convolution, gpu_models, gpu_sparse
 from tests.gpu_errors import error
 from tests.gpu_process import Failed, Process
 
@@ -82,6 +82,13 @@ ATTENTION = list(gpu_attention.cases())
 @pytest.mark.parametrize("case", ATTENTION[:3], ids=str)
 def test_attention(case, jax_on_gpu, record_property):
     measured(jax_on_gpu, case, record_property)
+
+
+@pytest.mark.parametrize("case", gpu_sparse.cases(), ids=str)
+def test_sparse_attention(case, jax_on_gpu, record_property):
+    found = jax_on_gpu(gpu_sparse.check, case)
+    judge(found, record_property)
+    assert found["backend"] == "triton"
 
 
 @pytest.mark.parametrize("case", list(gpu_convolution.cases())[:4], ids=str)

@@ -11,7 +11,7 @@ import pytest
 from reference import relative_error
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import SparseTiles, attend, attend_jointly, splash, xla
+from cogvideox_flax.attention import SparseTiles, attend, attend_jointly, splash, triton, xla
 from cogvideox_flax.attention.sparse_tiles import choose, from_tiles, list_tiles, sliding, to_tiles
 
 ROUNDING_BAR = 2e-5
@@ -31,7 +31,7 @@ def masked(q, k, v, mask):
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("scale", [1, 30], ids=["bounded", "online"])
-@pytest.mark.parametrize("form", ["xla", "splash", "splash in two blocks of keys"])
+@pytest.mark.parametrize("form", ["xla", "splash", "splash in two blocks of keys", "triton"])
 def test_each_tile_attends_to_the_tiles_of_its_list(form, scale, dim, monkeypatch):
     size, (batch, heads, queries, keys) = 128, (2, 3, 3, 7)
     q, k, v = (random(i, batch, n * size, heads, dim) for i, n in enumerate((queries, keys, keys)))
@@ -41,7 +41,8 @@ def test_each_tile_attends_to_the_tiles_of_its_list(form, scale, dim, monkeypatc
     lists = list_tiles(chosen, keys, 0)
     if "two" in form:
         monkeypatch.setattr(splash, "fit_key_block", lambda *a, **_: splash.TileSizes(size, 4 * size, size, size))
-    run = partial(xla.attend_to_listed, size) if form == "xla" else partial(splash.attend_to_listed, (size, True))
+    module = {"xla": xla, "triton": triton}.get(form, splash)
+    run = partial(module.attend_to_listed, size if form == "xla" else (size, True))
     mask = np.repeat(np.repeat(chosen, size, 2), size, 3) & (np.arange(keys * size) < lengths[:, None, None, None])
     expected = masked(q, k, v, mask)
     assert relative_error(run(q, k, v, *lists, lengths), expected) < ROUNDING_BAR * scale

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import cudnn, nvidia, splash, stock, triton, xla
+from cogvideox_flax.attention import cudnn, splash, stock, triton, xla
 from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
@@ -35,7 +35,7 @@ def _auto(
         kernels["tpu"] = splash.attend
     if cudnn.why_not(q) is None:
         kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # kv_len None: cuDNN applies no mask
-    elif _triton_is_fast(q):
+    elif triton.is_fast(q):
         kernels["cuda"] = triton.attend
     default = lambda q, k, v, _: xla.attend(q, k, v, kv_len)  # noqa: E731
     return by_platform(q, k, v, lengths, **kernels, default=default)
@@ -48,14 +48,9 @@ def _auto_with_lse(
     if max(q.shape[1], k.shape[1]) <= xla.SHORT:
         return xla.attend_with_lse(q, k, v, kv_len)
     kernels: dict[str, BackendWithLse] = {"tpu": splash.attend_with_lse} if splash.why_not(q) is None else {}
-    if _triton_is_fast(q):
+    if triton.is_fast(q):
         kernels["cuda"] = triton.attend_with_lse
     return by_platform(q, k, v, kv_len, **kernels, default=xla.attend_with_lse)
-
-
-def _triton_is_fast(q: Float[Array, "B Q N K"]) -> bool:
-    """Whether our GPU kernel can be faster than XLA: in float32 neither uses tensor cores."""
-    return q.dtype in cudnn.DTYPES and nvidia.why_not(q.shape[-1]) is None
 
 
 BACKENDS: dict[str, Backend] = {

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from cogvideox_flax.attention import splash, xla
+from cogvideox_flax.attention import splash, triton, xla
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.tpu import LANES
 
@@ -191,6 +191,9 @@ def attend_to_listed(
         kv_len: keys past it are not attended; at least one in each list is.
         size: tokens of a tile.
     """
-    kernels = {"tpu": partial(splash.attend_to_listed, (size, False))}
-    kernels = kernels if splash.why_not(q) is None and size % LANES == 0 else {}
+    kernels = {}
+    if splash.why_not(q) is None and size % LANES == 0:
+        kernels["tpu"] = partial(splash.attend_to_listed, (size, False))
+    if triton.is_fast(q) and size % triton.LISTED == 0:
+        kernels["cuda"] = partial(triton.attend_to_listed, (size, False))
     return by_platform(q, k, v, *lists, kv_len, **kernels, default=partial(xla.attend_to_listed, size))

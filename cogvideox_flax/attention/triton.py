@@ -10,6 +10,7 @@ Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,15 +19,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
-from cogvideox_flax.attention import nvidia
+from cogvideox_flax.attention import nvidia, xla
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision
+from cogvideox_flax.nn.tpu import with_gradient_of
 
-NAME = "cogvideox_flash"
+NAME, SPARSE_NAME = "cogvideox_flash", "cogvideox_flash_sparse"
+
+LISTED = 128
+"""A tile of a list is a multiple of this many tokens."""
 
 _Carry = tuple[Float32[Array, " q"], Float32[Array, " q"], Float32[Array, "q K"]]
 
@@ -42,10 +47,10 @@ class Tiles:
 
     @staticmethod
     def choose(dim: int, dtype: Any) -> Tiles:
-        """Sizes that fit into the registers of an H100, as the compiler counts them; not tuned by measurements."""
+        """In 16 bit the fastest on an H200 of some 14 sizes; in float32 not tuned, but without spilled registers."""
         if jnp.dtype(dtype).itemsize > 2:
             return Tiles(64 if dim <= 64 else 32, 32, 8, 2)
-        return Tiles(128, 64, 4, 3) if dim <= 64 else Tiles(128, 64, 8, 2)
+        return Tiles(64, 128, 4, 2) if dim <= 64 else Tiles(128, 64, 4, 2)
 
 
 def attend(
@@ -85,6 +90,11 @@ def attend_with_lse(
     return out, log_sum_exp
 
 
+def is_fast(q: Float[Array, "B Q N K"]) -> bool:
+    """Whether this kernel can run here and be faster than XLA: not in float32, where it uses no tensor cores."""
+    return q.dtype.itemsize == 2 and nvidia.why_not(q.shape[-1]) is None
+
+
 def _check(q: Array, interpret: bool) -> None:
     if not interpret and (reason := nvidia.why_not(q.shape[-1])):
         raise InputError(f"attention backend 'triton': {reason}. Take 'auto'")
@@ -102,7 +112,6 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     kv_spec = pl.BlockSpec((None, k.shape[1], None, width), lambda i, n, b: (b, 0, n, 0))
     lse_shape = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
     lse_spec = pl.BlockSpec((None, None, tiles.q), lambda i, n, b: (b, n, i))
-    pairs = batch * heads * queries * k.shape[1]
     out, *log_sum_exp = pl.pallas_call(
         partial(_kernel, tiles, queries, dim),
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
@@ -111,15 +120,49 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
         in_specs=[pl.BlockSpec((1,), lambda i, n, b: (b,)), q_spec, kv_spec, kv_spec],
         out_specs=[q_spec] + [lse_spec] * static.with_lse,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * pairs * dim,
-            transcendentals=pairs,
-            bytes_accessed=2 * batch * heads * (queries + k.shape[1]) * dim * q.dtype.itemsize,
-        ),
+        cost_estimate=_cost(q, k.shape[1]),
         interpret=static.interpret,
         name=NAME,
     )(kv_len, q, k, v)
     return out, *(lse.swapaxes(1, 2) for lse in log_sum_exp)
+
+
+@with_gradient_of(lambda settings, *args: xla.attend_to_listed(settings[0], *args))
+def attend_to_listed(
+    settings: tuple[int, bool],
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    tiles: Int32[Array, "B N q M"],
+    counts: Int32[Array, "B N q"],
+    kv_len: Int32[Array, " B"],
+) -> Float[Array, "B Q N K"]:
+    """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of LISTED; if it is interpreted."""
+    (size, interpret), (batch, queries, heads, dim) = settings, q.shape
+    sizes = Tiles.choose(dim, q.dtype)
+    width = max(pl.next_power_of_2(dim), 16)
+    k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0))) for x in (k, v))
+    # how many of a list's tiles are attended whole, and how many in part or whole; they come in ascending order
+    listed = jnp.arange(tiles.shape[-1]) < counts[..., None]
+    bounds = [
+        (listed & (tiles < n[:, None, None, None])).sum(-1, keepdims=True)
+        for n in (kv_len // size, pl.cdiv(kv_len, size))
+    ]
+    lists = jnp.concatenate([*bounds, tiles], -1)
+    q_spec = pl.BlockSpec((None, sizes.q, None, width), lambda i, n, b: (b, i, n, 0))
+    kv_spec = pl.BlockSpec((None, k.shape[1], None, width), lambda i, n, b: (b, 0, n, 0))
+    list_spec = pl.BlockSpec((None, None, None, lists.shape[-1]), lambda i, n, b: (b, n, i * sizes.q // size, 0))
+    return pl.pallas_call(
+        partial(_listed_kernel, sizes, size, dim),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(queries // sizes.q, heads, batch),
+        in_specs=[pl.BlockSpec((1,), lambda i, n, b: (b,)), list_spec, q_spec, kv_spec, kv_spec],
+        out_specs=q_spec,
+        compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+        cost_estimate=_cost(q, min(k.shape[1], tiles.shape[-1] * size)),
+        interpret=interpret,
+        name=SPARSE_NAME,
+    )(kv_len, lists, q, k, v)
 
 
 def _kernel(
@@ -138,22 +181,70 @@ def _kernel(
     Refs: length [1], q and out [q, width], k and v [S, width], and log_sum_exp [q] if requested. Rows past the last
     query and columns past the head size are neither read nor written.
     """
-    start = pl.program_id(0) * tiles.q
-    rows = start + jnp.arange(tiles.q)
-    columns = (jnp.arange(q_ref.shape[-1]) < dim)[None]
+    rows = pl.program_id(0) * tiles.q + jnp.arange(tiles.q)
+    columns = jnp.arange(q_ref.shape[-1]) < dim
     inside = (rows < queries)[:, None] & columns
-    length = length_ref[0]
-    q = plgpu.load(q_ref, mask=inside, other=0.0)
+    q, length = plgpu.load(q_ref, mask=inside, other=0.0), length_ref[0]
+    tile_at = lambda j: j * tiles.kv  # noqa: E731
+    bounds = length // tiles.kv, pl.cdiv(length, tiles.kv)
+    out, log_sum_exp = _attend_in_tiles(tiles.kv, dim, q, k_ref, v_ref, length, tile_at, *bounds)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
+    for ref in lse_ref:
+        plgpu.store(ref, log_sum_exp, mask=rows < queries)
+
+
+def _cost(q: Float[Array, "B Q N K"], keys: int) -> pl.CostEstimate:
+    """keys: how many a query attends to, at most."""
+    batch, queries, heads, dim = q.shape
+    pairs = batch * heads * queries * keys
+    moved = 2 * batch * heads * (queries + keys) * dim * q.dtype.itemsize
+    return pl.CostEstimate(flops=4 * pairs * dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+def _listed_kernel(
+    tiles: Tiles, size: int, dim: int, length_ref: Any, list_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any
+) -> None:
+    """`_kernel` against a list of slices of the keys, each of `size`.
+
+    list: how many slices end before the length, how many begin before it, and their numbers in ascending order.
+    """
+    columns = (jnp.arange(q_ref.shape[-1]) < dim)[None]
+    q, each = plgpu.load(q_ref, mask=columns, other=0.0), jnp.int32(size // tiles.kv)
+    tile_at = lambda j: list_ref[2 + jax.lax.div(j, each)] * size + jax.lax.rem(j, each) * tiles.kv  # noqa: E731
+    bounds = list_ref[0] * each, list_ref[1] * each
+    out, _ = _attend_in_tiles(tiles.kv, dim, q, k_ref, v_ref, length_ref[0], tile_at, *bounds)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=columns)
+
+
+def _attend_in_tiles(
+    width: int,
+    dim: int,
+    q: Array,
+    k_ref: Any,
+    v_ref: Any,
+    length: Any,
+    tile_at: Callable[[Any], Any],
+    whole: Any,
+    end: Any,
+) -> tuple[Float32[Array, "q K"], Float32[Array, " q"]]:
+    """The result and log_sum_exp of a block of queries.
+
+    Args:
+        width: of a tile of keys.
+        tile_at: where a tile of keys begins, by its number.
+        whole, end: tiles before the first are attended entirely; those from there to the second up to `length`.
+    """
+    columns = (jnp.arange(q.shape[-1]) < dim)[None]
     exact = precision(q.dtype)
     scale = math.log2(math.e) / math.sqrt(dim)
 
     def add(j: Any, carry: _Carry, *, masked: bool) -> _Carry:
         running_max, row_sum, out = carry
-        here = pl.ds(j * tiles.kv, tiles.kv)
+        start = tile_at(j)
+        here = pl.ds(start, width)
         products = plgpu.dot(q, plgpu.load(k_ref.at[here, :], mask=columns, other=0.0), trans_b=True, precision=exact)
         if masked:
-            key = (j * tiles.kv + jnp.arange(tiles.kv))[None]
-            products = jnp.where(key < length, products, MASKED)
+            products = jnp.where((start + jnp.arange(width))[None] < length, products, MASKED)
         new_max = jnp.maximum(running_max, products.max(1))
         # scaled after the subtraction: a fused scale * product - maximum rounds the maximum and not the product
         p, rescale = jnp.exp2(scale * (products - new_max[:, None])), jnp.exp2(scale * (running_max - new_max))
@@ -161,15 +252,7 @@ def _kernel(
         pv = plgpu.dot(p.astype(v.dtype), v, precision=exact)
         return new_max, rescale * row_sum + p.sum(1), rescale[:, None] * out + pv
 
-    carry = (
-        jnp.full(tiles.q, MASKED, jnp.float32),
-        jnp.zeros(tiles.q, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-    )
-    full_tiles = length // tiles.kv
-    carry = jax.lax.fori_loop(0, full_tiles, partial(add, masked=False), carry)
-    last = full_tiles, pl.cdiv(length, tiles.kv)
-    running_max, row_sum, out = jax.lax.fori_loop(*last, partial(add, masked=True), carry)
-    plgpu.store(out_ref, (out / row_sum[:, None]).astype(out_ref.dtype), mask=inside)
-    for ref in lse_ref:
-        plgpu.store(ref, scale * running_max + jnp.log2(row_sum), mask=rows < queries)
+    carry = jnp.full(len(q), MASKED, jnp.float32), jnp.zeros(len(q), jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    carry = jax.lax.fori_loop(0, whole, partial(add, masked=False), carry)
+    running_max, row_sum, out = jax.lax.fori_loop(whole, end, partial(add, masked=True), carry)
+    return out / row_sum[:, None], scale * running_max + jnp.log2(row_sum)
