@@ -55,12 +55,12 @@ class Sparse:
 def cases(*, small: bool = False, interpret: bool = False) -> list[Sparse]:
     """HunyuanVideo-1.5's two forms at 480x848, 121 frames; small: to try the checks, interpret: without a GPU."""
 
-    def case(name: str, *, selective: bool, **fields: Any) -> Sparse:
-        sparse, grid = sparse_tiles(31, selective=selective), (31, 30, 53)
-        if small:
-            sparse, grid = replace(sparse, tile=(2, 8, 8), selected=min(sparse.selected, 2)), (4, 15, 40)
-            fields |= {"heads": HEADS, "dim": 64, "tiles": 3}
-        return Sparse(name, sparse, grid, 1256, (200, 23), interpret=interpret, **fields)
+    def case(name: str, *, selective: bool) -> Sparse:
+        sparse = sparse_tiles(31, selective=selective)
+        if not small:
+            return Sparse(name, sparse, (31, 30, 53), 1256, (200, 23))
+        sparse = replace(sparse, tile=(2, 8, 8), window=(1, 3, 3), selected=min(sparse.selected, 1))
+        return Sparse(name, sparse, (4, 8, 24), 150, (140, 23), HEADS, 64, tiles=3, interpret=interpret)
 
     return [
         case("sliding", selective=False),

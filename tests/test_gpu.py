@@ -16,6 +16,7 @@ from benchmarks.gpu_target import GPUS, device, prepare
 prepare()
 from cogvideox_flax.attention import attend
 from cogvideox_flax.nn.conv.causal_conv import conv3d
+from tests import gpu_sparse
 for name, one in GPUS.items():
     where = jax.sharding.SingleDeviceSharding(device(one))
     def of(*shape, dtype=jnp.bfloat16):
@@ -26,6 +27,9 @@ for name, one in GPUS.items():
         for dim in (48, 64, 128):
             q = of(2, 1030, 4, dim, dtype=dtype)
             assert "triton" in text(partial(attend, backend="triton"), q, q, q)
+    for case in gpu_sparse.cases():
+        given = [of(*x.shape, dtype=x.dtype) for x in jax.eval_shape(partial(gpu_sparse.inputs, case))]
+        assert "triton" in text(partial(gpu_sparse.program, case), *given, of(2, dtype=jnp.int32))
     q = of(2, 1030, 4, 64)
     assert "__cudnn$fmha" in text(attend, q, q, q)
     y = text(conv3d, of(1, 5, 6, 10, 128), of(3, 3, 3, 128, 256), of(256))

@@ -7,6 +7,7 @@ import re
 import time
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.plan.flops import count_flops
-from tests import gpu_attention, gpu_convolution, gpu_models, gpu_process
+from tests import gpu_attention, gpu_convolution, gpu_models, gpu_process, gpu_sparse
 from tests.gpu_attention import HEAD_SCALES, Attention
 from tests.gpu_errors import error, fault, sample_indices
 from tests.gpu_process import Failed, Process
@@ -63,6 +64,12 @@ def test_gradients(check, monkeypatch):
     else:
         monkeypatch.setattr(check, "gradients", lambda x, k, b, dy: [1.1 * g for g in known(x, k, b, dy)])
     assert check.check_gradients(case)["fault"]
+
+
+@pytest.mark.parametrize("case", gpu_sparse.cases(small=True, interpret=True), ids=str)
+def test_sparse_attention(case):
+    found = gpu_sparse.check(case)
+    assert not found["fault"] and found["error"]["rms"] < 0.01 and 0.4 < found["share of tiles"] < 0.8
 
 
 def test_kernels_are_not_tried_without_a_gpu():
@@ -111,6 +118,13 @@ def test_a_kernel_that_is_off_is_found(heads, at, factor, monkeypatch):
     known = gpu_attention.program(case)
     monkeypatch.setattr(gpu_attention, "program", lambda case: lambda *args: known(*args).at[at].multiply(factor))
     assert gpu_attention.check(case)["fault"]
+
+
+def test_tiles_that_are_not_attended_are_found(monkeypatch):
+    (case, _), known = gpu_sparse.cases(small=True), gpu_sparse.program
+    fewer = replace(case, sparse=replace(case.sparse, window=(1, 1, 1)))
+    monkeypatch.setattr(gpu_sparse, "program", lambda case, *args: known(fewer, *args))
+    assert gpu_sparse.check(case)["fault"]
 
 
 def test_an_output_that_no_sample_sees_is_found_beside_another_backend(monkeypatch):
@@ -200,6 +214,13 @@ def test_attention_lowers_for_a_gpu(case, on_a_gpu):
     text = lowered(gpu_attention.program(case), *gpu_attention.shapes(case))
     assert ("__cudnn$fmha" in text) == (case.backend in ("auto", "cudnn"))
     assert (triton.NAME in text) == (case.backend == "triton")
+
+
+@pytest.mark.parametrize("case", gpu_sparse.cases(), ids=str)
+def test_sparse_attention_lowers_for_a_gpu(case, on_a_gpu):
+    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
+    text = lowered(partial(gpu_sparse.program, case), *jax.eval_shape(partial(gpu_sparse.inputs, case)), lengths)
+    assert triton.SPARSE_NAME in text
 
 
 @pytest.mark.parametrize("case", [*gpu_convolution.cases(), gpu_convolution.native_case()], ids=str)

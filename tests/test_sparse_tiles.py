@@ -53,7 +53,8 @@ def test_each_tile_attends_to_the_tiles_of_its_list(form, scale, dim, monkeypatc
         assert np.sqrt(np.square(found - exact).mean()) < 5e-3 * exact.std()
 
 
-def test_the_gradient_of_the_kernel_is_that_of_its_list():
+@pytest.mark.parametrize("kernel", [splash, triton], ids=["splash", "triton"])
+def test_the_gradient_of_a_kernel_is_that_of_its_list(kernel):
     size = 128
     q, k, v = (random(i, 1, 2 * size, 1, 64) for i in range(3))
     chosen = jnp.array([[[[True, False], [True, True]]]])
@@ -64,7 +65,7 @@ def test_the_gradient_of_the_kernel_is_that_of_its_list():
         s = jnp.where(mask, jnp.einsum("bqnd,bknd->bnqk", q, k) / 8, -jnp.inf)
         return jnp.square(jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(s), v)).sum()
 
-    ours = jax.grad(lambda *x: jnp.square(splash.attend_to_listed((size, True), *x, *lists, lengths)).sum(), (0, 1, 2))
+    ours = jax.grad(lambda *x: jnp.square(kernel.attend_to_listed((size, True), *x, *lists, lengths)).sum(), (0, 1, 2))
     for found, expected in zip(ours(q, k, v), jax.grad(plain, (0, 1, 2))(q, k, v), strict=True):
         assert relative_error(found, expected) < ROUNDING_BAR
 

@@ -1,8 +1,9 @@
 """Exact attention as a Pallas kernel for NVIDIA GPUs, compiled by Triton.
 
-It supports what cuDNN's kernel does not: float32, every head size up to 128, and log_sum_exp for ring attention. A
-program has one block of queries of one head and loops over tiles of keys with a running maximum. Keys past kv_len are
-never attended: full tiles run without a mask, the last one with a mask. Softmax is base 2, in float32.
+It supports what cuDNN's kernel does not: float32, every head size up to 128, log_sum_exp for ring attention, and lists
+of slices of the keys for sparse attention. A program has one block of queries of one head and loops over tiles of keys
+with a running maximum. Keys past kv_len are never attended: full tiles run without a mask, the last ones with a mask.
+Softmax is base 2, in float32.
 
 Sources: online softmax (arXiv 1805.02867), FlashAttention-2 (arXiv 2307.08691).
 """
