@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from cogvideox_flax.attention import BACKENDS_WITH_LSE, attend, cudnn, nvidia
+from cogvideox_flax.attention import BACKENDS_WITH_LSE, attend, cudnn, triton
 from tests.gpu_errors import EXACT_BAR, RMS_BAR, compiled, error, fault, sample_indices, why_no_memory
 
 HEAD_SCALES = (1.0, 2.0, 4.0)
@@ -69,9 +69,10 @@ class Attention:
 
     def why_not(self) -> str | None:
         """Why it cannot be tried here."""
+        q: Any = shapes(self)[0]
         if self.backend == "cudnn":
-            return cudnn.why_not(shapes(self)[0])  # type: ignore[arg-type]
-        return nvidia.why_not(self.dim) if self.backend == "triton" and not self.interpret else None
+            return cudnn.why_not(q)
+        return triton.why_not(q) if self.backend == "triton" and not self.interpret else None
 
 
 def cases(*, small: bool = False, interpret: bool = False) -> Iterator[Attention]:

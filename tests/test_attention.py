@@ -449,6 +449,14 @@ def test_what_cudnn_does_not_serve_is_our_kernel_on_an_nvidia_gpu(with_cudnn):
     assert triton.NAME not in with_cudnn(*random(600, 1030, dim=20))  # float32
 
 
+def test_a_jax_without_triton_has_the_plain_form(with_cudnn, monkeypatch):
+    monkeypatch.setattr(triton, "plgpu", None)
+    assert triton.NAME not in with_cudnn(*random(600, 1030, dim=20, dtype=jnp.bfloat16))
+    for interpret in (False, True):
+        with pytest.raises(InputError, match=r"compiles no Pallas kernels with Triton\. Take 'auto'"):
+            attend(*random(8, 8), backend="triton", interpret=interpret)
+
+
 @pytest.mark.parametrize(("dim", "ours"), [(64, False), (20, True)])
 def test_rings_on_nvidia_gpus_are_where_cudnn_does_not_serve(with_cudnn, dim, ours):
     with jax.set_mesh(sharding.make_mesh(1, 4, 1)):  # 6 heads: 2 groups of 2 devices

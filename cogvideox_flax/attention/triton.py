@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention import nvidia, xla
@@ -28,6 +27,11 @@ from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.nn.tpu import with_gradient_of
+
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # JAX has announced that a version without it will come
+    plgpu = None  # type: ignore[assignment]
 
 NAME, SPARSE_NAME = "cogvideox_flash", "cogvideox_flash_sparse"
 
@@ -93,11 +97,18 @@ def attend_with_lse(
 
 def is_fast(q: Float[Array, "B Q N K"]) -> bool:
     """Whether this kernel can run here and be faster than XLA: not in float32, where it uses no tensor cores."""
-    return q.dtype.itemsize == 2 and nvidia.why_not(q.shape[-1]) is None
+    return q.dtype.itemsize == 2 and why_not(q) is None
+
+
+def why_not(q: Float[Array, "B Q N K"]) -> str | None:
+    """Why this kernel cannot attend with these queries here, or None if it can."""
+    if plgpu is None:
+        return f"JAX {jax.__version__} compiles no Pallas kernels with Triton"
+    return nvidia.why_not(q.shape[-1])
 
 
 def _check(q: Array, interpret: bool) -> None:
-    if not interpret and (reason := nvidia.why_not(q.shape[-1])):
+    if (not interpret or plgpu is None) and (reason := why_not(q)):
         raise InputError(f"attention backend 'triton': {reason}. Take 'auto'")
 
 
