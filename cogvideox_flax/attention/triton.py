@@ -197,9 +197,8 @@ def _kernel(
     columns = jnp.arange(q_ref.shape[-1]) < dim
     inside = (rows < queries)[:, None] & columns
     q, length = plgpu.load(q_ref, mask=inside, other=0.0), length_ref[0]
-    tile_at = lambda j: j * tiles.kv  # noqa: E731
     bounds = length // tiles.kv, pl.cdiv(length, tiles.kv)
-    out, log_sum_exp = _attend_in_tiles(tiles.kv, dim, q, k_ref, v_ref, length, tile_at, *bounds)
+    out, log_sum_exp = _attend_block(tiles.kv, dim, q, k_ref, v_ref, length, lambda j: j * tiles.kv, *bounds)
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
     for ref in lse_ref:
         plgpu.store(ref, log_sum_exp, mask=rows < queries)
@@ -222,13 +221,16 @@ def _listed_kernel(
     """
     columns = (jnp.arange(q_ref.shape[-1]) < dim)[None]
     q, each = plgpu.load(q_ref, mask=columns, other=0.0), jnp.int32(size // tiles.kv)
-    tile_at = lambda j: list_ref[2 + jax.lax.div(j, each)] * size + jax.lax.rem(j, each) * tiles.kv  # noqa: E731
+
+    def tile_at(j: Any) -> Any:  # by lax: what jnp makes of // and % is not lowered by every version of JAX
+        return list_ref[2 + jax.lax.div(j, each)] * size + jax.lax.rem(j, each) * tiles.kv
+
     bounds = list_ref[0] * each, list_ref[1] * each
-    out, _ = _attend_in_tiles(tiles.kv, dim, q, k_ref, v_ref, length_ref[0], tile_at, *bounds)
+    out, _ = _attend_block(tiles.kv, dim, q, k_ref, v_ref, length_ref[0], tile_at, *bounds)
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=columns)
 
 
-def _attend_in_tiles(
+def _attend_block(
     width: int,
     dim: int,
     q: Array,
