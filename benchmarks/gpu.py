@@ -81,7 +81,7 @@ PARTS = {
     "tests": Part(
         ("pytest",),
         ("-m", "pytest", "-o", "addopts=", "-m", "gpu", "-p", "benchmarks.gpu", "-q", "tests/test_on_gpu.py"),
-        limit_s=360,
+        limit_s=450,
     ),
     "kernels": _speed("--parts", "attention", "convolution", *FIVE, "--latent-frames", "13", *BF16, "--repeat", "5"),
     "float32": _speed("--parts", "transformer", *FIVE, "--repeat", "1"),
