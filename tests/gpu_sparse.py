@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from benchmarks.vs_diffusers.cases import PROMPT_TOKENS, RELEASED, Case
 from cogvideox_flax.attention import SparseTiles, triton
-from cogvideox_flax.attention.sparse_tiles import Grid, TileLists, attend_to_listed, choose, list_tiles
+from cogvideox_flax.attention.sparse_tiles import Grid, attend_to_listed, choose, list_tiles
 from cogvideox_flax.models.hunyuan_video15.model import sparse_tiles
-from tests.gpu_attention import HEAD_SCALES
+from tests.gpu_attention import HEAD_SCALES, backend_of, definition
 from tests.gpu_errors import compiled, error, fault, sample_indices, why_no_memory
 
 HEADS = 3
@@ -38,8 +39,8 @@ class Sparse:
     grid: Grid
     text: int
     lengths: tuple[int, ...]
-    heads: int = 16
-    dim: int = 128
+    heads: int
+    dim: int
     tiles: int = 6
     interpret: bool = False
 
@@ -53,19 +54,19 @@ class Sparse:
 
 
 def cases(*, small: bool = False, interpret: bool = False) -> list[Sparse]:
-    """HunyuanVideo-1.5's two forms at 480x848, 121 frames; small: to try the checks, interpret: without a GPU."""
+    """HunyuanVideo-1.5's two forms at the size that it was made for; small: to try the checks, interpret: without a
+    GPU."""
+    at = Case("transformer", *RELEASED[-1], None, "bfloat16", "gpu", False)
+    config, grid = at.configs["transformer"], (at.latent_frames, at.height // 16, at.width // 16)
 
     def case(name: str, *, selective: bool) -> Sparse:
-        sparse = sparse_tiles(31, selective=selective)
+        sparse, text = sparse_tiles(at.latent_frames, selective=selective), at.tokens - math.prod(grid)
         if not small:
-            return Sparse(name, sparse, (31, 30, 53), 1256, (200, 23))
+            return Sparse(name, sparse, grid, text, (PROMPT_TOKENS, 23), config.heads, config.head_dim)
         sparse = replace(sparse, tile=(2, 8, 8), window=(1, 3, 3), selected=min(sparse.selected, 1))
         return Sparse(name, sparse, (4, 8, 24), 150, (140, 23), HEADS, 64, tiles=3, interpret=interpret)
 
-    return [
-        case("sliding", selective=False),
-        case("selective", selective=True),
-    ]
+    return [case("sliding", selective=False), case("selective", selective=True)]
 
 
 def inputs(case: Sparse) -> tuple[Array, Array, Array]:
@@ -82,9 +83,9 @@ def program(case: Sparse, q: Array, k: Array, v: Array, lengths: Int[Array, " B"
     """Chooses the tiles and attends to them; to be jitted."""
     sparse = case.sparse
     chosen = choose(sparse, case.grid, q, k[:, : case.video])
-    lists: TileLists = list_tiles(chosen, sparse.most(case.grid), -(-case.text // sparse.size))
+    lists = list_tiles(chosen, sparse.most(case.grid), -(-case.text // sparse.size))
     if case.interpret:
-        return triton.attend_to_listed((sparse.size, True), q, k, v, *lists, lengths)
+        return triton.attend_to_listed((sparse.size, True), q, k, v, lists, lengths)
     return attend_to_listed(q, k, v, lists, lengths, size=sparse.size)
 
 
@@ -92,22 +93,15 @@ def program(case: Sparse, q: Array, k: Array, v: Array, lengths: Int[Array, " B"
 def reference(
     case: Sparse, q: Array, k: Array, v: Array, chosen: Bool[Array, "B N n n"], tiles: Array
 ) -> tuple[Float32[Array, "B t q N K"], Float32[Array, "B t q N K"]]:
-    """These tiles' attention by its definition in float32, all keys with a mask; and the same with the probabilities,
-    relative to the largest, and the result rounded to the case's dtype. q, k, v: of the heads that are compared."""
-    exact, size = jax.lax.Precision.HIGHEST, case.sparse.size
+    """`definition` of these tiles, all keys with a mask. q, k, v: of the heads that are compared."""
+    size = case.sparse.size
 
     def one(at: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         batch, head, tile = at
-        here = jax.lax.dynamic_slice_in_dim(q[batch, :, head], tile * size, size).astype(jnp.float32)
-        keys, values = (x[batch, :, head].astype(jnp.float32) for x in (k, v))
+        here = jax.lax.dynamic_slice_in_dim(q[batch, :, head], tile * size, size)
         text = jnp.arange(case.text) < jnp.asarray(case.lengths)[batch]
         seen = jnp.concatenate([chosen[batch, head, tile].repeat(size), text])
-        scores = jnp.matmul(here, keys.T, precision=exact) / math.sqrt(case.dim)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        p = jnp.exp(scores - scores.max(-1, keepdims=True))
-        rounded = p.astype(jnp.bfloat16).astype(jnp.float32)
-        outs = [jnp.matmul(x, values, precision=exact) / p.sum(-1, keepdims=True) for x in (p, rounded)]
-        return outs[0], outs[1].astype(jnp.bfloat16).astype(jnp.float32)
+        return definition(here, k[batch, :, head], v[batch, :, head], seen, q.dtype)
 
     shape = len(case.lengths), q.shape[2], len(tiles)
     batch, head, tile = (jnp.asarray(x).ravel() for x in np.indices(shape))
@@ -123,7 +117,6 @@ def check(case: Sparse) -> dict[str, Any]:
     q, k, v = jax.jit(partial(inputs, case))()
     lengths = case.video + jnp.asarray(case.lengths, jnp.int32)
     out, text, times = compiled(partial(program, case), q, k, v, lengths)
-    backend = "triton" if case.interpret or "xla.gpu.triton" in text else "xla"
     tiles = sample_indices(case.video // case.sparse.size, case.tiles, 2)
     chosen = jax.jit(partial(choose, case.sparse, case.grid))(q, k[:, : case.video])
     few = [x[:, :, :HEADS] for x in (q, k, v)]
@@ -133,5 +126,9 @@ def check(case: Sparse) -> dict[str, Any]:
     faults = [] if bool(jnp.isfinite(out).all()) else ["not all outputs are finite"]
     if why := fault(errors, rounding):
         faults.append(why)
-    found: dict[str, Any] = {"backend": backend, "share of tiles": float(chosen.mean()), **times}
+    found: dict[str, Any] = {
+        "backend": backend_of(text, case.interpret),
+        "share of tiles": float(chosen.mean()),
+        **times,
+    }
     return found | {"error": errors, "rounding": rounding, "fault": "; ".join(faults)}

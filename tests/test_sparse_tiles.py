@@ -45,10 +45,10 @@ def test_each_tile_attends_to_the_tiles_of_its_list(form, scale, dim, monkeypatc
     run = partial(module.attend_to_listed, size if form == "xla" else (size, True))
     mask = np.repeat(np.repeat(chosen, size, 2), size, 3) & (np.arange(keys * size) < lengths[:, None, None, None])
     expected = masked(q, k, v, mask)
-    assert relative_error(run(q, k, v, *lists, lengths), expected) < ROUNDING_BAR * scale
+    assert relative_error(run(q, k, v, lists, lengths), expected) < ROUNDING_BAR * scale
     narrow = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     if scale == 1:
-        found = run(*narrow, *lists, lengths).astype(jnp.float32)
+        found = run(*narrow, lists, lengths).astype(jnp.float32)
         exact = masked(*narrow, mask)
         assert np.sqrt(np.square(found - exact).mean()) < 5e-3 * exact.std()
 
@@ -65,7 +65,7 @@ def test_the_gradient_of_a_kernel_is_that_of_its_list(kernel):
         s = jnp.where(mask, jnp.einsum("bqnd,bknd->bnqk", q, k) / 8, -jnp.inf)
         return jnp.square(jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(s), v)).sum()
 
-    ours = jax.grad(lambda *x: jnp.square(kernel.attend_to_listed((size, True), *x, *lists, lengths)).sum(), (0, 1, 2))
+    ours = jax.grad(lambda *x: jnp.square(kernel.attend_to_listed((size, True), *x, lists, lengths)).sum(), (0, 1, 2))
     for found, expected in zip(ours(q, k, v), jax.grad(plain, (0, 1, 2))(q, k, v), strict=True):
         assert relative_error(found, expected) < ROUNDING_BAR
 

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from cogvideox_flax.attention import splash, triton, xla
+from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.tpu import LANES
 
@@ -62,17 +62,6 @@ class SparseTiles:
         counts = self.counts(grid)
         around = math.prod(map(min, counts, self.window))
         return min(around + self.selected, math.prod(counts))
-
-
-class TileLists(NamedTuple):
-    """The tiles of keys that each tile of queries attends to.
-
-    tiles: in ascending order.
-    counts: how many of them are meant; what comes after those is not attended.
-    """
-
-    tiles: Int32[Array, "B N q M"]
-    counts: Int32[Array, "B N q"]
 
 
 def attend_in_tiles(
@@ -196,4 +185,4 @@ def attend_to_listed(
         kernels["tpu"] = partial(splash.attend_to_listed, (size, False))
     if triton.is_fast(q) and size % triton.LISTED == 0:
         kernels["cuda"] = partial(triton.attend_to_listed, (size, False))
-    return by_platform(q, k, v, *lists, kv_len, **kernels, default=partial(xla.attend_to_listed, size))
+    return by_platform(q, k, v, lists, kv_len, **kernels, default=partial(xla.attend_to_listed, size))

@@ -40,6 +40,7 @@ from cogvideox_flax.attention import xla
 from cogvideox_flax.attention.bounds import min_nonzero, norms
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
 from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel, sparse_kernel
+from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes, fit_key_block
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
@@ -146,8 +147,7 @@ def attend_to_listed(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    tiles: Int32[Array, "B N q M"],
-    counts: Int32[Array, "B N q"],
+    lists: TileLists,
     kv_len: Int32[Array, " B"],
 ) -> Float[Array, "B Q N K"]:
     """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of 128; whether it is interpreted."""
@@ -165,15 +165,13 @@ def attend_to_listed(
     ends = jnp.arange(1, pl.cdiv(keys, sizes.kv)) * (sizes.kv // size)
     ends = jnp.broadcast_to(jnp.append(ends, pl.cdiv(keys, size)), (batch, len(ends) + 1))
     whole = jnp.minimum(ends, kv_len[:, None] // size)
-    bounds = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends, whole], 1)[:, None, None, None]
-    listed = jnp.arange(tiles.shape[-1]) < counts[..., None]
-    places = ((tiles[..., None] < bounds) & listed[..., None]).sum(-2, dtype=jnp.int32)
-    lists = jnp.concatenate([places, tiles], -1).reshape(batch * heads, queries // size, 1, -1)
+    places = lists.before(jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends, whole], 1))
+    numbers = jnp.concatenate([places, lists.tiles], -1).reshape(batch * heads, queries // size, 1, -1)
 
-    cost = _cost(batch * heads, queries, min(keys, tiles.shape[-1] * size), dim, q.dtype.itemsize)
+    cost = _cost(batch * heads, queries, min(keys, lists.tiles.shape[-1] * size), dim, q.dtype.itemsize)
     static = Static(sizes, interpret, with_lse=False)
-    call = _kernel_call(static, columns, queries, keys, cost, listed=lists.shape[-1])
-    (out,) = call(kv_len.repeat(heads), modes, lists, columns, _columns(k, multiple).swapaxes(1, 2), _tiles(values))
+    call = _kernel_call(static, columns, queries, keys, cost, listed=numbers.shape[-1])
+    (out,) = call(kv_len.repeat(heads), modes, numbers, columns, _columns(k, multiple).swapaxes(1, 2), _tiles(values))
     return out[:, :dim].reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
 
 

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from cogvideox_flax.attention import nvidia, xla
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.attention.gradient import Static, with_plain_gradient
+from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision
 from cogvideox_flax.nn.tpu import with_gradient_of
@@ -36,7 +37,7 @@ except ImportError:  # JAX has announced that a version without it will come
 NAME, SPARSE_NAME = "cogvideox_flash", "cogvideox_flash_sparse"
 
 LISTED = 128
-"""A tile of a list is a multiple of this many tokens."""
+"""A tile of a list is a multiple of this many tokens, which the sizes of `Tiles` divide."""
 
 _Carry = tuple[Float32[Array, " q"], Float32[Array, " q"], Float32[Array, "q K"]]
 
@@ -117,11 +118,8 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     """The result, and log_sum_exp if wanted."""
     batch, queries, heads, dim = q.shape
     tiles = Tiles.choose(dim, q.dtype)
-    width = max(pl.next_power_of_2(dim), 16)
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % tiles.kv), (0, 0), (0, 0))) for x in (k, v))
-    # programs that run at the same time are of one head, so its keys are read from memory once
-    q_spec = pl.BlockSpec((None, tiles.q, None, width), lambda i, n, b: (b, i, n, 0))
-    kv_spec = pl.BlockSpec((None, k.shape[1], None, width), lambda i, n, b: (b, 0, n, 0))
+    length_spec, q_spec, kv_spec = _specs(tiles, dim, k.shape[1])
     lse_shape = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
     lse_spec = pl.BlockSpec((None, None, tiles.q), lambda i, n, b: (b, n, i))
     out, *log_sum_exp = pl.pallas_call(
@@ -129,7 +127,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
         + [lse_shape] * static.with_lse,
         grid=(pl.cdiv(queries, tiles.q), heads, batch),
-        in_specs=[pl.BlockSpec((1,), lambda i, n, b: (b,)), q_spec, kv_spec, kv_spec],
+        in_specs=[length_spec, q_spec, kv_spec, kv_spec],
         out_specs=[q_spec] + [lse_spec] * static.with_lse,
         compiler_params=plgpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         cost_estimate=_cost(q, k.shape[1]),
@@ -145,36 +143,46 @@ def attend_to_listed(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    tiles: Int32[Array, "B N q M"],
-    counts: Int32[Array, "B N q"],
+    lists: TileLists,
     kv_len: Int32[Array, " B"],
 ) -> Float[Array, "B Q N K"]:
     """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of LISTED; if it is interpreted."""
     (size, interpret), (batch, queries, heads, dim) = settings, q.shape
     sizes = Tiles.choose(dim, q.dtype)
-    width = max(pl.next_power_of_2(dim), 16)
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), (0, 0), (0, 0))) for x in (k, v))
-    # how many of a list's tiles are attended whole, and how many in part or whole; they come in ascending order
-    listed = jnp.arange(tiles.shape[-1]) < counts[..., None]
-    bounds = [
-        (listed & (tiles < n[:, None, None, None])).sum(-1, keepdims=True)
-        for n in (kv_len // size, pl.cdiv(kv_len, size))
-    ]
-    lists = jnp.concatenate([*bounds, tiles], -1)
-    q_spec = pl.BlockSpec((None, sizes.q, None, width), lambda i, n, b: (b, i, n, 0))
-    kv_spec = pl.BlockSpec((None, k.shape[1], None, width), lambda i, n, b: (b, 0, n, 0))
-    list_spec = pl.BlockSpec((None, None, None, lists.shape[-1]), lambda i, n, b: (b, n, i * sizes.q // size, 0))
+    # how many of a list's tiles are attended whole, and how many in part or whole
+    bounds = lists.before(jnp.stack([kv_len // size, pl.cdiv(kv_len, size)], 1))
+    numbers = jnp.concatenate([bounds, lists.tiles], -1)
+    length_spec, q_spec, kv_spec = _specs(sizes, dim, k.shape[1])
+    list_spec = pl.BlockSpec((None, None, None, numbers.shape[-1]), lambda i, n, b: (b, n, i * sizes.q // size, 0))
     return pl.pallas_call(
         partial(_listed_kernel, sizes, size, dim),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(queries // sizes.q, heads, batch),
-        in_specs=[pl.BlockSpec((1,), lambda i, n, b: (b,)), list_spec, q_spec, kv_spec, kv_spec],
+        in_specs=[length_spec, list_spec, q_spec, kv_spec, kv_spec],
         out_specs=q_spec,
         compiler_params=plgpu.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
-        cost_estimate=_cost(q, min(k.shape[1], tiles.shape[-1] * size)),
+        cost_estimate=_cost(q, min(k.shape[1], lists.tiles.shape[-1] * size)),
         interpret=interpret,
         name=SPARSE_NAME,
-    )(kv_len, lists, q, k, v)
+    )(kv_len, numbers, q, k, v)
+
+
+def _specs(tiles: Tiles, dim: int, keys: int) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """Of the length, of a block of queries and of all keys of a head, for a grid of blocks, heads and batch: programs
+    that run at the same time are of one head, so its keys are read from memory once."""
+    width = max(pl.next_power_of_2(dim), 16)
+    length = pl.BlockSpec((1,), lambda i, n, b: (b,))
+    q = pl.BlockSpec((None, tiles.q, None, width), lambda i, n, b: (b, i, n, 0))
+    return length, q, pl.BlockSpec((None, keys, None, width), lambda i, n, b: (b, 0, n, 0))
+
+
+def _cost(q: Float[Array, "B Q N K"], keys: int) -> pl.CostEstimate:
+    """keys: how many a query attends to, at most."""
+    batch, queries, heads, dim = q.shape
+    pairs = batch * heads * queries * keys
+    moved = 2 * batch * heads * (queries + keys) * dim * q.dtype.itemsize
+    return pl.CostEstimate(flops=4 * pairs * dim, transcendentals=pairs, bytes_accessed=moved)
 
 
 def _kernel(
@@ -202,14 +210,6 @@ def _kernel(
     plgpu.store(out_ref, out.astype(out_ref.dtype), mask=inside)
     for ref in lse_ref:
         plgpu.store(ref, log_sum_exp, mask=rows < queries)
-
-
-def _cost(q: Float[Array, "B Q N K"], keys: int) -> pl.CostEstimate:
-    """keys: how many a query attends to, at most."""
-    batch, queries, heads, dim = q.shape
-    pairs = batch * heads * queries * keys
-    moved = 2 * batch * heads * (queries + keys) * dim * q.dtype.itemsize
-    return pl.CostEstimate(flops=4 * pairs * dim, transcendentals=pairs, bytes_accessed=moved)
 
 
 def _listed_kernel(

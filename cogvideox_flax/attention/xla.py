@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention import cpu
 from cogvideox_flax.attention.bounds import MASKED
+from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.nn.layers import precision, round_up
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.scopes import runs_in
@@ -205,8 +206,7 @@ def attend_to_listed(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    tiles: Int32[Array, "B N q M"],
-    counts: Int32[Array, "B N q"],
+    lists: TileLists,
     kv_len: Int32[Array, " B"],
 ) -> Float[Array, "B Q N K"]:
     """See `sparse_tiles.attend_to_listed`: head by head, and one tile of queries after the other. size: of a tile."""
@@ -232,6 +232,6 @@ def attend_to_listed(
 
         return jax.lax.map(one_tile, (q, tiles, counts)).astype(q.dtype)
 
-    by_head = [x.reshape(batch * heads, *x.shape[2:]) for x in (tiles, counts)]
+    by_head = [x.reshape(batch * heads, *x.shape[2:]) for x in lists]
     out = jax.lax.map(one_head, (*map(in_tiles, (q, k, v)), *by_head, kv_len.repeat(heads)))
     return out.reshape(batch, heads, -1, dim).swapaxes(1, 2)
