@@ -362,6 +362,19 @@ def test_kept_states_are_hashed_after_others_were_removed(tmp_path, monkeypatch)
     assert [path.name for path in (tmp_path / "states").glob("*.json")] == ["6.json"]
 
 
+def test_no_hashes_are_left_of_a_state_that_is_removed_late(tmp_path, monkeypatch):
+    real = shutil.rmtree
+
+    def slow(folder, *args, **kwargs):
+        time.sleep(0.3)
+        real(folder, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    config = replace(QUICK, save_minutes=1e-9, keep=1)
+    train(START, pull, some_batches, config, tmp_path, stop_after=2)
+    assert [path.name for path in (tmp_path / "states").glob("*.json")] == ["2.json"]
+
+
 def test_a_state_that_cannot_be_read_is_damaged(tmp_path, monkeypatch, caplog):
     config = replace(QUICK, save_minutes=1e-9)
     train(START, pull, some_batches, config, tmp_path, stop_after=4)

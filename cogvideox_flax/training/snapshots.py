@@ -74,6 +74,7 @@ class Snapshots:
             finally:
                 self._closing.set()
                 self._hashing.shutdown()
+                self._remove_hashes_of_removed()  # Orbax may have removed a state after the last one was hashed
                 self._manager.close()  # which raises the error of the last write again
 
     @contextmanager
@@ -156,7 +157,7 @@ class Snapshots:
         return self._folder / f"{step}.json"
 
     def _write_hashes(self, step: int) -> None:
-        """Write the hashes of a state's files when it is in place, and remove the hashes of removed states."""
+        """Write the hashes of a state's files when it is in place."""
         folder = self._folder / str(step)
         while not folder.exists():
             later = (path for path in self._folder.iterdir() if path.name.isdecimal() and int(path.name) > step)
@@ -165,11 +166,14 @@ class Snapshots:
             time.sleep(_POLL_SECONDS)
         try:
             write_record(self._hash_file(step), {"sha256": _hashes(folder)})
-            for path in self._folder.glob("*.json"):
-                if path.stem.isdecimal() and not (self._folder / path.stem).exists():
-                    path.unlink(missing_ok=True)
+            self._remove_hashes_of_removed()
         except InputError as e:  # the state was removed meanwhile, or the disk is full
             log.info("the training state of step %d has no hashes: %s", step, e)
+
+    def _remove_hashes_of_removed(self) -> None:
+        for path in self._folder.glob("*.json"):
+            if path.stem.isdecimal() and not (self._folder / path.stem).exists():
+                path.unlink(missing_ok=True)
 
     def _is_damaged(self, step: int) -> bool:
         """Whether a state differs from its hashes. It has none if its writer was killed before it was hashed."""
