@@ -94,10 +94,6 @@ def test_a_quantized_map_is_the_map_within_its_rounding(kind, most, sort):
     exact, found = apply(linear), apply(small)
     error = jnp.sqrt(jnp.square(found - exact).mean()) / exact.std()
     assert 0 < error < most
-    if sort is not Linear:
-        return
-    reverse = jax.lax.scan(lambda _, m: (None, m(x, lambda w: w[..., ::-1], out_dtype=jnp.float32)), None, small)[1]
-    np.testing.assert_allclose(reverse, found[..., ::-1], rtol=1e-5, atol=1e-5)
 
 
 def test_checkpoint(native, quantized):

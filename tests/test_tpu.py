@@ -186,8 +186,8 @@ def test_qk_norm_compiles(topology, dtype):
 
     def f(x, wide):
         tables = [(jnp.ones((1000, half)), jnp.ones((1000, half))) for half in (32, 64)]
-        narrow = qk_norm(x, LayerNorm(64, eps=1e-6), None, tables[0])
-        return narrow, qk_norm(wide, RMSNorm(128, eps=1e-6), None, tables[1])
+        narrow = qk_norm(x, LayerNorm(64, eps=1e-6), tables[0])
+        return narrow, qk_norm(wide, RMSNorm(128, eps=1e-6), tables[1])
 
     text = compile_for(topology, f, (2, 1000, 3072), (1, 1000, 2048), dtype=dtype).as_text()
     assert text.count("tpu_custom_call") == 2

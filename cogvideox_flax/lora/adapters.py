@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.model import Family
-from cogvideox_flax.nn.layers import Linear, Permutation, permuted, precision
+from cogvideox_flax.nn.layers import Linear, precision
 from cogvideox_flax.nn.quantized import QuantizedLinear, kind_of
 from cogvideox_flax.nn.stack import same_arrays
 
@@ -46,13 +46,10 @@ class LoRALinear(nnx.Module):
     def scale(self) -> float:
         return self.alpha / self.a.shape[-1]
 
-    def __call__(
-        self, x: Float[Array, "*batch in"], permutation: Permutation | None = None, *, out_dtype: Any = None
-    ) -> Float[Array, "*batch out"]:
+    def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.Linear`."""
         thin = _matmul(x, self.a[...].astype(x.dtype)).astype(x.dtype)
-        b = permuted(self.b[...], permutation).astype(x.dtype)
-        y = self.base(x, permutation, out_dtype=jnp.float32) + self.scale * _matmul(thin, b)
+        y = self.base(x, out_dtype=jnp.float32) + self.scale * _matmul(thin, self.b[...].astype(x.dtype))
         return y.astype(out_dtype or x.dtype)
 
     def merged(self) -> Linear:

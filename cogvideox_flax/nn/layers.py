@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,6 @@ from jaxtyping import Array, Float, Float32, Num
 from cogvideox_flax.nn import cpu
 from cogvideox_flax.nn.platforms import by_platform
 
-Permutation = Callable[[Float[Array, "*batch n"]], Float[Array, "*batch n"]]
-"""Reorders the last axis."""
-
 
 def precision(dtype: Any) -> jax.lax.Precision:
     """HIGHEST for float32: by default a TPU multiplies float32 in bfloat16, and a GPU in TF32."""
@@ -27,11 +23,6 @@ def precision(dtype: Any) -> jax.lax.Precision:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is n or more."""
     return -(-n // multiple) * multiple
-
-
-def permuted(w: Float[Array, "*batch n"], permutation: Permutation | None) -> Float[Array, "*batch n"]:
-    """w with its last axis reordered; w itself without a permutation."""
-    return w if permutation is None else permutation(w)
 
 
 class Linear(nnx.Module):
@@ -47,16 +38,13 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(scale * jax.random.normal(rngs.params(), (in_width, out_width)))
         self.bias = nnx.Param(jnp.zeros(out_width)) if bias else None
 
-    def __call__(
-        self, x: Float[Array, "*batch in"], permutation: Permutation | None = None, *, out_dtype: Any = None
-    ) -> Float[Array, "*batch out"]:
+    def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """The map of x.
 
         Args:
-            permutation: of the outputs; it is applied to the weights, which are smaller.
             out_dtype: dtype of the result; None is x's. float32 returns the sum without rounding.
         """
-        weights = [permuted(w[...], permutation) for w in (self.kernel, self.bias) if w is not None]
+        weights = [w[...] for w in (self.kernel, self.bias) if w is not None]
         summed = partial(_linear, jnp.float32, out_dtype or x.dtype)
         if x.dtype.itemsize != 2:
             return summed(x, *weights)
@@ -112,17 +100,10 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(width))
         self.eps = eps
 
-    def __call__(
-        self, x: Float[Array, "*batch width"], permutation: Permutation | None = None, *, out_dtype: Any = None
-    ) -> Float[Array, "*batch width"]:
-        """The norm of x.
-
-        Args:
-            permutation: the current order of x's channels; it is applied to scale and bias.
-            out_dtype: dtype of the result; None is x's.
-        """
+    def __call__(self, x: Float[Array, "*batch width"], *, out_dtype: Any = None) -> Float[Array, "*batch width"]:
+        """The norm of x; out_dtype: dtype of the result; None is x's."""
         y = standardize(x, self.eps)
-        scale, bias = (permuted(p[...], permutation).astype(jnp.float32) for p in (self.scale, self.bias))
+        scale, bias = (p[...].astype(jnp.float32) for p in (self.scale, self.bias))
         return (y * scale + bias).astype(out_dtype or x.dtype)
 
 
@@ -143,12 +124,10 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(width))
         self.eps = eps
 
-    def __call__(
-        self, x: Float[Array, "*batch width"], permutation: Permutation | None = None, *, out_dtype: Any = None
-    ) -> Float[Array, "*batch width"]:
-        """permutation, out_dtype: as for `LayerNorm`."""
+    def __call__(self, x: Float[Array, "*batch width"], *, out_dtype: Any = None) -> Float[Array, "*batch width"]:
+        """As for `LayerNorm`."""
         wide = x.astype(jnp.float32)
-        y = wide * rms_factor(wide, self.eps) * permuted(self.scale[...], permutation).astype(jnp.float32)
+        y = wide * rms_factor(wide, self.eps) * self.scale[...].astype(jnp.float32)
         return y.astype(out_dtype or x.dtype)
 
 

@@ -1,9 +1,10 @@
 """QK norm: the norm of each head of queries and keys, and their rotation, on a TPU as a Pallas kernel.
 
 XLA writes several float32 copies of all queries and keys between the product and the exchange of heads, since a norm
-over a head, a rotation of its halves and the exchange each want another layout. The kernel reads and writes them once.
-Channels lie along the sublanes there, so that a norm adds whole registers and the halves of a head are registers too;
-attention wants queries like that.
+over a head, a rotation of pairs of channels and the exchange each want another layout. The kernel reads and writes them
+once. Channels lie along the sublanes there: a norm adds whole registers, and attention wants queries like that. The two
+channels of a pair, neighbours in the checkpoint's order, then share a word of 32 bits in bfloat16, and are rows of even
+and odd numbers in float32.
 """
 
 from __future__ import annotations
@@ -14,31 +15,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax import sharding
-from cogvideox_flax.nn.layers import LayerNorm, Permutation, RMSNorm, permuted, rms_factor, standardize
+from cogvideox_flax.nn.layers import LayerNorm, RMSNorm, rms_factor, standardize
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.nn.rope import Rotary, rotate
+from cogvideox_flax.nn.rope import Rotary, rotate_neighbours
 from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 NAME = "cogvideox_qk_norm"
 
-_ROWS = 256
-"""Tokens of a grid step: by its schedule the kernel then computes for no longer than it reads and writes."""
+_BYTES = 512
+"""That a grid step reads of a channel: by its schedule the kernel then takes no longer than its reads and writes."""
 
 Settings = tuple[float, bool]
 """What is added to the mean square; whether the mean is subtracted first, as in a layer norm."""
 
 
-def qk_norm(
-    x: Float[Array, "B S D"], norm: LayerNorm | RMSNorm, permutation: Permutation | None, rotary: Rotary | None
-) -> Float[Array, "B S N K"]:
-    """The norm of each head of queries or keys x, rotated as `rope.rotate` does.
+def qk_norm(x: Float[Array, "B S D"], norm: LayerNorm | RMSNorm, rotary: Rotary | None) -> Float[Array, "B S N K"]:
+    """The norm of each head of queries or keys x, rotated as `rope.rotate_neighbours` does.
 
     Args:
-        norm: over a head, in the checkpoint's order of channels.
-        permutation: of the channels of a head, from the checkpoint's order to x's.
+        norm: over a head.
         rotary: cos and sin of the tokens; None: no rotation.
 
     Returns:
@@ -48,9 +47,9 @@ def qk_norm(
         InputError: on a TPU, batch, tokens or heads do not divide over their mesh axes.
     """
     if rotary is None:
-        return norm(x.reshape(*x.shape[:2], -1, norm.scale.size), permutation)
-    centered, scale = isinstance(norm, LayerNorm), permuted(norm.scale[...], permutation)
-    bias = permuted(norm.bias[...], permutation) if isinstance(norm, LayerNorm) else jnp.zeros_like(scale)
+        return norm(x.reshape(*x.shape[:2], -1, norm.scale.size))
+    centered, scale = isinstance(norm, LayerNorm), norm.scale[...]
+    bias = norm.bias[...] if isinstance(norm, LayerNorm) else jnp.zeros_like(scale)
     settings = norm.eps, centered
     plain, split = partial(_plain, settings), partial(on_each_device, settings)
     width = x.shape[-1] // sharding.devices_of("heads")
@@ -67,7 +66,7 @@ def _plain(settings: Settings, x: Array, scale: Array, bias: Array, cos: Array, 
     else:
         wide = heads.astype(jnp.float32)
         y = wide * rms_factor(wide, eps) * scale
-    return rotate(y.astype(x.dtype), (cos, sin))
+    return rotate_neighbours(y.astype(x.dtype), (cos, sin))
 
 
 def on_each_device(
@@ -95,14 +94,15 @@ def kernel(
 def call(settings: Settings, x: Array, *args: Array, interpret: bool = False) -> Float[Array, "B N K S"]:
     """The kernel's call; arguments as for `kernel`."""
     (batch, tokens, width), dim = x.shape, args[0].size
+    rows = _BYTES // x.dtype.itemsize
     scale, bias = (w.astype(jnp.float32)[:, None] for w in args[:2])
     cos, sin = (table.T for table in args[2:])
-    of_head, table = (pl.BlockSpec((dim, 1), lambda i, b: (0, 0)), pl.BlockSpec((dim // 2, _ROWS), lambda i, b: (0, i)))
+    of_head, table = (pl.BlockSpec((dim, 1), lambda i, b: (0, 0)), pl.BlockSpec((dim // 2, rows), lambda i, b: (0, i)))
     return pl.pallas_call(
         partial(_body, settings),
-        grid=(pl.cdiv(tokens, _ROWS), batch),
-        in_specs=[pl.BlockSpec((1, _ROWS, width), lambda i, b: (b, i, 0)), of_head, of_head, table, table],
-        out_specs=pl.BlockSpec((1, width // dim, dim, _ROWS), lambda i, b: (b, 0, 0, i)),
+        grid=(pl.cdiv(tokens, rows), batch),
+        in_specs=[pl.BlockSpec((1, rows, width), lambda i, b: (b, i, 0)), of_head, of_head, table, table],
+        out_specs=pl.BlockSpec((1, width // dim, dim, rows), lambda i, b: (b, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((batch, width // dim, dim, tokens), x.dtype),
         cost_estimate=pl.CostEstimate(
             flops=0, transcendentals=0, bytes_accessed=2 * x.nbytes + cos.nbytes + sin.nbytes
@@ -115,14 +115,39 @@ def call(settings: Settings, x: Array, *args: Array, interpret: bool = False) ->
 def _body(settings: Settings, x: Any, scale: Any, bias: Any, cos: Any, sin: Any, out: Any) -> None:
     """The heads of one register's width after the other."""
     (eps, centered), dim = settings, out.shape[2]
-    half, together = dim // 2, LANES // dim
+    together = LANES // dim
+    scale, bias = _rows(scale), _rows(bias)
     for group in range(out.shape[1] // together):
-        columns = x[0, :, group * LANES : (group + 1) * LANES].astype(jnp.float32).T
+        columns = x[0, :, group * LANES : (group + 1) * LANES].T
         for i in range(together):
-            y = columns[i * dim : (i + 1) * dim]
+            head = out.at[0, group * together + i]
+            first, second = _pairs(columns[i * dim : (i + 1) * dim], head)
             if centered:
-                y = y - y.mean(0, keepdims=True)
-            y = y * rms_factor(y, eps, 0) * scale[...] + bias[...]
-            first, second, head = y[:half], y[half:], group * together + i
-            out[0, head, :half] = (first * cos[...] - second * sin[...]).astype(out.dtype)
-            out[0, head, half:] = (second * cos[...] + first * sin[...]).astype(out.dtype)
+                mean = (first + second).sum(0, keepdims=True) / dim
+                first, second = first - mean, second - mean
+            factor = jax.lax.rsqrt((first * first + second * second).sum(0, keepdims=True) / dim + eps)
+            first = first * factor * scale[0] + bias[0]
+            second = second * factor * scale[1] + bias[1]
+            _write_pairs(head, first * cos[...] - second * sin[...], second * cos[...] + first * sin[...])
+
+
+def _pairs(x: Array, scratch: Any) -> list[Float32[Array, "half rows"]]:
+    """The rows of even and those of odd number."""
+    if x.dtype == jnp.float32:
+        scratch[...] = x
+        return _rows(scratch)
+    words = pltpu.bitcast(x, jnp.uint32)  # of two rows, the first in the lower half
+    return [jax.lax.bitcast_convert_type(w, jnp.float32) for w in (words << 16, words & jnp.uint32(0xFFFF0000))]
+
+
+def _write_pairs(out: Any, first: Float32[Array, "half rows"], second: Float32[Array, "half rows"]) -> None:
+    if out.dtype == jnp.float32:
+        out[pl.ds(0, first.shape[0], stride=2)] = first
+        out[pl.ds(1, first.shape[0], stride=2)] = second
+    else:
+        out[...] = pltpu.bitcast(pltpu.pack_elementwise([first, second], packed_dtype=out.dtype), out.dtype)
+
+
+def _rows(x: Any) -> list[Array]:
+    """The rows of even and those of odd number, of an array in memory."""
+    return [x[pl.ds(i, x.shape[0] // 2, stride=2)] for i in range(2)]

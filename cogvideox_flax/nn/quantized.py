@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.layers import Linear, Permutation, TransposedLinear, matmul_transposed, permuted
+from cogvideox_flax.nn.layers import Linear, TransposedLinear, matmul_transposed
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.stack import same_arrays
 
@@ -51,17 +51,15 @@ class QuantizedLinear(nnx.Module):
         self.scale = nnx.Param(scale)
         self.bias = nnx.Param(bias) if bias is not None else None
 
-    def __call__(
-        self, x: Float[Array, "*batch in"], permutation: Permutation | None = None, *, out_dtype: Any = None
-    ) -> Float[Array, "*batch out"]:
+    def __call__(self, x: Float[Array, "*batch in"], *, out_dtype: Any = None) -> Float[Array, "*batch out"]:
         """As for `layers.Linear`."""
-        kernel = permuted(self.kernel[...], permutation)
+        kernel = self.kernel[...]
         kind = kind_of(kernel.dtype)
         assert kind is not None
         rounded, factor = round_to(kind, x, axis=-1)
-        y = _product(rounded, kernel) * factor * permuted(self.scale[...], permutation)
+        y = _product(rounded, kernel) * factor * self.scale[...]
         if self.bias is not None:
-            y = y + permuted(self.bias[...], permutation).astype(jnp.float32)
+            y = y + self.bias[...].astype(jnp.float32)
         return y.astype(out_dtype or x.dtype)
 
 

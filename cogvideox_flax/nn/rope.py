@@ -121,24 +121,25 @@ def pad_rotary(table: Rotary, before: int, after: int) -> Rotary:
     return jnp.pad(cos, rows, constant_values=1.0), jnp.pad(sin, rows)
 
 
-def half_split(x: Float[Array, "*batch channels"], head_dim: int) -> Float[Array, "*batch channels"]:
-    """Permute the channels of each head from interleaved pairs (2i, 2i + 1) to pairs (i, i + K / 2), as for `rotate`.
-
-    Checkpoints interleave pairs, as diffusers does. Rotating interleaved pairs swaps adjacent channels, which takes a
-    TPU several copies of all queries and keys; permuting the weights instead costs almost nothing.
-    """
-    return x.reshape(*x.shape[:-1], -1, head_dim // 2, 2).swapaxes(-1, -2).reshape(x.shape)
-
-
 def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
     """Rotate the channel pairs (i, i + K / 2) of each token by its row of the table.
 
     Computed in float32, returned in x's dtype. Source: RoFormer (arXiv 2104.09864).
     """
-    cos, sin = (part[:, None, None, :] for part in table)
-    y = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    return _rotate(x.reshape(*x.shape[:-1], 2, -1), table, -2).reshape(x.shape)
+
+
+def rotate_neighbours(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
+    """As `rotate`, the channel pairs (2 i, 2 i + 1), as in diffusers."""
+    return _rotate(x.reshape(*x.shape[:-1], -1, 2), table, -1).reshape(x.shape)
+
+
+def _rotate(pairs: Float[Array, "B S N i j"], table: Rotary, axis: int) -> Float[Array, "B S N i j"]:
+    """axis: of the two channels of a pair."""
+    cos, sin = (jnp.expand_dims(part, (1, axis)) for part in table)
+    y = pairs.astype(jnp.float32)
     # a TPU fuses a flip of the halves; split and concatenate would write them to memory
-    return (y * cos + jnp.flip(y, -2) * jnp.concatenate([-sin, sin], -2)).reshape(x.shape).astype(x.dtype)
+    return (y * cos + jnp.flip(y, axis) * jnp.concatenate([-sin, sin], axis)).astype(pairs.dtype)
 
 
 def _sincos_1d(positions: np.ndarray, dim: int) -> np.ndarray:

@@ -82,12 +82,10 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B S D"], rotary: rope.Rotary | None, length: int, attend: Attend
     ) -> Float32[Array, "B S D"]:
         """Tokens past `length` are padding and are not attended."""
-        # a permutation of the channels of q and k changes no score
-        permutation = None if rotary is None else partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # barriers write them to memory in x's dtype, since the norms read q and k more than once; a single one would
         # let no exchange over sp begin before the last product has ended
-        q, k, v = map(jax.lax.optimization_barrier, (self.q(x, permutation), self.k(x, permutation), self.v(x)))
-        q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
+        q, k, v = map(jax.lax.optimization_barrier, (self.q(x), self.k(x), self.v(x)))
+        q, k = qk_norm(q, self.norm_q, rotary), qk_norm(k, self.norm_k, rotary)
         v = v.reshape(q.shape)
         return self.out(attend(q, k, v, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)
 

@@ -91,12 +91,10 @@ class Attention(nnx.Module):
 
     def project(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> sharding.Joint:
         """Queries, keys and values [B, S, N, K]; rotary: of the video alone."""
-        # the same permutation of the channels of all q and k, of both streams, changes no score
-        permutation = partial(rope.half_split, head_dim=self.norm_q.scale.shape[-1])
         # barriers write them to memory in x's dtype, since the norms read q and k more than once; a single one would
         # let no exchange over sp begin before the last product has ended
-        q, k, v = map(jax.lax.optimization_barrier, (self.q(x, permutation), self.k(x, permutation), self.v(x)))
-        q, k = qk_norm(q, self.norm_q, permutation, rotary), qk_norm(k, self.norm_k, permutation, rotary)
+        q, k, v = map(jax.lax.optimization_barrier, (self.q(x), self.k(x), self.v(x)))
+        q, k = qk_norm(q, self.norm_q, rotary), qk_norm(k, self.norm_k, rotary)
         return q, k, v.reshape(q.shape)
 
 
