@@ -27,7 +27,7 @@ from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.models.t5 import TextEncoder
 from cogvideox_flax.nn import cpu
-from cogvideox_flax.nn.layers import Linear
+from cogvideox_flax.nn.layers import Linear, in_columns
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.runtime import compile_cache, devices
@@ -243,6 +243,18 @@ def test_bfloat16_is_multiplied_in_float32_where_that_is_faster(extensions, rows
     weights = (np.asarray(w[...], np.float64) for w in (layer.kernel, layer.bias))
     expected = np.asarray(x, np.float64) @ next(weights) + next(weights)
     np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-6)  # one rounding
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_result_in_columns_is_the_map(platform, bias):
+    layer = Linear(40, 24, bias=bias, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 30, 40))
+    with compiling_for(platform):
+        y = jax.jit(in_columns)(layer, x)
+    weights = [np.asarray(w[...], np.float64) for w in (layer.kernel, layer.bias) if w is not None]
+    expected = sum(weights[1:], np.asarray(x, np.float64) @ weights[0])
+    np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 class EncodeIds(Program):

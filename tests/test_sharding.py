@@ -157,6 +157,22 @@ def test_attention_by_exchange(kv_len, heads):
     np.testing.assert_allclose(spread, call(q, k, v), atol=2e-5)
 
 
+@pytest.mark.parametrize("heads", [6, 4])  # in a ring of two groups, one for each device
+def test_padding_queries_are_left_out(heads):
+    """Real ones get the same result, the others a finite one."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(2, 1100, heads, 16)), jnp.float32) for _ in range(3))
+    call = jax.jit(lambda q, k, v: attend(q, k, v, q_len=700, kv_len=700))
+    with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
+        spread = call(q, k, v)
+        attended = call.lower(q, k, v).compile().cost_analysis()["flops"]
+        all_attended = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=700)).lower(q, k, v).compile()
+    assert jnp.isfinite(spread).all()
+    np.testing.assert_allclose(spread[:, :700], call(q, k, v)[:, :700], atol=2e-5)
+    if heads == 4:
+        assert attended < 0.75 * all_attended.cost_analysis()["flops"]
+
+
 @pytest.mark.parametrize("options", [{"backend": "xla"}, SPLASH, SPLASH | {"tile_sizes": SMALL}])
 def test_a_ring_of_kernels(options):
     """Large scores, one and several blocks of keys, groups that hold no real key at all, nonsense behind the last."""

@@ -88,7 +88,7 @@ def test_products_run_beside_the_exchanges_that_they_do_not_need():
     x = jax.ShapeDtypeStruct((2, tokens, config.width), jnp.bfloat16, sharding=split)
     rotary = jax.ShapeDtypeStruct((tokens, config.head_dim // 2), jnp.float32)
     add = lambda q, k, v, _: q + k + v  # noqa: E731
-    attend = lambda *qkv, kv_len: sharding.sequence_parallel_attention(add, *qkv, None)  # noqa: E731
+    attend = lambda *qkv, **_: sharding.sequence_parallel_attention(add, *qkv, None)  # noqa: E731
 
     def f(model, x, cos, sin):
         return model(x, (cos, sin), tokens, attend)

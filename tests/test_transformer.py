@@ -182,9 +182,9 @@ def test_attention_function_is_given_to_the_transformer(model, options):
     model, args = model
     seen = []
 
-    def attend(q, k, v, *, kv_len):
+    def attend(q, k, v, **lengths):
         seen.append(k)
-        return attention.attend(q, k, v, kv_len=kv_len, **options)
+        return attention.attend(q, k, v, **lengths, **options)
 
     call = jax.jit(Transformer.__call__)
     expected = call(model, *args)

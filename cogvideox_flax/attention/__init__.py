@@ -80,6 +80,7 @@ def attend(
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
     *,
+    q_len: int | None = None,
     kv_len: int | Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
@@ -97,6 +98,8 @@ def attend(
     Args:
         q, k, v: float32, bfloat16 or float16, the same for all three, of any length. "splash" and "stock" refuse
             float16, which the TPU compiler does not support in a kernel; "auto" is XLA in float16 on a TPU.
+        q_len: how many queries are attended; None: all. Those past it are padding, and what is returned for them is
+            finite, no more.
         kv_len: how many keys are attended, for all or per batch element: 1 to S. An array is clipped to that range,
             since its values may only be known on the device. The values of keys past it must be finite.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
@@ -106,10 +109,12 @@ def attend(
         tile_sizes: of the splash kernel; None takes the best ones from its table.
 
     Raises:
-        InputError: shapes or dtypes disagree, kv_len is out of range, the backend is unknown or does not serve the
-            dtype or this machine, or it takes no `interpret` or `tile_sizes`.
+        InputError: shapes or dtypes disagree, q_len or kv_len is out of range, the backend is unknown or does not serve
+            the dtype or this machine, or it takes no `interpret` or `tile_sizes`.
     """
     _check(q, k, v, backend, interpret, tile_sizes)
+    if q_len is not None and not 1 <= q_len <= q.shape[1]:
+        raise InputError(f"q_len must be between 1 and the number of queries, {q.shape[1]}; got {q_len}")
     kv_len = _check_length(kv_len, q.shape[0], k.shape[1])
     if smooth_k:
         k = _subtract_mean(k, kv_len)
@@ -118,7 +123,8 @@ def attend(
     with_lse = partial(BACKENDS_WITH_LSE[backend], **options) if backend in BACKENDS_WITH_LSE else None
     if backend == "auto" and cudnn.why_not(q) is None:
         with_lse = None  # pads with zero heads and stays with cuDNN; a ring with our kernel was not measured
-    return sharding.sequence_parallel_attention(partial(BACKENDS[backend], **options), q, k, v, kv_len, with_lse)
+    run = partial(BACKENDS[backend], **options)
+    return sharding.sequence_parallel_attention(run, q, k, v, kv_len, with_lse, q_len=q_len)
 
 
 def attend_jointly(

@@ -70,6 +70,34 @@ def _linear(
     return sum((b.astype(sum_dtype) for b in bias), y).astype(out_dtype)
 
 
+def in_columns(linear: Any, x: Float[Array, "B S in"]) -> Float[Array, "B S out"]:
+    """linear(x), rounded to x's dtype and written to memory, on a TPU with tokens along the lanes.
+
+    There a product writes channels along the lanes, and XLA transposes what is wanted otherwise in one more pass over
+    memory; but the product of the transposed weights and x's columns is written like that.
+    """
+    if not isinstance(linear, Linear):
+        return jax.lax.optimization_barrier(linear(x))
+    weights = [w[...] for w in (linear.kernel, linear.bias) if w is not None]
+    return by_platform(
+        x, *weights, default=lambda x, *_: jax.lax.optimization_barrier(linear(x)), tpu=_linear_in_columns
+    )
+
+
+def _linear_in_columns(
+    x: Float[Array, "B S in"], kernel: Num[Array, "in out"], *bias: Num[Array, " out"]
+) -> Float[Array, "B S out"]:
+    y = jax.lax.dot_general(
+        kernel.astype(x.dtype),
+        x,
+        (((0,), (2,)), ((), ())),
+        precision=precision(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    y = sum((b.astype(jnp.float32)[:, None, None] for b in bias), y)
+    return jax.lax.optimization_barrier(y.astype(x.dtype)).transpose(1, 2, 0)
+
+
 class TransposedLinear(nnx.Module):
     """y = x @ weight.T, summed in float32 for every dtype. weight: [out, in].
 

@@ -58,6 +58,8 @@ def sequence_parallel_attention(
     v: Float[Array, "B S N K"],
     kv_len: int | Int[Array, " B"] | None,
     attend_with_lse: Callable[..., tuple[Array, Array]] | None = None,
+    *,
+    q_len: int | None = None,
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
@@ -73,6 +75,7 @@ def sequence_parallel_attention(
         kv_len: how many keys are attended. An int truncates k and v; an array becomes `lengths`.
         attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
             log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
+        q_len: how many queries are attended; None: all. The result for those past it is 0, or that of attention.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes.
@@ -89,6 +92,8 @@ def sequence_parallel_attention(
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
     # truncated to full tiles, fewer keys are attended; `lengths` masks the rest
     tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])
+    q_len = queries if q_len is None else q_len
+    q_tiles = min(q_len + -q_len % TOKEN_TILE, q.shape[1])
     if lengths is None and (tiles > keys or group < parts):
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
 
@@ -100,9 +105,9 @@ def sequence_parallel_attention(
             assert attend_with_lse is not None and lengths is not None
             outs = [_ring_attention(attend_with_lse, q, k, v, lengths, group, parts)]
         else:
-            k, v = k[:, :tiles], v[:, :tiles]
-            halves = _halves(q.shape[2], q.shape[1] // parts)
-            outs = [attend(q[:, :, half], k[:, :, half], v[:, :, half], lengths) for half in halves]
+            size, halves = q.shape[1], _halves(q.shape[2], q.shape[1] // parts)
+            q, k, v = q[:, :q_tiles], k[:, :tiles], v[:, :tiles]
+            outs = [_pad(attend(q[:, :, half], k[:, :, half], v[:, :, half], lengths), 1, size) for half in halves]
         return _heads_to_tokens(outs, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))

@@ -23,7 +23,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import AdaLNZero, per_stream
-from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, sinusoid
+from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, sinusoid
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 QK_NORM_EPS = 1e-6
 
 Attend = Callable[..., Float[Array, "B S N K"]]
-"""attend(q, k, v, *, kv_len) -> B S N K, as `attention.attend`."""
+"""attend(q, k, v, *, q_len, kv_len) -> B S N K, as `attention.attend`."""
 
 
 @jax.tree_util.register_dataclass
@@ -84,10 +84,10 @@ class Attention(nnx.Module):
         """Tokens past `length` are padding and are not attended."""
         # barriers write them to memory in x's dtype, since the norms read q and k more than once; a single one would
         # let no exchange over sp begin before the last product has ended
-        q, k, v = map(jax.lax.optimization_barrier, (self.q(x), self.k(x), self.v(x)))
+        q, k = map(jax.lax.optimization_barrier, (self.q(x), self.k(x)))
+        v = in_columns(self.v, x).reshape(*x.shape[:2], -1, self.norm_q.scale.size)
         q, k = qk_norm(q, self.norm_q, rotary), qk_norm(k, self.norm_k, rotary)
-        v = v.reshape(q.shape)
-        return self.out(attend(q, k, v, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)
+        return self.out(attend(q, k, v, q_len=length, kv_len=length).reshape(x.shape), out_dtype=jnp.float32)
 
 
 class Block(nnx.Module):
