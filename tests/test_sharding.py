@@ -18,7 +18,7 @@ import pytest
 from reference import convert_component, make_text_encoder, make_transformer, save_layout
 
 from cogvideox_flax import CogVideoXPipeline, sharding
-from cogvideox_flax.attention import TileSizes, attend
+from cogvideox_flax.attention import TileSizes, attend, xla
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import decode_programs
@@ -155,6 +155,24 @@ def test_attention_by_exchange(kv_len, heads):
         spread = call(q, k, v)
     assert jnp.isfinite(spread).all()
     np.testing.assert_allclose(spread, call(q, k, v), atol=2e-5)
+
+
+@pytest.mark.parametrize(("tokens", "kv_len"), [(300, 200), (300, 300), (40, 37)])
+def test_keys_in_tiles_are_masked(tokens, kv_len):
+    """One device: keys past the last whole tile are cut off, those within it masked."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(2, tokens, 2, 16)), jnp.float32) for _ in range(3))
+    k, v = (x.at[:, kv_len:].set(1e30) for x in (k, v))
+    seen = []
+
+    def run(q, k, v, lengths):
+        seen.append((k.shape[1], lengths))
+        return xla.attend(q, k, v, lengths)
+
+    found = sharding.sequence_parallel_attention(run, q, k, v, kv_len, in_tiles=True)
+    np.testing.assert_allclose(found, attend(q, k[:, :kv_len], v[:, :kv_len]), atol=2e-5)
+    ((keys, lengths),) = seen
+    assert keys == min(tokens, -(-kv_len // 128) * 128) and (lengths is None) == (keys == kv_len)
 
 
 @pytest.mark.parametrize("heads", [6, 4])  # in a ring of two groups, one for each device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 
 import jax
@@ -78,29 +79,39 @@ def test_float16_is_left_to_xla():
     assert "tpu_custom_call" not in compiled.as_text()
 
 
-def test_products_run_beside_the_exchanges_that_they_do_not_need():
-    """In CogVideoX's attention, with the options that a pipeline compiles with."""
-    mesh, chip, tokens = tpu.topology_mesh("v6e:2x4", (2, 4, 1)), CHIPS["v6e"], 8192
+def compile_attention(mesh, attend, batch, tokens, length):
+    """The text of CogVideoX's attention, compiled with the options of a pipeline."""
     config = RELEASES["cogvideox1.5-5b"].configs["transformer"]
     model = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
     model = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), model)
     split = NamedSharding(mesh, PartitionSpec("dp", "sp"))
-    x = jax.ShapeDtypeStruct((2, tokens, config.width), jnp.bfloat16, sharding=split)
+    x = jax.ShapeDtypeStruct((batch, tokens, config.width), jnp.bfloat16, sharding=split)
     rotary = jax.ShapeDtypeStruct((tokens, config.head_dim // 2), jnp.float32)
-    add = lambda q, k, v, _: q + k + v  # noqa: E731
-    attend = lambda *qkv, **_: sharding.sequence_parallel_attention(add, *qkv, None)  # noqa: E731
 
     def f(model, x, cos, sin):
-        return model(x, (cos, sin), tokens, attend)
+        return model(x, (cos, sin), length, attend)
 
     with compiling_on(mesh):
-        lowered = jax.jit(f, compiler_options=compiler_options("bfloat16", platform="tpu")).lower(
-            model, x, rotary, rotary
-        )
-        program = Program(lowered.compile().as_text())
+        call = jax.jit(f, compiler_options=compiler_options("bfloat16", platform="tpu"))
+        return call.lower(model, x, rotary, rotary).compile().as_text()
+
+
+def test_products_run_beside_the_exchanges_that_they_do_not_need():
+    mesh, chip = tpu.topology_mesh("v6e:2x4", (2, 4, 1)), CHIPS["v6e"]
+    add = lambda q, k, v, _: q + k + v  # noqa: E731
+    add_attended = lambda *qkv, **_: sharding.sequence_parallel_attention(add, *qkv, None)  # noqa: E731
+    program = Program(compile_attention(mesh, add_attended, 2, 8192, 8192))
     links = Links([device.coords for device in mesh.devices.flat])
     waited, hidden = waits(program, chip, lambda op: links.busiest_bytes(op) / chip.link)
     assert hidden > 0.2 * (waited + hidden) > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_nothing_is_padded_or_copied_before_the_kernel_but_keys(batch):
+    """The kernel wants tokens of keys along the sublanes. Of a batch, values are transposed too."""
+    text = compile_attention(tpu.topology_mesh("v6e:2x4"), attend, batch, tokens=2560, length=2500)
+    copied = re.findall(r"= bf16\[[\d,]*2560[\d,]*\]\S* (?:copy|pad|transpose)\(", text[text.index("ENTRY") :])
+    assert len(copied) == batch
 
 
 @pytest.mark.further

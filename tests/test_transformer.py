@@ -20,6 +20,7 @@ from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.nn.layers import MLP
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.stack import same_arrays
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
@@ -167,6 +168,17 @@ def test_embed_blocks_and_head_are_the_call(model):
     residual = out.x - tokens.x
     cached = dataclasses.replace(tokens, x=tokens.x + residual)
     np.testing.assert_allclose(head(model, cached), head(model, out), atol=1e-5)
+
+
+def test_tokens_in_the_tiles_of_a_tpu_give_the_same(model):
+    """10 + 72 tokens, and 6 of padding."""
+    model, args = model
+    with compiling_for("tpu"):
+        tokens = jax.jit(Transformer.embed)(model, *args)
+    assert tokens.x.shape[1] == 88 and tokens.length == 82
+    run_blocks, head = (jax.jit(getattr(Transformer, name)) for name in ("run_blocks", "head"))
+    expected = jax.jit(Transformer.__call__)(model, *args)
+    np.testing.assert_allclose(head(model, run_blocks(model, tokens)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,13 @@ Joint = tuple[Float[Array, "B L N K"], Float[Array, "B L N K"], Float[Array, "B 
 _LSE_OF_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # below any other; differences are finite
 
 
-def pad_tokens(x: Float[Array, "B S ..."]) -> Float[Array, "B padded ..."]:
-    """x padded with zero tokens at the end, so that it divides over sp in tiles; x itself without sp.
+def pad_tokens(x: Float[Array, "B S ..."], *, in_tiles: bool = False) -> Float[Array, "B padded ..."]:
+    """x padded with zero tokens at the end, so that it divides over sp in tiles; x itself without sp, unless in_tiles.
 
-    The caller passes the number of real tokens to attention (`kv_len`) and removes the padding.
+    The caller passes the number of real tokens to attention (`q_len`, `kv_len`) and removes the padding.
     """
     parts = devices_of("tokens")
-    return _pad(x, 1, parts * _tile_of(x.shape[1] / parts)) if parts > 1 else x
+    return _pad(x, 1, parts * _tile_of(x.shape[1] / parts)) if parts > 1 or in_tiles else x
 
 
 def _tile_of(tokens: float) -> int:
@@ -60,6 +60,7 @@ def sequence_parallel_attention(
     attend_with_lse: Callable[..., tuple[Array, Array]] | None = None,
     *,
     q_len: int | None = None,
+    in_tiles: bool = False,
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
@@ -72,29 +73,33 @@ def sequence_parallel_attention(
 
     Args:
         attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
-        kv_len: how many keys are attended. An int truncates k and v; an array becomes `lengths`.
+        kv_len: how many keys are attended. An int truncates k and v, or becomes `lengths`, as an array does.
         attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
             log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
         q_len: how many queries are attended; None: all. The result for those past it is 0, or that of attention.
+        in_tiles: without sp too, keep as many keys as fill tiles: a TPU would copy all to leave some out.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    alone, queries = mesh.empty or mesh.size == 1, q.shape[1]
     keys, lengths = (kv_len, None) if isinstance(kv_len, int) else (k.shape[1], kv_len)
-    if mesh.empty or mesh.size == 1:
-        return attend(q, k[:, :keys], v[:, :keys], lengths)
+    if not alone:
+        q, k, v = map(pad_tokens, (q, k, v))
+    # truncated to full tiles, fewer keys are attended; `lengths` masks the rest
+    tiles = keys if alone and not in_tiles else min(keys + -keys % TOKEN_TILE, k.shape[1])
+    if lengths is None and tiles > keys:
+        lengths = jnp.full(q.shape[0], keys, jnp.int32)
+    if alone:
+        return attend(q, k[:, :tiles], v[:, :tiles], lengths)
     parts, heads = devices_of("tokens"), q.shape[2] // devices_of("heads")
     group = ulysses_group(heads, parts) if attend_with_lse is not None else parts
     _log_heads(heads, parts, group)
-    queries = q.shape[1]
-    q, k, v = map(pad_tokens, (q, k, v))
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
-    # truncated to full tiles, fewer keys are attended; `lengths` masks the rest
-    tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])
     q_len = queries if q_len is None else q_len
     q_tiles = min(q_len + -q_len % TOKEN_TILE, q.shape[1])
-    if lengths is None and (tiles > keys or group < parts):
+    if lengths is None and group < parts:
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
 
     def local_attention(q: Array, k: Array, v: Array, lengths: Array | None) -> Array:

@@ -24,6 +24,7 @@ from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import AdaLNZero, per_stream
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, sinusoid
+from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
@@ -205,7 +206,9 @@ class Transformer(nnx.Module):
         text = self.text_proj(context.astype(jnp.float32))
         # rows for text and padding are added before the embedding, while tokens are narrow
         video = jnp.pad(patches.reshape(batch, -1, patches.shape[-1]), ((0, 0), (text_length, 0), (0, 0)))
-        x = self.patch_embed(_shard_tokens(sharding.pad_tokens(video)))
+        # a TPU stores tokens in tiles; otherwise each layer would pad queries, keys and values for the kernel
+        video = sharding.pad_tokens(video, in_tiles=compiling_for.value == "tpu")
+        x = self.patch_embed(_shard_tokens(video))
         x = jax.lax.dynamic_update_slice_in_dim(x, text, 0, 1)
         padding = x.shape[1] - text_length - math.prod(grid)
         positions = self._positions(text_length, grid)
