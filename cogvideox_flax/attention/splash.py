@@ -122,10 +122,10 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     multiple = LANES if keys >= sizes.kv else sizes.kv
     values = _columns(v, multiple)
     scalars = kv_len.repeat(heads), _modes(scaled, k, values, kv_len)
-    keys_and_values = _columns(k, multiple).swapaxes(1, 2), _tiles(values)
+    keys_and_values = _of_all_heads(_columns(k, multiple)).swapaxes(1, 2), _tiles(values)
 
     (count, width), *rest = query_parts(queries, sizes.q)
-    columns = _columns(scaled.astype(q.dtype), LANES if rest else width)
+    columns = _of_all_heads(_columns(scaled.astype(q.dtype), LANES if rest else width))
 
     def call(columns: Array, count: int, width: int) -> list[Array]:
         """The kernel for the first `count` queries, in blocks of `width`."""
@@ -159,7 +159,7 @@ def attend_to_listed(
     values = _columns(v, multiple)
     modes = _modes(scaled, k, values, kv_len)
     modes = jnp.where(modes == SHIFTED, ONLINE, modes)  # the first keys need not be in a list
-    columns = _columns(scaled.astype(q.dtype), size)
+    columns = _of_all_heads(_columns(scaled.astype(q.dtype), size))
 
     # where each block of keys begins, and where its last whole tile ends, first in tiles and then in the lists
     ends = jnp.arange(1, pl.cdiv(keys, sizes.kv)) * (sizes.kv // size)
@@ -171,7 +171,8 @@ def attend_to_listed(
     cost = _cost(batch * heads, queries, min(keys, lists.tiles.shape[-1] * size), dim, q.dtype.itemsize)
     static = Static(sizes, interpret, with_lse=False)
     call = _kernel_call(static, columns, queries, keys, cost, listed=numbers.shape[-1])
-    (out,) = call(kv_len.repeat(heads), modes, numbers, columns, _columns(k, multiple).swapaxes(1, 2), _tiles(values))
+    keys_and_values = _of_all_heads(_columns(k, multiple)).swapaxes(1, 2), _tiles(values)
+    (out,) = call(kv_len.repeat(heads), modes, numbers, columns, *keys_and_values)
     return out[:, :dim].reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
 
 
@@ -187,18 +188,17 @@ def query_parts(queries: int, block: int) -> list[tuple[int, int]]:
 def _modes(
     scaled: Float32[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
-    values: Float[Array, "BN k s"],
+    values: Float[Array, "B N k s"],
     lengths: Int[Array, " B"],
 ) -> Int32[Array, " BN"]:
     """The mode of each head; see the top of this file. Keys past kv_len do not count.
 
     values: from `_columns`, so that one pass over v transposes it and finds its largest value.
     """
-    heads = k.shape[2]
     real = jnp.arange(k.shape[1]) < lengths[:, None]
     bound = (norms(scaled).max(1) * jnp.where(real[..., None], norms(k), 0).max(1)).reshape(-1)
-    real = jnp.arange(values.shape[-1]) < lengths.repeat(heads)[:, None]
-    by_channel = jnp.where(real[:, None], jnp.abs(values), 0).max(-1)
+    real = jnp.arange(values.shape[-1]) < lengths[:, None]
+    by_channel = _of_all_heads(jnp.where(real[:, None, None], jnp.abs(values), 0).max(-1))
     value = by_channel.max(-1).astype(jnp.float32)
     # a million underflowing products of 2^-bound and a value add up to at most 2^-26 of a channel's largest value
     bounded = bound <= BOUND + jnp.minimum(jnp.log2(min_nonzero(by_channel)), 0)
@@ -259,13 +259,17 @@ def _kernel_call(
     )
 
 
-def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "BN k s"]:
+def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "B N k s"]:
     """One matrix per head, tokens along the lanes. Tokens are padded to the multiple, K to full registers."""
-    batch, tokens, heads, dim = x.shape
-    x = x.transpose(0, 2, 3, 1).reshape(batch * heads, dim, tokens)
-    return jnp.pad(x, ((0, 0), (0, -dim % 64), (0, -tokens % multiple)))
+    tokens, dim = x.shape[1], x.shape[3]
+    return jnp.pad(x.transpose(0, 2, 3, 1), ((0, 0), (0, 0), (0, -dim % 64), (0, -tokens % multiple)))
 
 
-def _tiles(x: Float[Array, "BN k s"]) -> Float[Array, "BN t k LANES"]:
+def _of_all_heads(x: Float[Array, "B N ..."]) -> Float[Array, "BN ..."]:
+    """Batch and heads in one axis. It comes last, since it would decide in which order XLA stores the axes of x."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _tiles(x: Float[Array, "B N k s"]) -> Float[Array, "BN t k LANES"]:
     """Contiguous tiles of LANES columns, which are simple to address."""
-    return x.reshape(*x.shape[:2], -1, LANES).swapaxes(1, 2)
+    return _of_all_heads(x.reshape(*x.shape[:3], -1, LANES).swapaxes(2, 3))

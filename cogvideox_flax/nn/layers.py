@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
-from cogvideox_flax import sharding
 from cogvideox_flax.nn import cpu
 from cogvideox_flax.nn.platforms import by_platform
 
@@ -75,9 +74,9 @@ def in_columns(linear: Any, x: Float[Array, "B S in"]) -> Float[Array, "B S out"
     """linear(x), rounded to x's dtype and written to memory, on a TPU with tokens along the lanes.
 
     There a product writes channels along the lanes, and XLA transposes what is wanted otherwise in one more pass over
-    memory; but the product of the transposed weights and x's columns is written like that, for one batch element.
+    memory; but the product of the transposed weights and x's columns is written like that.
     """
-    if not isinstance(linear, Linear) or x.shape[0] > sharding.devices_of("batch"):
+    if not isinstance(linear, Linear):
         return jax.lax.optimization_barrier(linear(x))
     weights = [w[...] for w in (linear.kernel, linear.bias) if w is not None]
     return by_platform(
