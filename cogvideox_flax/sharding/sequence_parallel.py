@@ -65,11 +65,11 @@ def sequence_parallel_attention(
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
     Everywhere else sp splits tokens, so q, k, v and the result are exchanged between the devices of sp, each by an
-    all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). A long result takes two, since the first half of the heads is
-    exchanged while the second is attended. Tokens are padded by tokens that are never attended; heads that do not
-    divide over sp are padded by zero heads, which cost time and do not change the result. Where too many zero heads
-    would be needed, devices exchange heads in groups whose size divides the heads, and keys and values circulate
-    between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
+    all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509). A long result takes several: some heads are exchanged while the
+    next are attended, and only the last exchange is waited for. Tokens are padded by tokens that are never attended;
+    heads that do not divide over sp are padded by zero heads, which cost time and do not change the result. Where too
+    many zero heads would be needed, devices exchange heads in groups whose size divides the heads, and keys and values
+    circulate between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
 
     Args:
         attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
@@ -110,9 +110,9 @@ def sequence_parallel_attention(
             assert attend_with_lse is not None and lengths is not None
             outs = [_ring_attention(attend_with_lse, q, k, v, lengths, group, parts)]
         else:
-            size, halves = q.shape[1], _halves(q.shape[2], q.shape[1] // parts)
+            size, turns = q.shape[1], _heads_at_a_time(q.shape[2], q.shape[1] // parts, 4)
             q, k, v = q[:, :q_tiles], k[:, :tiles], v[:, :tiles]
-            outs = [_pad(attend(q[:, :, half], k[:, :, half], v[:, :, half], lengths), 1, size) for half in halves]
+            outs = [_pad(attend(q[:, :, some], k[:, :, some], v[:, :, some], lengths), 1, size) for some in turns]
         return _heads_to_tokens(outs, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
@@ -168,12 +168,12 @@ def joint_attention(
         if parts == 1:
             out = attend_all([[q], [k], [v]], joint, lengths)
             return out[:, :size], out[:, queries : queries + few]
-        pieces = [[y.swapaxes(1, 2) for y in _some_heads(_pad(x, 2, parts), parts, parts)] for x in (q, k, v)]
+        all_heads = [[y.swapaxes(1, 2) for y in _some_heads(_pad(x, 2, parts), parts, parts)] for x in (q, k, v)]
         own = [_own_heads(x, parts) for x in joint]
         outs = []
-        for half in _halves(own[0].shape[2], size):
-            few_q, few_k, few_v = (x[:, :, half] for x in own)
-            outs.append(attend_all([[y[:, :, half] for y in ys] for ys in pieces], (few_q, few_k, few_v), lengths))
+        for some in _heads_at_a_time(own[0].shape[2], size, 2):  # the joint stream runs beside the last exchange
+            few_q, few_k, few_v = (x[:, :, some] for x in own)
+            outs.append(attend_all([[y[:, :, some] for y in ys] for ys in all_heads], (few_q, few_k, few_v), lengths))
         few_out = jnp.concatenate([out[:, queries : queries + few] for out in outs], 2)
         few_out = jax.lax.all_gather(few_out, RULES["tokens"], axis=2, tiled=True)
         out = _heads_to_tokens([_pad(out[:, : parts * size], 1, parts * size) for out in outs], parts, parts)
@@ -268,11 +268,10 @@ def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Floa
     return x.reshape(batch, group * tokens, heads // group, dim)
 
 
-def _halves(heads: int, tokens: int) -> list[slice]:
-    """A device's heads in two halves, where it has many tokens; else all of them, since the exchange is short."""
-    if heads == 1 or _tile_of(tokens) < TOKEN_TILE:
-        return [slice(None)]
-    return [slice(0, heads // 2), slice(heads // 2, None)]
+def _heads_at_a_time(heads: int, tokens: int, turns: int) -> list[slice]:
+    """A device's heads in so many turns, where it has many tokens; else all of them, since the exchange is short."""
+    turns = 1 if _tile_of(tokens) < TOKEN_TILE else min(heads, turns)
+    return [slice(heads * i // turns, heads * (i + 1) // turns) for i in range(turns)]
 
 
 def _heads_to_tokens(xs: list[Float[Array, "B S n K"]], group: int, parts: int) -> Float[Array, "B s N K"]:
