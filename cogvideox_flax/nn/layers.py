@@ -159,9 +159,9 @@ class RMSNorm(nnx.Module):
         return y.astype(out_dtype or x.dtype)
 
 
-def rms_factor(x: Float32[Array, "*shape"], eps: float, axis: int = -1) -> Float32[Array, "*shape"]:
-    """1 / rms(x) over an axis, which stays with size 1."""
-    return jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)
+def rms_factor(x: Float32[Array, "*batch width"], eps: float) -> Float32[Array, "*batch 1"]:
+    """1 / rms(x) over the last axis."""
+    return jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps)
 
 
 class MLP(nnx.Module):

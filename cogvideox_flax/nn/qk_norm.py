@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm, rms_factor, standardize
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.nn.rope import Rotary, rotate_neighbours
+from cogvideox_flax.nn.rope import Rotary, rotate_interleaved
 from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 NAME = "cogvideox_qk_norm"
@@ -34,7 +34,7 @@ Settings = tuple[float, bool]
 
 
 def qk_norm(x: Float[Array, "B S D"], norm: LayerNorm | RMSNorm, rotary: Rotary | None) -> Float[Array, "B S N K"]:
-    """The norm of each head of queries or keys x, rotated as `rope.rotate_neighbours` does.
+    """The norm of each head of queries or keys x, rotated as `rope.rotate_interleaved` does.
 
     Args:
         norm: over a head.
@@ -66,7 +66,7 @@ def _plain(settings: Settings, x: Array, scale: Array, bias: Array, cos: Array, 
     else:
         wide = heads.astype(jnp.float32)
         y = wide * rms_factor(wide, eps) * scale
-    return rotate_neighbours(y.astype(x.dtype), (cos, sin))
+    return rotate_interleaved(y.astype(x.dtype), (cos, sin))
 
 
 def on_each_device(

@@ -129,7 +129,7 @@ def rotate(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]
     return _rotate(x.reshape(*x.shape[:-1], 2, -1), table, -2).reshape(x.shape)
 
 
-def rotate_neighbours(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
+def rotate_interleaved(x: Float[Array, "B S N K"], table: Rotary) -> Float[Array, "B S N K"]:
     """As `rotate`, the channel pairs (2 i, 2 i + 1), as in diffusers."""
     return _rotate(x.reshape(*x.shape[:-1], -1, 2), table, -1).reshape(x.shape)
 
