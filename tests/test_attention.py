@@ -367,6 +367,26 @@ def test_kernel_gradient_is_that_of_the_formula():
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_kernel_reads_some_heads_of_all_keys(batch):
+    """Heads 1 and 2 of 4, the first 300 of 400 keys, and their gradient."""
+    q, k, v = random(130, 400, batch=batch, heads=4, dim=64)
+    q, v = q[:, :, 1:3], v[:, :300, 1:3]
+    k = k.at[:, 300:].set(1e30)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
+    kernel = partial(splash.attend, first_head=1, interpret=True, tile_sizes=SMALL)
+
+    def plain(q, k, v):
+        return xla.attend(q, k[:, :300, 1:3], v, None)
+
+    found, wanted = (
+        jax.value_and_grad(lambda *args, f=f: (weight * f(*args)).sum(), (0, 1, 2))(q, k, v) for f in (kernel, plain)
+    )
+    np.testing.assert_allclose(kernel(q, k, v), plain(q, k, v), atol=5e-6)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
 def test_kernels_return_log_sum_exp():
     q, k, v = random(130, 300, heads=2, dim=48)
     lengths = jnp.array([300, 70])

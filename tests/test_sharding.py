@@ -157,6 +157,26 @@ def test_attention_by_exchange(kv_len, heads):
     np.testing.assert_allclose(spread, call(q, k, v), atol=2e-5)
 
 
+@pytest.mark.parametrize("kv_len", [2300, 2304])
+def test_keys_of_all_heads_are_not_cut(kv_len):
+    """Each device attends its four heads one after the other, and gives the keys of all."""
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(1, 2400, 8, 16)), jnp.float32) for _ in range(3))
+    seen = []
+
+    def run(q, k, v, lengths, first_head):
+        seen.append((first_head, k.shape[1:3], v.shape[1:3]))
+        return xla.attend(q, k[:, : v.shape[1], first_head : first_head + v.shape[2]], v, lengths)
+
+    options = {"q_len": kv_len, "in_tiles": True, "keys_of_all_heads": True}
+    with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
+        call = jax.jit(lambda *qkv: sharding.sequence_parallel_attention(run, *qkv, kv_len, **options))
+        found = call(q, k, v)
+    expected = attend(q, k[:, :kv_len], v[:, :kv_len])
+    np.testing.assert_allclose(found[:, :kv_len], expected[:, :kv_len], atol=2e-5)
+    assert seen == [(i, (2560, 4), (2304, 1)) for i in range(4)]
+
+
 @pytest.mark.parametrize(("tokens", "kv_len"), [(300, 200), (300, 300), (40, 37)])
 def test_keys_in_tiles_are_masked(tokens, kv_len):
     """One device: keys past the last whole tile are cut off, those within it masked."""

@@ -23,16 +23,23 @@ BackendWithLse = Callable[..., tuple[Float32[Array, "B Q N K"], Float32[Array, "
 
 
 def _auto(
-    q: Float[Array, "B Q N K"], k: Float[Array, "B S N K"], v: Float[Array, "B S N K"], kv_len: Int[Array, " B"] | None
+    q: Float[Array, "B Q N K"],
+    k: Float[Array, "B T M K"],
+    v: Float[Array, "B S N K"],
+    kv_len: Int[Array, " B"] | None,
+    *,
+    first_head: int | None = None,
 ) -> Float[Array, "B Q N K"]:
     """For more than `xla.SHORT` tokens: splash on a TPU, except in float16; cuDNN on an NVIDIA GPU in 16 bit, or triton
-    where cuDNN does not serve the heads. XLA otherwise."""
-    if max(q.shape[1], k.shape[1]) <= xla.SHORT:
+    where cuDNN does not serve the heads. XLA otherwise. first_head: as for `splash.attend`, only on a TPU."""
+    if first_head is not None and (max(q.shape[1], v.shape[1]) <= xla.SHORT or splash.why_not(q)):
+        k, first_head = k[:, : v.shape[1], first_head : first_head + v.shape[2]], None
+    if max(q.shape[1], v.shape[1]) <= xla.SHORT:
         return xla.attend(q, k, v, kv_len)
-    lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
+    lengths = jnp.full(q.shape[0], v.shape[1], jnp.int32) if kv_len is None else kv_len
     kernels: dict[str, Callable[..., Array]] = {}
     if splash.why_not(q) is None:
-        kernels["tpu"] = splash.attend
+        kernels["tpu"] = partial(splash.attend, first_head=first_head)
     if cudnn.why_not(q) is None:
         kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # kv_len None: cuDNN applies no mask
     elif triton.is_fast(q):
@@ -124,8 +131,18 @@ def attend(
     if backend == "auto" and cudnn.why_not(q) is None:
         with_lse = None  # pads with zero heads and stays with cuDNN; a ring with our kernel was not measured
     run = partial(BACKENDS[backend], **options)
-    in_tiles = compiling_for.value == "tpu"
-    return sharding.sequence_parallel_attention(run, q, k, v, kv_len, with_lse, q_len=q_len, in_tiles=in_tiles)
+    on_tpu = compiling_for.value == "tpu"
+    return sharding.sequence_parallel_attention(
+        run,
+        q,
+        k,
+        v,
+        kv_len,
+        with_lse,
+        q_len=q_len,
+        in_tiles=on_tpu,
+        keys_of_all_heads=on_tpu and backend in ("auto", "splash"),
+    )
 
 
 def attend_jointly(

@@ -70,10 +70,11 @@ def why_not(q: Float[Array, "B Q N K"]) -> str | None:
 
 def attend(
     q: Float[Array, "B Q N K"],
-    k: Float[Array, "B S N K"],
+    k: Float[Array, "B T M K"],
     v: Float[Array, "B S N K"],
     kv_len: Int[Array, " B"] | None = None,
     *,
+    first_head: int | None = None,
     tile_sizes: TileSizes | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B Q N K"]:
@@ -83,14 +84,16 @@ def attend(
 
     Args:
         q, k, v: bfloat16 or float32.
+        first_head: if given, k may have more heads and more keys than v. Its N heads from this one on and its first S
+            keys are attended; the kernel reads them where they lie, since cutting them out would copy them.
         tile_sizes: None takes them from the table that `python -m benchmarks.attention --search` writes.
         interpret: run on any device, slowly.
 
     Raises:
         InputError: another dtype, or tile sizes that do not nest or do not fit into fast memory.
     """
-    lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32) if kv_len is None else kv_len
-    return _attend(Static(tile_sizes, interpret, with_lse=False), q, k, v, lengths)[0]
+    lengths = jnp.full(q.shape[0], v.shape[1], jnp.int32) if kv_len is None else kv_len
+    return _attend(Static(tile_sizes, interpret, with_lse=False, first_head=first_head), q, k, v, lengths)[0]
 
 
 def attend_with_lse(
@@ -113,7 +116,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     if reason := why_not(q):
         raise InputError(f"attention backend 'splash': {reason}. Take 'auto', or another dtype")
     batch, queries, heads, dim = q.shape
-    keys = k.shape[1]
+    keys = v.shape[1]
     sizes = static.tile_sizes or choose_tile_sizes(queries, keys, dim, q.dtype, static.with_lse)
     sizes.check(keys, dim, q.dtype, static.with_lse)
 
@@ -121,7 +124,8 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     # what lies past the last LANES attended keys is not read, so it need not exist
     multiple = LANES if keys >= sizes.kv else sizes.kv
     values = _columns(v, multiple)
-    scalars = kv_len.repeat(heads), _modes(scaled, k, values, kv_len)
+    modes = _modes(scaled, static.own_keys(k, v), values, kv_len)
+    scalars = kv_len.repeat(heads), modes, _rows(batch, heads, k.shape[2], static.first_head or 0)
     keys_and_values = _of_all_heads(_columns(k, multiple)).swapaxes(1, 2), _tiles(values)
 
     (count, width), *rest = query_parts(queries, sizes.q)
@@ -172,7 +176,8 @@ def attend_to_listed(
     static = Static(sizes, interpret, with_lse=False)
     call = _kernel_call(static, columns, queries, keys, cost, listed=numbers.shape[-1])
     keys_and_values = _of_all_heads(_columns(k, multiple)).swapaxes(1, 2), _tiles(values)
-    (out,) = call(kv_len.repeat(heads), modes, numbers, columns, *keys_and_values)
+    scalars = kv_len.repeat(heads), modes, _rows(batch, heads, heads, 0)
+    (out,) = call(*scalars, numbers, columns, *keys_and_values)
     return out[:, :dim].reshape(batch, heads, dim, queries).transpose(0, 3, 1, 2)
 
 
@@ -215,11 +220,17 @@ def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.Co
 
 
 def _kernel_call(
-    static: Static, q: Float[Array, "BN K Q"], count: int, keys: int, cost: pl.CostEstimate, *, listed: int = 0
+    static: Static,
+    q: Float[Array, "BN K Q"],
+    count: int,
+    keys: int,
+    cost: pl.CostEstimate,
+    *,
+    listed: int = 0,
 ) -> Callable[..., list]:
-    """The kernel for the first `count` queries of this shape: a function of lengths and modes [BN], q [BN, K, Q],
-    k [BN, S, K] and v [BN, S / 128, K, 128]. It returns [BN, K, Q], of which the blocks of these queries are written;
-    with_lse: in float32, and log_sum_exp [BN, 1, Q].
+    """The kernel for the first `count` queries of this shape: a function of lengths, modes and rows of k [BN],
+    q [BN, K, Q], k [BM, T, K] and v [BN, S / 128, K, 128]. It returns [BN, K, Q], of which the blocks of these queries
+    are written; with_lse: in float32, and log_sum_exp [BN, 1, Q].
 
     listed: numbers of a list of slices, for `sparse_kernel`, which takes lists [BN, Q / q, 1, listed] before q.
     """
@@ -234,12 +245,12 @@ def _kernel_call(
         out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
         + [jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32)] * static.with_lse,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(heads, pl.cdiv(count, sizes.q), pl.cdiv(keys, sizes.kv)),
             in_specs=[
                 *[lists] * bool(listed),
                 q_spec,
-                pl.BlockSpec((1, sizes.kv, dim), lambda n, i, j, *_: (n, j, 0), **buffers),
+                pl.BlockSpec((1, sizes.kv, dim), lambda n, i, j, *refs: (refs[2][n], j, 0), **buffers),
                 pl.BlockSpec((1, sizes.kv // LANES, dim, LANES), lambda n, i, j, *_: (n, j, 0, 0), **buffers),
             ],
             out_specs=[q_spec] + [lse_spec] * static.with_lse,
@@ -257,6 +268,11 @@ def _kernel_call(
         interpret=static.interpret,
         name=SPARSE_NAME if listed else NAME,
     )
+
+
+def _rows(batch: int, heads: int, of_k: int, first: int) -> Int32[Array, " BN"]:
+    """Where the keys of each head of q are among those of all heads of k."""
+    return (of_k * jnp.arange(batch)[:, None] + first + jnp.arange(heads)).reshape(-1)
 
 
 def _columns(x: Float[Array, "B S N K"], multiple: int) -> Float[Array, "B N k s"]:

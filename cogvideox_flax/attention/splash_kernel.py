@@ -34,12 +34,20 @@ AT_ONCE = 4
 
 
 def kernel(
-    tile_sizes: TileSizes, length_ref: Any, mode_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, *refs: Any
+    tile_sizes: TileSizes,
+    length_ref: Any,
+    mode_ref: Any,
+    row_ref: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    *refs: Any,
 ) -> None:
     """The grid is heads, blocks of queries, blocks of keys.
 
-    Refs: lengths and modes [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128], out [1, K, q], and
-    log_sum_exp [1, 1, q] if requested. Three scratch buffers carry state over the blocks of keys of one block of
+    Refs: lengths, modes and rows of k [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128],
+    out [1, K, q], and log_sum_exp [1, 1, q] if requested. Three scratch buffers carry state over the blocks of keys of one block of
     queries: sums [K, q], the unnormalised output; row_sum [8, q], the sum of the probabilities in eight parts; and
     reference [8, q], eight copies of the score that is subtracted, which a bounded head does not use.
     """
@@ -81,6 +89,7 @@ def sparse_kernel(
     tile_sizes: TileSizes,
     length_ref: Any,
     mode_ref: Any,
+    row_ref: Any,
     lists_ref: Any,
     q_ref: Any,
     k_ref: Any,

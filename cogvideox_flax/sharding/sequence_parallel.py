@@ -61,6 +61,7 @@ def sequence_parallel_attention(
     *,
     q_len: int | None = None,
     in_tiles: bool = False,
+    keys_of_all_heads: bool = False,
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
@@ -78,6 +79,7 @@ def sequence_parallel_attention(
             log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
         q_len: how many queries are attended; None: all. The result for those past it is 0, or that of attention.
         in_tiles: without sp too, keep as many keys as fill tiles: a TPU would copy all to leave some out.
+        keys_of_all_heads: `attend` takes keys of more heads, and more of them, and `first_head`, as `splash.attend`.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes.
@@ -111,8 +113,16 @@ def sequence_parallel_attention(
             outs = [_ring_attention(attend_with_lse, q, k, v, lengths, group, parts)]
         else:
             size, turns = q.shape[1], _heads_at_a_time(q.shape[2], q.shape[1] // parts, 4)
-            q, k, v = q[:, :q_tiles], k[:, :tiles], v[:, :tiles]
-            outs = [_pad(attend(q[:, :, some], k[:, :, some], v[:, :, some], lengths), 1, size) for some in turns]
+
+            def attend_some(some: slice) -> Array:
+                queries, values = q[:, :q_tiles, some], v[:, :tiles, some]
+                if keys_of_all_heads:
+                    out = attend(queries, k, values, lengths, first_head=some.start)
+                else:
+                    out = attend(queries, k[:, :tiles, some], values, lengths)
+                return _pad(out, 1, size)
+
+            outs = [attend_some(some) for some in turns]
         return _heads_to_tokens(outs, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))
