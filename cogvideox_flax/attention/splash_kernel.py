@@ -47,9 +47,9 @@ def kernel(
     """The grid is heads, blocks of queries, blocks of keys.
 
     Refs: lengths, modes and rows of k [BN] in SMEM; q [1, K, q], k [1, kv, K], v [1, kv / 128, K, 128],
-    out [1, K, q], and log_sum_exp [1, 1, q] if requested. Three scratch buffers carry state over the blocks of keys of one block of
-    queries: sums [K, q], the unnormalised output; row_sum [8, q], the sum of the probabilities in eight parts; and
-    reference [8, q], eight copies of the score that is subtracted, which a bounded head does not use.
+    out [1, K, q], and log_sum_exp [1, 1, q] if requested. Three scratch buffers carry state over the blocks of keys of
+    one block of queries: sums [K, q], the unnormalised output; row_sum [8, q], the sum of the probabilities in eight
+    parts; and reference [8, q], eight copies of the score that is subtracted, which a bounded head does not use.
     """
     *lse_ref, sums, row_sum, reference = refs
     head, j = pl.program_id(0), pl.program_id(2)
