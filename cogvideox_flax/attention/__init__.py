@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import cudnn, splash, stock, triton, xla
+from cogvideox_flax.attention.gradient import own_keys
 from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
@@ -33,7 +34,7 @@ def _auto(
     """For more than `xla.SHORT` tokens: splash on a TPU, except in float16; cuDNN on an NVIDIA GPU in 16 bit, or triton
     where cuDNN does not serve the heads. XLA otherwise. first_head: as for `splash.attend`, only on a TPU."""
     if first_head is not None and (max(q.shape[1], v.shape[1]) <= xla.SHORT or splash.why_not(q)):
-        k, first_head = k[:, : v.shape[1], first_head : first_head + v.shape[2]], None
+        k, first_head = own_keys(k, v, first_head), None
     if max(q.shape[1], v.shape[1]) <= xla.SHORT:
         return xla.attend(q, k, v, kv_len)
     lengths = jnp.full(q.shape[0], v.shape[1], jnp.int32) if kv_len is None else kv_len

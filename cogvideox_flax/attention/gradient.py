@@ -21,7 +21,7 @@ class Static(NamedTuple):
     tile_sizes: None is the kernel's own choice.
     interpret: run the Pallas kernel in interpret mode.
     with_lse: return log_sum_exp too; see `xla.attend_with_lse`.
-    first_head: k has the keys of more heads than v, and more keys; see `own_keys`. None: it has not.
+    first_head: of k; see `own_keys`.
     """
 
     tile_sizes: Any
@@ -29,9 +29,11 @@ class Static(NamedTuple):
     with_lse: bool
     first_head: int | None = None
 
-    def own_keys(self, k: Float[Array, "B T M K"], v: Float[Array, "B S N K"]) -> Float[Array, "B S N K"]:
-        """The keys of v's heads, which are those of k from `first_head` on, and of v's tokens, which are k's first."""
-        return k if self.first_head is None else k[:, : v.shape[1], self.first_head : self.first_head + v.shape[2]]
+
+def own_keys(k: Float[Array, "B T M K"], v: Float[Array, "B S N K"], first_head: int | None) -> Float[Array, "B S N K"]:
+    """The keys of v's heads, which are those of k from `first_head` on, and of v's tokens, which are k's first; None: k
+    has no others."""
+    return k if first_head is None else k[:, : v.shape[1], first_head : first_head + v.shape[2]]
 
 
 def with_plain_gradient(kernel: Kernel) -> Kernel:
@@ -47,7 +49,7 @@ def with_plain_gradient(kernel: Kernel) -> Kernel:
         q, k, v, kv_len = saved
 
         def plain(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
-            k = static.own_keys(k, v)
+            k = own_keys(k, v, static.first_head)
             if static.with_lse:
                 return xla.attend_with_lse(q, k, v, kv_len)
             return (xla.attend(q, k, v, kv_len),)

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.attention import xla
 from cogvideox_flax.attention.bounds import min_nonzero, norms
-from cogvideox_flax.attention.gradient import Static, with_plain_gradient
+from cogvideox_flax.attention.gradient import Static, own_keys, with_plain_gradient
 from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel, sparse_kernel
 from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes, fit_key_block
@@ -124,7 +124,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     # what lies past the last LANES attended keys is not read, so it need not exist
     multiple = LANES if keys >= sizes.kv else sizes.kv
     values = _columns(v, multiple)
-    modes = _modes(scaled, static.own_keys(k, v), values, kv_len)
+    modes = _modes(scaled, own_keys(k, v, static.first_head), values, kv_len)
     scalars = kv_len.repeat(heads), modes, _rows(batch, heads, k.shape[2], static.first_head or 0)
     keys_and_values = _of_all_heads(_columns(k, multiple)).swapaxes(1, 2), _tiles(values)
 

@@ -115,11 +115,11 @@ def sequence_parallel_attention(
             size, turns = q.shape[1], _heads_at_a_time(q.shape[2], q.shape[1] // parts, 4)
 
             def attend_some(some: slice) -> Array:
-                queries, values = q[:, :q_tiles, some], v[:, :tiles, some]
+                own_q, own_v = q[:, :q_tiles, some], v[:, :tiles, some]
                 if keys_of_all_heads:
-                    out = attend(queries, k, values, lengths, first_head=some.start)
+                    out = attend(own_q, k, own_v, lengths, first_head=some.start)
                 else:
-                    out = attend(queries, k[:, :tiles, some], values, lengths)
+                    out = attend(own_q, k[:, :tiles, some], own_v, lengths)
                 return _pad(out, 1, size)
 
             outs = [attend_some(some) for some in turns]
