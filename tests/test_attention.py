@@ -225,13 +225,13 @@ def test_long_sequences_on_a_mesh(mesh, heads, kv_len):
     np.testing.assert_allclose(found, textbook(*args, kv_len), atol=2e-6)
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6])
-def test_many_tokens_come_back_in_halves_of_the_heads(heads):
-    """One head, two and three on each device."""
+@pytest.mark.parametrize("heads", [2, 6, 10])
+def test_many_tokens_come_back_some_heads_at_a_time(heads):
+    """One head, three and five on each device."""
     args = random(2100, 2100, heads=heads)
     with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
         compiled = jax.jit(partial(attend, kv_len=2050)).lower(*args).compile()
-    assert compiled.as_text().count(" all-to-all(") == 3 + (1 if heads == 2 else 2)
+    assert compiled.as_text().count(" all-to-all(") == 3 + min(heads // 2, 4)
     np.testing.assert_allclose(compiled(*args), textbook(*args, 2050), atol=2e-6)
 
 
