@@ -168,9 +168,8 @@ def test_keys_of_all_heads_are_not_cut(kv_len):
         seen.append((first_head, k.shape[1:3], v.shape[1:3]))
         return xla.attend(q, k[:, : v.shape[1], first_head : first_head + v.shape[2]], v, lengths)
 
-    options = {"q_len": kv_len, "in_tiles": True, "keys_of_all_heads": True}
     with jax.set_mesh(sharding.make_mesh(1, 2, 1)):
-        call = jax.jit(lambda *qkv: sharding.sequence_parallel_attention(run, *qkv, kv_len, **options))
+        call = jax.jit(lambda *qkv: sharding.sequence_parallel_attention(run, *qkv, kv_len, q_len=kv_len))
         found = call(q, k, v)
     expected = attend(q, k[:, :kv_len], v[:, :kv_len])
     np.testing.assert_allclose(found[:, :kv_len], expected[:, :kv_len], atol=2e-5)
@@ -189,7 +188,7 @@ def test_keys_in_tiles_are_masked(tokens, kv_len):
         seen.append((k.shape[1], lengths))
         return xla.attend(q, k, v, lengths)
 
-    found = sharding.sequence_parallel_attention(run, q, k, v, kv_len, in_tiles=True)
+    found = sharding.sequence_parallel_attention(run, q, k, v, kv_len)
     np.testing.assert_allclose(found, attend(q, k[:, :kv_len], v[:, :kv_len]), atol=2e-5)
     ((keys, lengths),) = seen
     assert keys == min(tokens, -(-kv_len // 128) * 128) and (lengths is None) == (keys == kv_len)

@@ -98,7 +98,7 @@ def compile_attention(mesh, attend, batch, tokens, length):
 
 def test_products_run_beside_the_exchanges_that_they_do_not_need():
     mesh, chip = tpu.topology_mesh("v6e:2x4", (2, 4, 1)), CHIPS["v6e"]
-    add = lambda q, k, v, _: q + k + v  # noqa: E731
+    add = lambda q, k, v, _, first_head=0: q + k[:, :, first_head : first_head + v.shape[2]] + v  # noqa: E731
     add_attended = lambda *qkv, **_: sharding.sequence_parallel_attention(add, *qkv, None)  # noqa: E731
     program = Program(compile_attention(mesh, add_attended, 2, 8192, 8192))
     links = Links([device.coords for device in mesh.devices.flat])

@@ -16,7 +16,7 @@ from cogvideox_flax.attention.gradient import own_keys
 from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.platforms import by_platform, compiling_for
+from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.sharding import Joint
 
 Backend = Callable[..., Float[Array, "B S N K"]]
@@ -32,21 +32,29 @@ def _auto(
     first_head: int | None = None,
 ) -> Float[Array, "B Q N K"]:
     """For more than `xla.SHORT` tokens: splash on a TPU, except in float16; cuDNN on an NVIDIA GPU in 16 bit, or triton
-    where cuDNN does not serve the heads. XLA otherwise. first_head: as for `splash.attend`, only on a TPU."""
-    if first_head is not None and (max(q.shape[1], v.shape[1]) <= xla.SHORT or splash.why_not(q)):
-        k, first_head = own_keys(k, v, first_head), None
+    where cuDNN does not serve the heads. XLA otherwise. first_head: as for `splash.attend`."""
     if max(q.shape[1], v.shape[1]) <= xla.SHORT:
-        return xla.attend(q, k, v, kv_len)
+        return xla.attend(q, own_keys(k, v, first_head), v, kv_len)
     lengths = jnp.full(q.shape[0], v.shape[1], jnp.int32) if kv_len is None else kv_len
     kernels: dict[str, Callable[..., Array]] = {}
     if splash.why_not(q) is None:
         kernels["tpu"] = partial(splash.attend, first_head=first_head)
     if cudnn.why_not(q) is None:
-        kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, k, v, kv_len)  # kv_len None: cuDNN applies no mask
+        # kv_len None: cuDNN applies no mask
+        kernels["cuda"] = lambda q, k, v, _: cudnn.attend(q, own_keys(k, v, first_head), v, kv_len)
     elif triton.is_fast(q):
-        kernels["cuda"] = triton.attend
-    default = lambda q, k, v, _: xla.attend(q, k, v, kv_len)  # noqa: E731
+        kernels["cuda"] = partial(_with_own_keys(triton.attend), first_head=first_head)
+    default = lambda q, k, v, _: xla.attend(q, own_keys(k, v, first_head), v, kv_len)  # noqa: E731
     return by_platform(q, k, v, lengths, **kernels, default=default)
+
+
+def _with_own_keys(attend: Backend) -> Backend:
+    """The backend, with the keys of its heads cut out of those of all heads."""
+
+    def run(q: Array, k: Array, v: Array, *kv_len: Any, first_head: int | None = None, **options: Any) -> Array:
+        return attend(q, own_keys(k, v, first_head), v, *kv_len, **options)
+
+    return run
 
 
 def _auto_with_lse(
@@ -63,13 +71,14 @@ def _auto_with_lse(
 
 BACKENDS: dict[str, Backend] = {
     "auto": _auto,
-    "xla": xla.attend,
+    "xla": _with_own_keys(xla.attend),
     "splash": splash.attend,
-    "stock": stock.attend,
-    "cudnn": cudnn.attend,
-    "triton": triton.attend,
+    "stock": _with_own_keys(stock.attend),
+    "cudnn": _with_own_keys(cudnn.attend),
+    "triton": _with_own_keys(triton.attend),
 }
-"""name -> f(q, k, v, kv_len): exact attention on one device; kv_len is None or int32 [B]."""
+"""name -> f(q, k, v, kv_len, first_head=None): exact attention on one device; kv_len is None or int32 [B]; first_head
+is as for `splash.attend`."""
 
 BACKENDS_WITH_LSE: dict[str, BackendWithLse] = {
     "auto": _auto_with_lse,
@@ -132,18 +141,7 @@ def attend(
     if backend == "auto" and cudnn.why_not(q) is None:
         with_lse = None  # pads with zero heads and stays with cuDNN; a ring with our kernel was not measured
     run = partial(BACKENDS[backend], **options)
-    on_tpu = compiling_for.value == "tpu"
-    return sharding.sequence_parallel_attention(
-        run,
-        q,
-        k,
-        v,
-        kv_len,
-        with_lse,
-        q_len=q_len,
-        in_tiles=on_tpu,
-        keys_of_all_heads=on_tpu and backend in ("auto", "splash"),
-    )
+    return sharding.sequence_parallel_attention(run, q, k, v, kv_len, with_lse, q_len=q_len)
 
 
 def attend_jointly(

@@ -141,6 +141,7 @@ def _pairs(x: Array, scratch: Any) -> list[Float32[Array, "half rows"]]:
 
 
 def _write_pairs(out: Any, first: Float32[Array, "half rows"], second: Float32[Array, "half rows"]) -> None:
+    """Writes the rows of even and those of odd number, in out's dtype."""
     if out.dtype == jnp.float32:
         out[pl.ds(0, first.shape[0], stride=2)] = first
         out[pl.ds(1, first.shape[0], stride=2)] = second

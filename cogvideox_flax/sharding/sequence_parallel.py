@@ -60,8 +60,6 @@ def sequence_parallel_attention(
     attend_with_lse: Callable[..., tuple[Array, Array]] | None = None,
     *,
     q_len: int | None = None,
-    in_tiles: bool = False,
-    keys_of_all_heads: bool = False,
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
@@ -73,13 +71,12 @@ def sequence_parallel_attention(
     circulate between the groups (ring attention, arXiv 2310.01889; both combined, arXiv 2405.07719).
 
     Args:
-        attend: attend(q, k, v, lengths) with lengths int32 [B] or None, on one device.
-        kv_len: how many keys are attended. An int truncates k and v, or becomes `lengths`, as an array does.
+        attend: attend(q, k, v, lengths, first_head=None) with lengths int32 [B] or None, on one device; first_head as
+            for `attention.splash.attend`.
+        kv_len: how many keys are attended. An int truncates k and v to whole tiles; `lengths` masks the rest.
         attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
             log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
         q_len: how many queries are attended; None: all. The result for those past it is 0, or that of attention.
-        in_tiles: without sp too, keep as many keys as fill tiles: a TPU would copy all to leave some out.
-        keys_of_all_heads: `attend` takes keys of more heads, and more of them, and `first_head`, as `splash.attend`.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes.
@@ -89,8 +86,7 @@ def sequence_parallel_attention(
     keys, lengths = (kv_len, None) if isinstance(kv_len, int) else (k.shape[1], kv_len)
     if not alone:
         q, k, v = map(pad_tokens, (q, k, v))
-    # truncated to full tiles, fewer keys are attended; `lengths` masks the rest
-    tiles = keys if alone and not in_tiles else min(keys + -keys % TOKEN_TILE, k.shape[1])
+    tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])  # a TPU would copy all keys to cut off a part of a tile
     if lengths is None and tiles > keys:
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
     if alone:
@@ -115,14 +111,10 @@ def sequence_parallel_attention(
             size, turns = q.shape[1], _heads_at_a_time(q.shape[2], q.shape[1] // parts, 4)
 
             def attend_some(some: slice) -> Array:
-                own_q, own_v = q[:, :q_tiles, some], v[:, :tiles, some]
-                if keys_of_all_heads:
-                    out = attend(own_q, k, own_v, lengths, first_head=some.start)
-                else:
-                    out = attend(own_q, k[:, :tiles, some], own_v, lengths)
+                out = attend(q[:, :q_tiles, some], k, v[:, :tiles, some], lengths, first_head=some.start)
                 return _pad(out, 1, size)
 
-            outs = [attend_some(some) for some in turns]
+            outs = list(map(attend_some, turns))
         return _heads_to_tokens(outs, group, parts)[:, :, :heads]
 
     in_specs = (spec, spec, spec, PartitionSpec(spec[0]))

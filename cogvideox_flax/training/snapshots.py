@@ -171,6 +171,7 @@ class Snapshots:
             log.info("the training state of step %d has no hashes: %s", step, e)
 
     def _remove_hashes_of_removed(self) -> None:
+        """Remove the hashes of states that Orbax has removed."""
         for path in self._folder.glob("*.json"):
             if path.stem.isdecimal() and not (self._folder / path.stem).exists():
                 path.unlink(missing_ok=True)
