@@ -188,7 +188,7 @@ def test_keys_in_tiles_are_masked(tokens, kv_len):
         seen.append((k.shape[1], lengths))
         return xla.attend(q, k, v, lengths)
 
-    found = sharding.sequence_parallel_attention(run, q, k, v, kv_len)
+    found = sharding.sequence_parallel_attention(run, q, k, v, kv_len, in_tiles=True)
     np.testing.assert_allclose(found, attend(q, k[:, :kv_len], v[:, :kv_len]), atol=2e-5)
     ((keys, lengths),) = seen
     assert keys == min(tokens, -(-kv_len // 128) * 128) and (lengths is None) == (keys == kv_len)

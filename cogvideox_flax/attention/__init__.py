@@ -16,7 +16,7 @@ from cogvideox_flax.attention.gradient import own_keys
 from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.platforms import by_platform
+from cogvideox_flax.nn.platforms import by_platform, compiling_for
 from cogvideox_flax.sharding import Joint
 
 Backend = Callable[..., Float[Array, "B S N K"]]
@@ -141,7 +141,8 @@ def attend(
     if backend == "auto" and cudnn.why_not(q) is None:
         with_lse = None  # pads with zero heads and stays with cuDNN; a ring with our kernel was not measured
     run = partial(BACKENDS[backend], **options)
-    return sharding.sequence_parallel_attention(run, q, k, v, kv_len, with_lse, q_len=q_len)
+    in_tiles = compiling_for.value == "tpu"
+    return sharding.sequence_parallel_attention(run, q, k, v, kv_len, with_lse, q_len=q_len, in_tiles=in_tiles)
 
 
 def attend_jointly(

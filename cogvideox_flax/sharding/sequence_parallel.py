@@ -60,6 +60,7 @@ def sequence_parallel_attention(
     attend_with_lse: Callable[..., tuple[Array, Array]] | None = None,
     *,
     q_len: int | None = None,
+    in_tiles: bool = False,
 ) -> Float[Array, "B Q N K"]:
     """Attention with the batch split over dp, heads over tp and sp, and all tokens of a head on one device.
 
@@ -73,10 +74,12 @@ def sequence_parallel_attention(
     Args:
         attend: attend(q, k, v, lengths, first_head=None) with lengths int32 [B] or None, on one device; first_head as
             for `attention.splash.attend`.
-        kv_len: how many keys are attended. An int truncates k and v to whole tiles; `lengths` masks the rest.
+        kv_len: how many keys are attended. An int truncates k and v: on several devices to whole tiles, of which
+            `lengths` masks the rest.
         attend_with_lse: attend_with_lse(q, k, v, lengths) returns the result for some of the keys in float32 and their
             log_sum_exp, as `attention.xla.attend_with_lse`. None: no ring attention, only zero heads.
         q_len: how many queries are attended; None: all. The result for those past it is 0, or that of attention.
+        in_tiles: truncate k and v to whole tiles on one device too: a TPU would copy all keys to cut off a part of one.
 
     Raises:
         InputError: batch or heads do not divide over their mesh axes.
@@ -86,7 +89,7 @@ def sequence_parallel_attention(
     keys, lengths = (kv_len, None) if isinstance(kv_len, int) else (k.shape[1], kv_len)
     if not alone:
         q, k, v = map(pad_tokens, (q, k, v))
-    tiles = min(keys + -keys % TOKEN_TILE, k.shape[1])  # a TPU would copy all keys to cut off a part of a tile
+    tiles = keys if alone and not in_tiles else min(keys + -keys % TOKEN_TILE, k.shape[1])
     if lengths is None and tiles > keys:
         lengths = jnp.full(q.shape[0], keys, jnp.int32)
     if alone:
