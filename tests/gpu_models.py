@@ -1,5 +1,5 @@
-"""Small models of both families on a device: this library's and the reference's, on the same weights and inputs; and a
-run of the embedded model."""
+"""Small models of both families on a device: this library's and the reference's, on the same weights and inputs; with
+8-bit weights; and fine-tuning. A run of the embedded model."""
 
 from __future__ import annotations
 
@@ -57,25 +57,31 @@ def inputs(family: str, part: str) -> Arrays:
 
 
 def save(folder: Path) -> None:
-    """Both families with random weights: FAMILY-hf in the released layout, FAMILY-native converted."""
+    """Both families with random weights: FAMILY-hf in the released layout, FAMILY-native converted, FAMILY-KIND with
+    8-bit weights."""
+    from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+    from cogvideox_flax.nn.quantized import KINDS
     from conversion.convert import convert
     from tests import hunyuan_layout, released_layout
 
     released_layout.save_layout(folder / "cogvideox-hf", "cogvideox-5b")
     hunyuan_layout.save_layout(folder / "hunyuan-hf", image=True)
     for family in ("cogvideox", "hunyuan"):
-        convert(folder / f"{family}-hf", folder / f"{family}-native")
+        native = folder / f"{family}-native"
+        convert(folder / f"{family}-hf", native)
+        for kind in KINDS:
+            quantize_checkpoint(native, folder / f"{family}-{kind}", ["transformer"], kind)
 
 
-def ours(folder: Path, family: str, part: str, dtype: str) -> np.ndarray:
-    """This library's result in float32."""
+def ours(folder: Path, family: str, part: str, dtype: str, stored: str = "native") -> np.ndarray:
+    """This library's result in float32. stored: "native", or a kind of 8-bit weights."""
     import jax
     import jax.numpy as jnp
 
     from cogvideox_flax.checkpoint import load_component
 
     given = {name: jnp.asarray(x) for name, x in inputs(family, part).items()}
-    module = load_component(component_of(part), folder / f"{family}-native", dtype)
+    module = load_component(component_of(part), folder / f"{family}-{stored}", dtype)
 
     def call(module: Any, given: Any) -> Any:
         if part == "encode":
@@ -165,6 +171,52 @@ def embedded(steps: int) -> np.ndarray:
     shape = pipe.programs(GenerationRequest(prompt)).size.latent_shape(1)
     latents = np.random.default_rng(0).standard_normal(shape, np.float32)
     return pipe(prompt, latents=latents, num_inference_steps=steps, progress=False).frames
+
+
+TRAINING = """
+model = "embedded"
+clips = "{folder}/clips"
+out = "{folder}/run"
+method = "{method}"
+num_frames = 9
+height = 32
+width = 48
+batch = 2
+[lora]
+rank = 4
+[loop]
+steps = 4
+dtype = "{dtype}"
+log_every = 1
+[optimizer]
+learning_rate = 1e-3
+warmup_steps = 0
+"""
+
+
+def fine_tuned(folder: Path, method: str, dtype: str) -> dict[str, list[float]]:
+    """Losses and norms of the gradients of four steps from the embedded model.
+
+    Args:
+        folder: an empty one.
+        method: "lora" or "full".
+        dtype: of the forward and backward passes.
+    """
+    from cogvideox_flax.io.video import save_video
+    from cogvideox_flax.training.config import read_config
+    from cogvideox_flax.training.finetune import TRAINING_DIR, finetune
+    from cogvideox_flax.training.job import check
+    from cogvideox_flax.training.loop import METRICS_FILE
+    from cogvideox_flax.training.metrics import read_metrics
+
+    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+    for name, step in (("left", -2), ("right", 2)):
+        save_video(folder / "clips" / name, np.stack([np.roll(picture, i * step, 1) for i in range(9)]), 8)
+        (folder / "clips" / f"{name}.txt").write_text(f"a red circle moves to the {name}")
+    (folder / "config.toml").write_text(TRAINING.format(folder=folder, method=method, dtype=dtype))
+    assert finetune(check(read_config(folder / "config.toml")))
+    lines = read_metrics(folder / "run" / TRAINING_DIR / METRICS_FILE)
+    return {name: [line[name] for line in lines if name in line] for name in ("loss", "gradient_norm")}
 
 
 def cudnn_of_torch() -> dict[str, Any]:

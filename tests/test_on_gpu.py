@@ -1,5 +1,6 @@
-"""On an NVIDIA GPU: kernels and convolutions at the released sizes, small models of both families against PyTorch, a
-run of the embedded model. `python -m benchmarks.gpu` runs these and measures; each runs in a process of its own."""
+"""On an NVIDIA GPU: kernels and convolutions at the released sizes, small models of both families against PyTorch; with
+8-bit weights, in fine-tuning, and the embedded model against a CPU. `python -m benchmarks.gpu` runs these and measures;
+each runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from cogvideox_flax.nn.quantized import KINDS
 from tests import gpu_attention, gpu_convolution, gpu_models, gpu_sparse
 from tests.gpu_errors import error
 from tests.gpu_process import Failed, Process
@@ -19,6 +21,13 @@ BAR = 1e-4
 
 BF16_RATIO = 1.1
 """Largest ratio of this library's bfloat16 error to PyTorch's own, both from PyTorch's float32."""
+
+EIGHT_BIT_RATIO = 0.1
+"""Largest difference of 8-bit results on a GPU and a CPU, in units of the error that 8 bits make. Above 0, since an
+activation halfway between two 8-bit numbers may be rounded either way."""
+
+LOSS_BARS = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Largest relative difference of a training step's loss, or of its gradient's norm, on a GPU and a CPU."""
 
 PIXEL_BAR = 2
 """Largest difference of a pixel, of 255, between a GPU's and a CPU's run of the embedded model."""
@@ -42,6 +51,13 @@ def torch_on_gpu(jax_on_gpu):
     """A process of PyTorch, which has a cuDNN of its own."""
     pytest.importorskip("diffusers")
     with closing(Process("cuda,cpu")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def cpu(jax_on_gpu):
+    """A process of JAX on the CPU."""
+    with closing(Process("cpu")) as process:
         yield process
 
 
@@ -111,12 +127,33 @@ def test_models_are_the_reference(family, part, checkpoints, jax_on_gpu, torch_o
     assert ours <= BF16_RATIO * theirs
 
 
-def test_the_embedded_model_makes_the_same_video_as_on_the_cpu(jax_on_gpu, record_property):
-    with closing(Process("cpu")) as cpu:
-        ours, exact = (process(gpu_models.embedded, 10, limit_s=240) for process in (jax_on_gpu, cpu))
+def test_the_embedded_model_makes_the_same_video_as_on_the_cpu(cpu, jax_on_gpu, record_property):
+    ours, exact = (process(gpu_models.embedded, 10, limit_s=240) for process in (jax_on_gpu, cpu))
     apart = int(np.abs(ours.astype(int) - exact).max())
     record_property("largest difference of a pixel", apart)
     assert apart <= PIXEL_BAR and exact.std() > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["cogvideox", "hunyuan"])
+def test_8_bit_weights(family, kind, checkpoints, cpu, jax_on_gpu, record_property):
+    given = checkpoints, family, "transformer", "float32"
+    plain, exact = cpu(gpu_models.ours, *given), cpu(gpu_models.ours, *given, kind)
+    rounding, found = error(exact, plain), error(jax_on_gpu(gpu_models.ours, *given, kind), exact)
+    record_property("error of 8 bits", rounding)
+    record_property("difference", found)
+    assert found["rms"] <= EIGHT_BIT_RATIO * rounding["rms"]
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("lora", "float32"), ("full", "float32"), ("full", "bfloat16")])
+def test_fine_tuning(method, dtype, cpu, jax_on_gpu, record_property, tmp_path):
+    def run(process, name):
+        return process(gpu_models.fine_tuned, tmp_path / name, method, dtype, limit_s=200)
+
+    ours, exact = run(jax_on_gpu, "gpu"), run(cpu, "cpu")
+    found = {name: np.abs(np.divide(ours[name], exact[name]) - 1).max() for name in exact}
+    record_property("largest relative difference", found)
+    assert all(off < LOSS_BARS[dtype] for off in found.values()), (ours, exact)
 
 
 @pytest.mark.parametrize("check", [gpu_attention, gpu_convolution], ids=["attention", "convolution"])

@@ -68,10 +68,11 @@ def test_products_of_integers_are_exact():
     np.testing.assert_array_equal(product.compile()(x, kernel), exact)
 
 
-def test_both_products_of_float8_agree():
+def test_all_products_of_float8_agree():
     x, kernel = (random(*shape).astype(jnp.float8_e4m3fn) for shape in ((7, 256), (256, 40)))
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(q._wide_product(x, kernel), exact, atol=1e-4)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        np.testing.assert_allclose(q._wide_product(x, kernel, dtype), exact, atol=1e-4)
     np.testing.assert_allclose(q._narrow_product(x, kernel), exact, atol=1e-4)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.nn.layers import Linear, TransposedLinear, matmul_transposed
+from cogvideox_flax.nn.layers import Linear, TransposedLinear, matmul_transposed, precision
 from cogvideox_flax.nn.platforms import by_platform
 from cogvideox_flax.nn.stack import same_arrays
 
@@ -91,9 +92,12 @@ def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array
 
 
 def _product(x: Num[Array, "*batch in"], kernel: Num[Array, "in out"]) -> Float32[Array, "*batch out"]:
-    if x.dtype == jnp.int8:  # also supported on CPUs
+    if x.dtype == jnp.int8:  # on all platforms
         return _narrow_product(x, kernel)
-    return by_platform(x, kernel, cpu=_wide_product, default=_narrow_product)
+    # On an NVIDIA GPU, sums of 8-bit floats are not float32, with some of XLA's kernels at any precision, and XLA tries
+    # so many kernels that one product takes minutes to compile.
+    wide = {"cpu": partial(_wide_product, dtype=jnp.float32), "cuda": partial(_wide_product, dtype=jnp.bfloat16)}
+    return by_platform(x, kernel, **wide, default=_narrow_product)
 
 
 def _narrow_product(x: Array, kernel: Array) -> Array:
@@ -101,9 +105,11 @@ def _narrow_product(x: Array, kernel: Array) -> Array:
     return jnp.matmul(x, kernel, preferred_element_type=total).astype(jnp.float32)
 
 
-def _wide_product(x: Array, kernel: Array) -> Array:
-    """For a CPU, which does not multiply 8-bit floats."""
-    return jnp.matmul(x.astype(jnp.float32), kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+def _wide_product(x: Array, kernel: Array, dtype: Any) -> Array:
+    """Of 8-bit floats in a wider dtype, which holds their products exactly."""
+    # the barrier: else XLA makes one kernel of conversion and product, and is slow to choose it
+    wide = jax.lax.optimization_barrier((x.astype(dtype), kernel.astype(dtype)))
+    return jnp.matmul(*wide, preferred_element_type=jnp.float32, precision=precision(dtype))
 
 
 def quantize(module: Any, maps: Iterable[str], kind: str = "int8") -> Any:
