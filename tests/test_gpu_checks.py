@@ -22,6 +22,7 @@ from cogvideox_flax.attention import cudnn, nvidia, triton
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.nn.platforms import compiling_for
+from cogvideox_flax.nn.quantized import KINDS
 from cogvideox_flax.plan.flops import count_flops
 from tests import gpu_attention, gpu_convolution, gpu_models, gpu_process, gpu_sparse
 from tests.gpu_attention import HEAD_SCALES, Attention
@@ -83,6 +84,19 @@ def test_models(family, part, tmp_path_factory, small_checkpoints):
     exact = gpu_models.theirs(*given, "float32")
     assert relative_error(gpu_models.ours(*given, "float32"), exact) < 1e-4
     assert relative_error(gpu_models.ours(*given, "bfloat16"), exact) > 1e-4
+
+
+def test_8_bit_weights(small_checkpoints):
+    given = small_checkpoints, "cogvideox", "transformer", "float32"
+    exact = gpu_models.ours(*given)
+    for kind in KINDS:
+        assert 1e-3 < error(gpu_models.ours(*given, kind), exact)["rms"] < 0.03
+
+
+@pytest.mark.further
+def test_fine_tuning(tmp_path):
+    found = gpu_models.fine_tuned(tmp_path, "lora", "float32")
+    assert found.keys() == {"loss", "gradient_norm"} and all(len(values) == 4 for values in found.values())
 
 
 @pytest.fixture(scope="module")

@@ -95,8 +95,9 @@ class _Queue:
             self.refuse(number, error)
         return [request_of(batch) for batch in self.groups]
 
+    @hosts.first_reads
     def left(self, pipe: Pipeline, checkpoint: str) -> list[list[tuple[int, int]]]:
-        """Of each group, the items that are still to be made: their places and lines. On process 0 alone."""
+        """Of each group, the items that are still to be made: their places and lines."""
         from cogvideox_flax.generate.page import Shown
         from cogvideox_flax.generate.queue import path_of
 
@@ -118,15 +119,15 @@ class _Queue:
         self._entries[line, seed] = Shown(line, metadata["prompt"], path, metadata)
         print(path, flush=True)
 
+    @hosts.first_writes
     def show_page(self) -> None:
         """Write the page of what is there, what failed, and what is still to be made."""
         from cogvideox_flax.generate.page import Shown, write_page
         from cogvideox_flax.generate.queue import folder_of
 
-        if hosts.is_first():
-            wrong = [Shown(number, self._lines[number], fault=fault) for number, fault in self.faults.items()]
-            rest = [each for each in self._entries.values() if each.path is not None or each.line not in self.faults]
-            write_page(folder_of(self.out), self.out.name, sorted([*rest, *wrong], key=lambda each: each.line))
+        wrong = [Shown(number, self._lines[number], fault=fault) for number, fault in self.faults.items()]
+        rest = [each for each in self._entries.values() if each.path is not None or each.line not in self.faults]
+        write_page(folder_of(self.out), self.out.name, sorted([*rest, *wrong], key=lambda each: each.line))
 
 
 def generate_queue(args: argparse.Namespace) -> None:
@@ -147,8 +148,7 @@ def generate_queue(args: argparse.Namespace) -> None:
     queue = _Queue(args)
     pipe, requests, files = open_runs(args, queue.folder, queue.read, queue.requests)
     keep, checkpoint = pipe.fits_at_once(), _checkpoint(pipe)
-    left = hosts.from_first(lambda: queue.left(pipe, checkpoint))
-    todo = [(request, items) for request, items in zip(requests, left, strict=True) if items]
+    todo = [(request, items) for request, items in zip(requests, queue.left(pipe, checkpoint), strict=True) if items]
     count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()
     queue.show_page()
     with run_dir_lock(queue.folder, temporary=True):
@@ -169,8 +169,7 @@ def generate_queue(args: argparse.Namespace) -> None:
             else:
                 for (_, line), path, metadata in zip(items, paths, stored, strict=True):
                     queue.made(line, request.seed, path, metadata)
-                if hosts.is_first():
-                    remove_files(queue.folder)
+                remove_files(queue.folder)
             count += len(items)
             queue.show_page()
     if queue.faults:

@@ -257,18 +257,11 @@ def load(args: argparse.Namespace, decide: Callable[[], dict[str, Any]]) -> tupl
     Args:
         decide: checks the run; returns `placed_model`, and what else all processes need. On process 0 alone.
     """
-    from cogvideox_flax.checkpoint import hub
     from cogvideox_flax.generate.pipeline import Pipeline
 
     decided = hosts.from_first(decide)
-    where, revision = decided["where"], decided["model"]["revision"]
-    mesh = explicit_mesh(decided["mesh"])
-    hosts.check_mesh(mesh)
-
-    def open_model() -> Pipeline:
-        return Pipeline(hub.resolve(where, revision, progress=not args.quiet), decided["dtype"], mesh)
-
-    pipe = hosts.first_host_first(open_model, "the checkpoints", Pipeline.fingerprints)
+    place = decided["where"], decided["model"]["revision"], decided["dtype"], explicit_mesh(decided["mesh"])
+    pipe = Pipeline.open_on_hosts(*place, progress=not args.quiet)
     pipe.profiling = profiling_options(args)
     keep_programs(pipe)
     return pipe, decided

@@ -24,7 +24,7 @@ from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
-from cogvideox_flax.runtime import libtpu
+from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
@@ -121,6 +121,23 @@ class Components:
         dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+
+    @classmethod
+    def open_on_hosts(
+        cls, where: str | Path | None, revision: str | None, dtype: str, mesh: Mesh | None, *, progress: bool
+    ) -> Self:
+        """Open a checkpoint that `hub.peek` has checked: on process 0 first, which converts it for all that share its
+        disk.
+
+        Raises:
+            InputError: as for `from_pretrained`; a mesh that leaves out a host, or hosts with different checkpoints.
+        """
+
+        def open_here() -> Any:
+            return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+
+        hosts.check_mesh(mesh)
+        return hosts.first_host_first(open_here, "the checkpoints", cls.fingerprints)
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {','.join(map(str, self.mesh.devices.shape))}"

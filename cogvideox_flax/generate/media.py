@@ -310,11 +310,12 @@ def read_media(
     """
     batch, num_frames, height, width, _ = shape
 
-    def read(each: Media) -> Frames:
-        frames = each.read(num_frames, *(video or (height, width)), fit)
-        return frames if video in (None, (height, width)) else resize_frames(frames, height, width)
+    @hosts.first_reads
+    def read() -> UInt8[np.ndarray, "N F H W 3"]:
+        each = [one.read(num_frames, *(video or (height, width)), fit) for one in media]
+        return np.stack(each if video is None else [resize_frames(frames, height, width) for frames in each])
 
-    return np.repeat(hosts.from_first(lambda: np.stack([read(each) for each in media])), batch // len(media), 0)
+    return np.repeat(read(), batch // len(media), 0)
 
 
 def read_masked(

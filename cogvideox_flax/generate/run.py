@@ -32,7 +32,6 @@ from cogvideox_flax.generate.result import GenerationResult
 from cogvideox_flax.generate.run_files import RunFiles, request_values
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.models.model import VisualStage
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 
 log = logging.getLogger(__name__)
@@ -208,7 +207,7 @@ class _Video:
         predict = self._programs().predict
         if self.state is not None and self.state.cache is not None and isinstance(predict, StepCache):
             said = predict.said(self.state.cache)
-            if said is not None and hosts.is_first():
+            if said is not None:
                 log.info(said)
         self.pipe.profiling.after_stage("denoising")
 

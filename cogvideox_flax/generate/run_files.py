@@ -462,6 +462,7 @@ def _directories(folder: Path) -> list[Path]:
     return [folder, *sorted(path for path in folder.glob("seed-*") if path.is_dir())]
 
 
+@hosts.first_writes
 def remove_files(folder: Path) -> None:
     """Remove what a run keeps in its directory; the files of others stay."""
     for at in reversed(_directories(folder)):

@@ -75,12 +75,9 @@ def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: 
     write_tensors(path, whole, {"dtype_info": kinds, **texts})
 
 
+@hosts.first_reads
 def is_fresh(path: Path, key: str) -> bool:
     """Whether a stage file is there, whole, and made from these settings, which are JSON."""
-    return hosts.from_first(lambda: _is_fresh(path, key))
-
-
-def _is_fresh(path: Path, key: str) -> bool:
     if not path.exists():
         return False
     try:
@@ -94,6 +91,7 @@ def _is_fresh(path: Path, key: str) -> bool:
     return same
 
 
+@hosts.first_reads
 def load(
     path: Path, names: tuple[str, ...] | None, maker: str
 ) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
@@ -102,13 +100,6 @@ def load(
     Raises:
         InputError: the file is missing, damaged, or holds NaN or infinity.
     """
-    tensors, metadata = hosts.from_first(lambda: _load(path, names, maker))
-    return tensors, metadata
-
-
-def _load(
-    path: Path, names: tuple[str, ...] | None, maker: str
-) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
     if not path.exists():
         raise InputError(f"{path} is missing; run `{maker}` first")
     try:

@@ -5,8 +5,9 @@ files that process 0 reads, the failure of a process, and the end. A killed proc
 are notified at once, also while they wait in a collective. JAX's coordination service cannot report this: where a
 process is lost or does not join, it aborts the others from C++ (exit code 134) before Python sees an error.
 
-Only process 0 reads, decides, writes and prints: `from_first` sends what it read or decided to the others, and
-`first_writes` marks what writes a file. Without `joined` there is one process, and every function here is a plain call.
+Only process 0 reads, decides, writes and prints: `from_first` sends what it read or decided to the others.
+`first_reads` marks a function whose result is sent so, and `first_writes` one that writes a file. Without `joined`
+there is one process, and every function here is a plain call.
 """
 
 from __future__ import annotations
@@ -264,6 +265,17 @@ def from_first(make: Callable[[], T]) -> T:
     return value
 
 
+def first_reads(read: Callable[P, T]) -> Callable[P, T]:
+    """A decorator of what reads files or decides: `from_first` of it, with its arguments, which need not be the same on
+    all processes."""
+
+    @wraps(read)
+    def on_all(*args: P.args, **kwargs: P.kwargs) -> T:
+        return from_first(lambda: read(*args, **kwargs))
+
+    return on_all
+
+
 def first_writes(write: Callable[P, None]) -> Callable[P, None]:
     """A decorator of what writes files: all processes call it, and process 0 alone writes."""
 
@@ -275,7 +287,7 @@ def first_writes(write: Callable[P, None]) -> Callable[P, None]:
     return on_first
 
 
-def first_host_first(make: Callable[[], T], what: str = "", values: Callable[[T], dict[str, Any]] | None = None) -> T:
+def first_host_first(make: Callable[[], T], what: str, values: Callable[[T], dict[str, Any]]) -> T:
     """`make()` on process 0, then on the others, which find its files on a shared disk and otherwise write their own.
 
     Args:
@@ -289,12 +301,12 @@ def first_host_first(make: Callable[[], T], what: str = "", values: Callable[[T]
 
     def first() -> dict[str, Any]:
         made.append(make())
-        return {} if values is None else values(made[0])
+        return values(made[0])
 
     theirs = from_first(first)
     if not made:
         made.append(make())
-        check_equal(what, theirs, {} if values is None else values(made[0]))
+        check_equal(what, theirs, values(made[0]))
     return made[0]
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int, Key, UInt8
 
 from cogvideox_flax import checkpoint
-from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of
 from cogvideox_flax.generate.pipeline import Pipeline
@@ -72,12 +72,7 @@ def finetune(
         DivergedError: the loss is NaN or infinite.
     """
     config, out, name = job.config, job.config.out, job.model.denoiser
-
-    def open_model() -> Pipeline:
-        native = hub.resolve(config.model, config.revision, progress=progress)
-        return Pipeline(native, config.loop.dtype, job.mesh)
-
-    pipe = hosts.first_host_first(open_model, "the checkpoints", Pipeline.fingerprints)
+    pipe = Pipeline.open_on_hosts(config.model, config.revision, config.loop.dtype, job.mesh, progress=progress)
     with run_dir_lock(out):
         match_run(out / RECORD_FILE, _made_of(job, pipe))
         captions = clip_features(job, pipe, progress)
@@ -96,7 +91,7 @@ def finetune(
                 _save_samples(job, pipe, _assemble(job, params, frozen), prompts, done)
             return stop_after is not None and stop_after(done)
 
-        if config.sample.prompts and not hosts.from_first(_sheet_path(job, 0).exists):
+        if config.sample.prompts and not _has_sheet(job, 0):
             base = frozen[name] if name in frozen else pipe.component(name)  # new adapters change nothing
             _save_samples(job, pipe, base, prompts, 0)
         trainer = Trainer(
@@ -113,7 +108,7 @@ def finetune(
         if int(state.step) < config.loop.steps:
             return None
         trained = fetch_on_first(state.trained)
-        return Path(hosts.from_first(lambda: str(_save_result(job, pipe.native_dir, trained, frozen))))
+        return Path(_save_result(job, pipe.native_dir, trained, frozen))
 
 
 def _initial_params(job: FinetuneJob, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +217,11 @@ def _sheet_path(job: FinetuneJob, done: int) -> Path:
     return job.config.out / "samples" / f"{done:06d}.png"
 
 
+@hosts.first_reads
+def _has_sheet(job: FinetuneJob, done: int) -> bool:
+    return _sheet_path(job, done).exists()
+
+
 @hosts.first_writes
 def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: int) -> None:
     sample, size = job.config.sample, job.size
@@ -231,8 +231,9 @@ def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: i
     log.info("samples of step %d in %s", done, path)
 
 
-def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen: dict[str, Any]) -> Path:
-    """Write the adapters or the checkpoint, and the plot of the loss."""
+@hosts.first_reads
+def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen: dict[str, Any]) -> str:
+    """Write the adapters or the checkpoint, whose path is returned, and the plot of the loss."""
     denoiser = _assemble(job, trained, frozen)
     if job.config.method == "full":
         result = _save_checkpoint(job, checkpoint.read_manifest(native, warn=False), native, denoiser)
@@ -244,7 +245,7 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
         plot_metrics([metrics], names, job.config.out / "loss.png")
     except ImportError:
         log.warning("there is no plot of the loss, since matplotlib is not installed: pip install matplotlib")
-    return result
+    return str(result)
 
 
 def _save_checkpoint(job: FinetuneJob, manifest: Manifest, native: Path, denoiser: Any) -> Path:

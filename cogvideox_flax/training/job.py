@@ -119,9 +119,10 @@ class FinetuneJob:
         return clip_contents(self.clips)
 
     @cached_property
+    @hosts.first_reads
     def clips_fingerprint(self) -> str:
-        """Fingerprint of the clips' `contents` and captions, from process 0 to all."""
-        return hosts.from_first(lambda: clips_fingerprint(self.clips, self.contents))
+        """Fingerprint of the clips' `contents` and captions."""
+        return clips_fingerprint(self.clips, self.contents)
 
     @cached_property
     def _abstract_denoiser(self) -> Any:

@@ -72,11 +72,12 @@ def prepare(
     made_from = fingerprint(record)
     shards = [_shard_path(folder, shard) for shard in range(math.ceil(count / shard_size))]
 
+    @hosts.first_reads
     def find_missing() -> list[int]:
         _match_record(folder, record)
         return [i for i, shard in enumerate(shards) if not _is_fresh(shard, made_from)]
 
-    for i in hosts.from_first(find_missing):
+    for i in find_missing():
         stop = min((i + 1) * shard_size, count)
         _write_shard(shards[i], compute(range(i * shard_size, stop)), made_from)
         log.info("%s: %d of %d examples prepared", folder.name, stop, count)

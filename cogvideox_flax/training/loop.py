@@ -179,11 +179,8 @@ class Trainer:
     def _match_run(self) -> None:
         """Compare the settings with those of the run in `folder`, which may have had fewer steps."""
         record, ours = self.folder / SETTINGS_FILE, dataclasses.asdict(self.config) | dict(self.recorded)
-        theirs = hosts.from_first(lambda: match_record(record, json.loads(json.dumps(ours))))
-        before, now = theirs.get("steps"), self.config.steps
-        is_longer = isinstance(before, int) and before < now
-        match_run(record, ours, (*MAY_CHANGE, "steps") if is_longer else MAY_CHANGE)
-        if is_longer:
+        before, now = match_run(record, ours, MAY_CHANGE, may_grow=("steps",))["steps"], self.config.steps
+        if before < now:
             log.info("steps was raised from %d to %d; the learning rate follows the schedule of %d", before, now, now)
             hosts.first_writes(write_record)(record, ours)
 
@@ -219,7 +216,9 @@ class Trainer:
         )
 
 
-def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = ()) -> None:
+def match_run(
+    record: Path, ours: dict[str, Any], may_change: Collection[str] = (), may_grow: Collection[str] = ()
+) -> dict[str, Any]:
     """Record in a directory what its run is made of, or compare that with the run that is there. On several hosts the
     directory is process 0's.
 
@@ -227,19 +226,29 @@ def match_run(record: Path, ours: dict[str, Any], may_change: Collection[str] = 
         record: the file.
         ours: what this run is made of, as JSON values.
         may_change: names of values that may differ.
+        may_grow: names of whole numbers that may be larger than they were.
+
+    Returns:
+        What the run that is there is made of.
 
     Raises:
         InputError: they are different runs, or the record is damaged.
     """
     ours = json.loads(json.dumps(ours))
     theirs = hosts.from_first(lambda: match_record(record, ours))
-    differing = [name for name in ours if name not in may_change and ours[name] != theirs.get(name)]
+
+    def may_differ(name: str) -> bool:
+        before = theirs.get(name)
+        return name in may_change or (name in may_grow and type(before) is int and before < ours[name])
+
+    differing = [name for name in ours if ours[name] != theirs.get(name) and not may_differ(name)]
     if differing:
         raise InputError(
             f"{record.parent} holds a run of something else:\n"
             + "\n".join(f"  {name}: there {theirs.get(name)}, now {ours[name]}" for name in differing)
             + "\nChoose another directory, or the same settings, clips and model to resume it."
         )
+    return theirs
 
 
 def _has_passed(deadline: float) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -58,6 +57,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     size, part = job.size, job.model.decoder
     encode = jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype))
 
+    @hosts.first_reads
     def load(group: list[int]) -> np.ndarray:
         clips = []
         for i in group:
@@ -68,7 +68,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     def compute(indices: range) -> dict[str, np.ndarray]:
         means, stds = [], []
         for group, count in _dp_groups(indices, job.mesh):
-            video = from_uint8(hosts.from_first(partial(load, group)))
+            video = from_uint8(load(group))
             place = sharding.named(job.mesh, ("batch",), video.shape, "clips") if job.mesh is not None else None
             mean, logvar = map(fetch, encode(pipe.component(part), put(video, place)))
             means.append(mean.astype(np.float16)[:count])

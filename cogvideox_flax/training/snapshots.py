@@ -120,12 +120,13 @@ class Snapshots:
         """
         wanted, found = _by_name(like), {}
 
+        @hosts.first_reads
         def read() -> bool:
             if (step := self._newest_undamaged()) is not None:
                 found.update(self._read(step, wanted))
             return step is not None
 
-        if not hosts.from_first(read):
+        if not read():
             return None
         restored = put_from_first(found, wanted)
         return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in wanted])
