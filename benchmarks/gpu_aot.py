@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,13 +26,14 @@ from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.nn.platforms import compiling_for
-from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.compile import Program, compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
 
 CASES = {
     "5b": ("cogvideox-5b", 480, 720, 49),
     "2b": ("cogvideox-2b", 480, 720, 49),
     "768p": ("cogvideox1.5-5b", 768, 1360, 81),
+    "hunyuan-480p": ("hunyuanvideo1.5-480p-t2v", 480, 848, 121),
 }
 """Name -> release, height, width, frames."""
 
@@ -48,17 +50,22 @@ def main() -> int:
     report = Report(args.json, columns, ("jax", "jaxlib"))
     for case in args.cases:
         for stage in args.stages or ("encode", "denoise", "decode"):
-            row = {"gpu": args.gpu, "case": case, "stage": stage} | compiled(case, stage, where)
-            report.add(row, _cells(row))
+            for row in compiled(case, stage, where):
+                row = {"gpu": args.gpu, "case": case} | row
+                report.add(row, _cells(row))
     return 0
 
 
-def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> dict[str, Any]:
-    """Bytes and calls of one stage's program."""
+def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> Iterator[dict[str, Any]]:
+    """Bytes and calls of a stage's programs."""
     release, height, width, frames = CASES[case]
     manifest = Manifest.of_release(get_release(release))
-    request = GenerationRequest("", num_frames=frames, height=height, width=width, scheduler="ddim")
-    ((program, args, _),) = RunPrograms(resolve(request, manifest), "bfloat16").abstract(stage)
+    request = GenerationRequest("", num_frames=frames, height=height, width=width)
+    for program, args, _ in RunPrograms(resolve(request, manifest), "bfloat16").abstract(stage):
+        yield {"stage": program.name} | _compiled(program, args, where)
+
+
+def _compiled(program: Program, args: Any, where: jax.sharding.Sharding) -> dict[str, Any]:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
     options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)

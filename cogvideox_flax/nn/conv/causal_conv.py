@@ -61,7 +61,14 @@ class CausalConv3d(nnx.Module):
         else:
             y = conv(kernel, bias, past=past)
         new = x[:, -(TAPS - 1) :]
-        return y, jnp.concatenate([past[:, new.shape[1] :], new], 1) if new.shape[1] < TAPS - 1 else new
+        if new.shape[1] < TAPS - 1:
+            new = jnp.concatenate([past[:, new.shape[1] :], new], 1)
+        # for an NVIDIA GPU, XLA would otherwise keep all of x until the cache is read
+        return by_platform(y, new, cuda=_both_now, default=lambda *both: both)
+
+
+def _both_now(*both: Array) -> tuple[Array, ...]:
+    return jax.lax.optimization_barrier(both)
 
 
 class SpatialConv(nnx.Module):
