@@ -3,9 +3,10 @@
 
 A weight is kernel * scale with one scale per output, which maps the largest absolute value of its column to the end of
 the kind's range. In the transformer, rows of x are quantized in the same way at run time, without calibration, and the
-result is scaled back. int8 sums are exact integers, float8 sums are float32. T5 runs once; its weights have 8 bits to
-save memory, and its activations are not quantized. Only linear maps inside blocks are quantized: in embeddings, norms,
-time and output, rounding errors do not average out over thousands of terms.
+result is scaled back. int8 sums are exact integers, float8 sums are float32; on CPUs and NVIDIA GPUs, float8 operands
+are widened first. T5 runs once; its weights have 8 bits to save memory, and its activations are not quantized. Only
+linear maps inside blocks are quantized: in embeddings, norms, time and output, rounding errors do not average out over
+thousands of terms.
 """
 
 from __future__ import annotations
