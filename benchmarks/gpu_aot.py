@@ -66,6 +66,7 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> Iterator[di
 
 
 def _compiled(program: Program, args: Any, where: jax.sharding.Sharding) -> dict[str, Any]:
+    """Those of one program."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     start = time.perf_counter()
     options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)

@@ -266,8 +266,8 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def first_reads(read: Callable[P, T]) -> Callable[P, T]:
-    """A decorator of what reads files or decides: `from_first` of it, with its arguments, which need not be the same on
-    all processes."""
+    """A decorator of what needs process 0's files: all processes call it, process 0 alone runs it, and its result is
+    sent to the others, as by `from_first`."""
 
     @wraps(read)
     def on_all(*args: P.args, **kwargs: P.kwargs) -> T:
