@@ -50,8 +50,8 @@ def main() -> int:
     report = Report(args.json, columns, ("jax", "jaxlib"))
     for case in args.cases:
         for stage in args.stages or ("encode", "denoise", "decode"):
-            for row in compiled(case, stage, where):
-                row = {"gpu": args.gpu, "case": case} | row
+            for found in compiled(case, stage, where):
+                row = {"gpu": args.gpu, "case": case} | found
                 report.add(row, _cells(row))
     return 0
 

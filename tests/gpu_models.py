@@ -210,6 +210,7 @@ def fine_tuned(folder: Path, method: str, dtype: str) -> dict[str, list[float]]:
     from cogvideox_flax.training.metrics import read_metrics
 
     picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+    # directories of PNGs: the machine may have no ffmpeg
     for name, step in (("left", -2), ("right", 2)):
         save_video(folder / "clips" / name, np.stack([np.roll(picture, i * step, 1) for i in range(9)]), 8)
         (folder / "clips" / f"{name}.txt").write_text(f"a red circle moves to the {name}")

@@ -26,7 +26,7 @@ EIGHT_BIT_RATIO = 0.1
 """Largest difference of 8-bit results on a GPU and a CPU, in units of the error that 8 bits make. Above 0, since an
 activation halfway between two 8-bit numbers may be rounded either way."""
 
-LOSS_BARS = {"float32": 1e-3, "bfloat16": 5e-2}
+LOSS_BARS = {"float32": 2e-4, "bfloat16": 2e-2}
 """Largest relative difference of a training step's loss, or of its gradient's norm, on a GPU and a CPU."""
 
 PIXEL_BAR = 2

@@ -220,13 +220,7 @@ def _cost(heads: int, queries: int, keys: int, dim: int, itemsize: int) -> pl.Co
 
 
 def _kernel_call(
-    static: Static,
-    q: Float[Array, "BN K Q"],
-    count: int,
-    keys: int,
-    cost: pl.CostEstimate,
-    *,
-    listed: int = 0,
+    static: Static, q: Float[Array, "BN K Q"], count: int, keys: int, cost: pl.CostEstimate, *, listed: int = 0
 ) -> Callable[..., list]:
     """The kernel for the first `count` queries of this shape: a function of lengths, modes and rows of k [BN],
     q [BN, K, Q], k [BM, T, K] and v [BN, S / 128, K, 128]. It returns [BN, K, Q], of which the blocks of these queries

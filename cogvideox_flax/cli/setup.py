@@ -260,8 +260,8 @@ def load(args: argparse.Namespace, decide: Callable[[], dict[str, Any]]) -> tupl
     from cogvideox_flax.generate.pipeline import Pipeline
 
     decided = hosts.from_first(decide)
-    place = decided["where"], decided["model"]["revision"], decided["dtype"], explicit_mesh(decided["mesh"])
-    pipe = Pipeline.open_on_hosts(*place, progress=not args.quiet)
+    mesh, revision = explicit_mesh(decided["mesh"]), decided["model"]["revision"]
+    pipe = Pipeline.open_on_hosts(decided["where"], decided["dtype"], mesh, revision=revision, progress=not args.quiet)
     pipe.profiling = profiling_options(args)
     keep_programs(pipe)
     return pipe, decided

@@ -124,10 +124,10 @@ class Components:
 
     @classmethod
     def open_on_hosts(
-        cls, where: str | Path | None, revision: str | None, dtype: str, mesh: Mesh | None, *, progress: bool
+        cls, where: str | Path | None, dtype: str, mesh: Mesh | None, *, revision: str | None, progress: bool
     ) -> Self:
-        """Open a checkpoint that `hub.peek` has checked: on process 0 first, which converts it for all that share its
-        disk.
+        """`from_pretrained`, of a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and
+        converts it for all that share its disk.
 
         Raises:
             InputError: as for `from_pretrained`; a mesh that leaves out a host, or hosts with different checkpoints.

@@ -312,9 +312,9 @@ def read_media(
 
     @hosts.first_reads
     def read() -> UInt8[np.ndarray, "N F H W 3"]:
-        each = [one.read(num_frames, *(video or (height, width)), fit) for one in media]
+        clips = [each.read(num_frames, *(video or (height, width)), fit) for each in media]
         is_resized = video not in (None, (height, width))
-        return np.stack([resize_frames(frames, height, width) for frames in each] if is_resized else each)
+        return np.stack([resize_frames(frames, height, width) for frames in clips] if is_resized else clips)
 
     return np.repeat(read(), batch // len(media), 0)
 

@@ -95,8 +95,8 @@ def round_to(kind: str, x: Float[Array, "*shape"], axis: int) -> tuple[Num[Array
 def _product(x: Num[Array, "*batch in"], kernel: Num[Array, "in out"]) -> Float32[Array, "*batch out"]:
     if x.dtype == jnp.int8:  # on all platforms
         return _narrow_product(x, kernel)
-    # On an NVIDIA GPU, sums of 8-bit floats are not float32, with some of XLA's kernels at any precision, and XLA tries
-    # kernels for more than a minute before it chooses some.
+    # On an NVIDIA GPU, XLA's sums of 8-bit floats are not always float32, not even with the highest precision, and XLA
+    # tries kernels for more than a minute before it chooses some.
     wide = {"cpu": partial(_wide_product, dtype=jnp.float32), "cuda": partial(_wide_product, dtype=jnp.bfloat16)}
     return by_platform(x, kernel, **wide, default=_narrow_product)
 

@@ -64,11 +64,7 @@ class CausalConv3d(nnx.Module):
         if new.shape[1] < TAPS - 1:
             new = jnp.concatenate([past[:, new.shape[1] :], new], 1)
         # for an NVIDIA GPU, XLA would otherwise keep all of x until the cache is read
-        return by_platform(y, new, cuda=_both_now, default=lambda *both: both)
-
-
-def _both_now(*both: Array) -> tuple[Array, ...]:
-    return jax.lax.optimization_barrier(both)
+        return by_platform(y, new, cuda=lambda *both: jax.lax.optimization_barrier(both), default=lambda *both: both)
 
 
 class SpatialConv(nnx.Module):
