@@ -12,6 +12,7 @@ import cogvideox_flax
 from cogvideox_flax.attention import SparseTiles
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.run_files import request_values
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.hunyuan_video15 import model as family
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
@@ -135,6 +136,12 @@ def test_defaults_are_those_of_the_checkpoint(pipe, tmp_path):
     assert (request.num_inference_steps, request.guidance_scale) == (12, 1.0)
     assert request.height > request.width
     assert not request.guided
+
+
+@pytest.mark.parametrize(("name", "recorded"), [("uni_pc", "uni_pc"), ("euler", "flow_match"), (None, "flow_match")])
+def test_a_scheduler_is_recorded_by_what_it_computes(pipe, name, recorded):
+    request = pipe.resolve(GenerationRequest("a cat", scheduler=name, **SIZE))
+    assert request_values(request)["scheduler"] == recorded
 
 
 def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, picture):

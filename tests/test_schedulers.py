@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from functools import partial
 
@@ -16,7 +18,14 @@ from diffusers.schedulers import scheduling_dpm_cogvideox
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.guidance import guidance_scales
 from cogvideox_flax.models.cogvideox.model import CogVideoX
-from cogvideox_flax.schedulers import SCHEDULERS, DDIMScheduler, DPMScheduler
+from cogvideox_flax.schedulers import (
+    FLOW_SCHEDULERS,
+    SCHEDULERS,
+    DDIMScheduler,
+    DPMScheduler,
+    FlowMatchConfig,
+    FlowMatchScheduler,
+)
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 STEP_COUNTS = (1, 2, 4, 6, 7, 10, 25, 28, 30, 50, 61, 64, 100, 103, 1000)
@@ -247,11 +256,43 @@ def test_bad_start_and_kind():
         CogVideoX({"scheduler": SchedulerConfig()}).sampler("heun")
 
 
-def test_class_and_config_agree_on_the_kind():
-    assert DPMScheduler(SchedulerConfig(kind="ddim")).config.kind == "dpm"
+EVERY = [(SCHEDULERS, SchedulerConfig, name) for name in SCHEDULERS]
+EVERY += [(FLOW_SCHEDULERS, FlowMatchConfig, name) for name in FLOW_SCHEDULERS]
+
+
+@pytest.mark.parametrize(("table", "config", "name"), EVERY, ids=[f"{each[1].__name__}-{each[2]}" for each in EVERY])
+def test_a_scheduler_says_what_it_is(table, config, name):
+    """Whatever kind its config names: the checkpoint's may be of another scheduler."""
+    for kind in ("ddim", "dpm", "flow_match"):
+        scheduler = table[name](config(kind=kind))
+        assert scheduler.kind == scheduler.config.kind == scheduler.identity["kind"]
+        assert repr(scheduler) == repr(table[name](config()))
+    assert scheduler.kind == ("flow_match" if (config, name) == (FlowMatchConfig, "euler") else name)
+    assert table[scheduler.kind] is table[name]
+
+
+def test_equal_schedulers_compute_the_same():
+    """So do those of equal identities, which are JSON and hold the noise schedule."""
+    made = [table[name](config()) for table, config, name in EVERY]
+    made += [DDIMScheduler(SchedulerConfig(snr_shift_scale=1.0)), FlowMatchScheduler(FlowMatchConfig(shift=5.0))]
+    texts = [json.dumps(each.identity) for each in made]
+    assert len(set(texts)) == len(set(made)) == len(made) - 1, "a flow has two names for Euler's steps"
+    for one, text in zip(made, texts, strict=True):
+        again = type(one)(dataclasses.replace(one.config, kind="of another"))
+        assert again == one and hash(again) == hash(one) and json.dumps(again.identity) == text
     one, other = (CogVideoX({"scheduler": SchedulerConfig(kind="ddim")}) for _ in range(2))
     assert isinstance(one.sampler("dpm"), DPMScheduler)
-    assert one.sampler() is other.sampler("ddim")  # programs are known by it
+    assert one.sampler() is other.sampler("ddim")  # also of classes from elsewhere, whose programs are known by it
+
+
+def test_the_code_of_a_users_scheduler_is_not_known():
+    class Mine(DDIMScheduler):
+        """Of the kind "ddim", which it may not be."""
+
+    mine = Mine(SchedulerConfig())
+    assert mine.identity is None
+    assert mine == mine != Mine(SchedulerConfig())
+    assert mine != DDIMScheduler(SchedulerConfig()) != mine
 
 
 def test_dpm_without_noise_is_an_error():

@@ -506,5 +506,5 @@ Family = type[VideoModel] | VideoModel
 
 @lru_cache(maxsize=64)
 def _make_sampler(kind: Any, config: Any) -> Scheduler:
-    """Cached, so that equal configs give the same object, by which compiled programs are identified."""
+    """Cached: compiled programs are identified by the object where its class is not of this package."""
     return kind(config)

@@ -57,6 +57,8 @@ class Scheduler:
     """The base of the samplers. One whose step is a row of its table defines its `plan`, `add_noise` and `velocity`
     alone.
 
+    Schedulers of this package are equal if they compute the same; those of other classes are equal to themselves alone.
+
     Attributes:
         config: the noise schedule; its `kind` is that of the class.
         needs_noise: whether `step` consumes fresh noise.
@@ -75,6 +77,23 @@ class Scheduler:
     @property
     def num_train_timesteps(self) -> int:
         return self.config.num_train_timesteps
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """What decides the tables and the steps, as JSON values: the config with the scheduler's own `kind`.
+
+        None for a class from outside this package: its code is not known, and may change.
+        """
+        is_known = type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
+        return self.config.to_dict() if is_known else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Scheduler) or self.identity is None:
+            return self is other
+        return type(self) is type(other) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return object.__hash__(self) if self.identity is None else hash((type(self), self.config))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"

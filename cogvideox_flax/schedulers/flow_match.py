@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class FlowMatchScheduler(Scheduler):
     kind = "flow_match"
 
     def __init__(self, config: FlowMatchConfig):
-        self.config: FlowMatchConfig = config
+        self.config: FlowMatchConfig = replace(config, kind=self.kind)
 
     def plan(self, num_inference_steps: int, *, start: int = 0, timesteps: Sequence[float] | None = None) -> StepTable:
         """As for `Scheduler.plan`; given timesteps are those that the model sees, and are not shifted."""
