@@ -100,7 +100,7 @@ class Runner:
         full = np.ones(len(run.steps)) if run.full_steps is None else run.full_steps
         if isinstance(last.cache, Decided):
             full = fetch(last.cache.full) == FULL
-        frames = fetch(self.pipe.decode(run.without_extra(last.latents), progress=False))[0]
+        frames = fetch(self.pipe.decode(last, progress=False))[0]
         return seconds, float(full.sum()), frames
 
 

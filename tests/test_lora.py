@@ -462,10 +462,10 @@ def cheap_loop(monkeypatch):
 
     def denoising(pipe, conditioning, request, **_):
         yield from ()
-        pipe.use_loras_of(request)
+        denoiser = pipe.denoiser(request)
         size = pipe.programs(request).size
         calls.append(size)
-        total = sum(np.abs(x).sum() for x in parameters(pipe.transformer).values())
+        total = sum(np.abs(x).sum() for x in parameters(denoiser).values())
         latents = np.full(size.latent_shape(conditioning.batch), total / 1e3, np.float32)
         return iter_of(DenoiseState(np.int32(2), latents, None))
 

@@ -134,8 +134,12 @@ def test_embeds_stand_for_prompts(pipe, video):
         pipe(prompt_embeds=embeds, **QUICK)
     with pytest.raises(InputError, match="go with prompt_embeds"):
         pipe(PROMPT, negative_prompt_embeds=negative, **QUICK)
-    with pytest.raises(InputError, match=r"prompt_embeds must be \[2, 24, 128\] for 2 prompts; got \(1, 24, 128\)"):
-        pipe([PROMPT] * 2, **given)
+    with pytest.raises(InputError, match=r"negative_prompt_embeds must be \[1, 24, 128\] for 1 prompts; got \[2, 24,"):
+        pipe(**given | {"negative_prompt_embeds": two["negative_prompt_embeds"]})
+    with pytest.raises(InputError, match="prompt and prompt_embeds both say what to make"):
+        pipe(PROMPT, **given)
+    with pytest.raises(InputError, match="negative_prompt and negative_prompt_embeds both say what to make"):
+        pipe(negative_prompt="blue", **given)
     with pytest.raises(InputError, match="one program begins with the prompts"):
         pipe(**given, one_program=True)
 

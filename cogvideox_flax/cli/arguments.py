@@ -7,7 +7,6 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.cli import commands
@@ -209,8 +208,8 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument(
         "--out",
         type=_Path,
-        default=Path("video.mp4"),
-        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a directory of PNGs, or .npz (latents)",
+        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a directory of PNGs, or .npz (latents); default: video.mp4, "
+        "or video-2.mp4, ... where that is there",
     )
     what = "where the stages' files go; default: beside OUT, removed at the end"
     rarely(sub.add_argument("--dir", type=_Path, help=what))

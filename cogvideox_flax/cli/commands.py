@@ -21,6 +21,7 @@ from cogvideox_flax.cli.setup import (
     automatic_mesh,
     check_like,
     check_output,
+    default_output,
     explicit_mesh,
     given_mesh,
     given_options,
@@ -34,11 +35,15 @@ from cogvideox_flax.cli.setup import (
     read_like,
     read_prompts,
     read_settings,
+    saying_replaced,
+    stages_folder,
     use_model,
+    warn_of_other_model,
 )
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
+from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
     from cogvideox_flax.generate.events import Events
@@ -63,6 +68,7 @@ def generate(args: argparse.Namespace) -> None:
         generate_queue(args)
         return
     from cogvideox_flax.generate.events import Denoised, Finished, show
+    from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
     from cogvideox_flax.generate.result import save_latents
     from cogvideox_flax.generate.run import run
@@ -72,8 +78,10 @@ def generate(args: argparse.Namespace) -> None:
     loaded()
     if args.batch is not None:
         raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
+    if args.out is None:
+        args.out = Path(hosts.from_first(lambda: str(default_output(args))))
     check_name(args.out)
-    folder = args.dir or args.out.with_name(args.out.name + ".stages")
+    folder = args.dir or stages_folder(args.out)
     latents_only = args.out.suffix.lower() == ".npz"
 
     def paths(prompts: int, videos: int) -> list[Path]:
@@ -84,7 +92,7 @@ def generate(args: argparse.Namespace) -> None:
         prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
         videos = 1 if args.num_videos is None else args.num_videos
         check_num_videos(videos)
-        check_output(paths(len(prompts), videos), latents_only, args.overwrite)
+        check_output(paths(len(prompts), videos), latents_only, args.overwrite, args.preview)
         check_folder(folder)
         return like | {"prompt": prompts}
 
@@ -93,6 +101,8 @@ def generate(args: argparse.Namespace) -> None:
             check_like(args, request)
 
     pipe, request, files = open_run(args, folder, read, check)
+    if args.like is not None and hosts.is_first():
+        warn_of_other_model(pipe, read_recipe(args.like), args.like)
     each = paths(request.batch, request.num_videos)
     batch = len(each) // request.num_videos
     stages = STAGES[:-1] if latents_only else STAGES
@@ -101,10 +111,13 @@ def generate(args: argparse.Namespace) -> None:
         for event in events:
             match event:
                 case Denoised(one, latents, metadata) if latents_only:
-                    save_latents(each[one.seed - request.seed], latents, metadata)
+                    path = each[one.seed - request.seed]
+                    with saying_replaced([path]):
+                        save_latents(path, latents, metadata)
                 case Finished(one, result):
                     first = (one.seed - request.seed) * batch
-                    result.save_items(each[first : first + batch])
+                    with saying_replaced(own := each[first : first + batch]):
+                        result.save_items(own)
     print("\n".join(map(str, each)))
 
 
@@ -127,7 +140,7 @@ def denoise(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.run_files import LATENTS_FILE, RunFiles
 
     loaded()
-    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args), RunFiles.read_features))
+    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args, asked=True), RunFiles.read_features))
     print(args.dir / LATENTS_FILE)
 
 
@@ -151,7 +164,7 @@ def decode(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.events import result_of
     from cogvideox_flax.generate.predict.windows import in_pieces
     from cogvideox_flax.generate.programs import decode_programs
-    from cogvideox_flax.generate.recipe import fields_of, read_latents_npz, read_recipe, recipe
+    from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
     from cogvideox_flax.generate.resolve import check_fps, check_model, check_pieces, check_prompts
     from cogvideox_flax.generate.result import GenerationResult
     from cogvideox_flax.generate.run import decoding
@@ -183,9 +196,10 @@ def decode(args: argparse.Namespace) -> None:
         mesh = given_mesh(args) or automatic_mesh(args, manifest, None, dtype)
         check_model(manifest, named_model(args)["model_id"], dtype, explicit_mesh(mesh))
         pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
+        tiling = bool(settings.get("tiling") if args.tiling is None else args.tiling)
         if pieces:
-            check_pieces(manifest.model, bool(args.tiling))
-        elif args.tiling:
+            check_pieces(manifest.model, tiling)
+        elif tiling:
             manifest.model.codec.check_tiling()
         channels = manifest.model.codec.latent_channels
         if args.dir is None:
@@ -193,17 +207,26 @@ def decode(args: argparse.Namespace) -> None:
         else:
             latents = read_latents(args.dir, settings, channels)
         fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
-        return placed_model(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps}
+        return placed_model(args, dtype, mesh) | {"latents": latents, "pieces": pieces, "fps": fps, "tiling": tiling}
 
     pipe, decided = load(args, decide)
     latents, pieces = decided["latents"], decided["pieces"]
-    how = {"tiling": bool(args.tiling), "in_pieces": pieces}
+    how = {"tiling": decided["tiling"], "in_pieces": pieces}
     compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, how["tiling"], pieces)
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
     frames = result_of(decoding(pipe, latents, **how), not args.quiet)
-    made_of = {name: value for name, value in settings.items() if name != "fingerprints"} | {"fps": decided["fps"]}
-    metadata = stored or (recipe(made_of, pipe.manifest, pipe.native_dir.name) if settings else {})
-    print("\n".join(map(str, GenerationResult(frames, decided["fps"], metadata).save(out))))
+    metadata: dict[str, Any] = {}
+    if hosts.is_first():
+        made_with = settings.get("fingerprints")
+        if not stored:
+            made_of = {name: value for name, value in settings.items() if name not in ("fingerprints", "asked")}
+            stored = recipe(made_of, pipe.manifest, pipe.native_dir.name, made_with)
+        warn_of_other_model(pipe, stored, args.latents or args.dir, [pipe.manifest.model.decoder])
+        how_decoded = {"fps": decided["fps"], "tiling": decided["tiling"]}
+        metadata = decoded_recipe(stored, pipe.fingerprints(), pipe.manifest.model.decoder, **how_decoded)
+    saved = GenerationResult(frames, decided["fps"], metadata)
+    with saying_replaced(item_paths(out, len(latents))):
+        print("\n".join(map(str, saved.save(out))))
 
 
 def upscale(args: argparse.Namespace) -> None:
@@ -236,7 +259,8 @@ def upscale(args: argparse.Namespace) -> None:
     frames = FrameStream(plan.shape, lambda: upscaling.upscale_frames(source, plan, run_tile, **how))
     fps = plan.clip.fps or manifest.model.defaults.fps
     try:
-        save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
+        with saying_replaced([args.out]):
+            save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; nothing was written") from None
     print(args.out)

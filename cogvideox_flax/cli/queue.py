@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_flax.cli.setup import check_output, given_options, open_runs, preview_of
+from cogvideox_flax.cli.setup import check_output, given_options, open_runs, preview_of, stages_folder
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
@@ -33,14 +32,14 @@ class _Queue:
     """The lines of a --prompt-file: what they ask for, what of it is there, and what could not be made.
 
     Attributes:
-        folder: of the run in the middle.
+        folder: of the run in the middle; below --dir, so that the files of other runs there stay.
         groups: the jobs that are made at once.
         faults: number of a line -> why it was left out.
     """
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.out = args, args.out
-        self.folder: Path = args.dir or args.out.with_name(args.out.name + ".stages")
+        self.folder: Path = (args.dir or stages_folder(args.out)) / "queue"
         self.groups: list[list[Job]] = []
         self.faults: dict[int, str] = {}
         self._lines: dict[int, str] = {}
@@ -84,7 +83,8 @@ class _Queue:
         jobs, wrong = jobs_of(self._lines, {"lora": [], **given_options(self.args)}, manifest)
         for job in jobs:
             try:
-                check_output([path_of(self.out, job.line, job.request)], _latents_only(self.args), overwrite=True)
+                path = path_of(self.out, job.line, job.request)
+                check_output([path], _latents_only(self.args), overwrite=True, preview=self.args.preview)
             except InputError as e:
                 wrong[job.line] = e
         self.groups = batches([job for job in jobs if job.line not in wrong], self.args.batch or 1)
@@ -96,19 +96,29 @@ class _Queue:
         return [request_of(batch) for batch in self.groups]
 
     @hosts.first_reads
-    def left(self, pipe: Pipeline, checkpoint: str) -> list[list[tuple[int, int]]]:
-        """Of each group, the items that are still to be made: their places and lines."""
-        from cogvideox_flax.generate.page import Shown
-        from cogvideox_flax.generate.queue import path_of
+    def left(self, pipe: Pipeline) -> list[list[tuple[int, int, str]]]:
+        """Of each group, the items that are still to be made: their places, lines and paths.
 
-        for job in (job for batch in self.groups for job in batch):
-            path, key = path_of(self.out, job.line, job.request), (job.line, job.request.seed)
-            stored = _stored(pipe, path, job.request, checkpoint)
-            self._entries[key] = Shown(job.line, job.request.prompt[0], path if stored else None, stored)
-        if there := sum(each.path is not None for each in self._entries.values()):
-            log.info("%d of %d videos are there already", there, len(self._entries))
+        A video that is there is a line's by what it was made of, whatever its name. No other file is replaced.
+        """
+        from cogvideox_flax.generate.page import Shown
+        from cogvideox_flax.generate.queue import find_made, free_path, path_of
+        from cogvideox_flax.generate.run import recipe_of
+
+        jobs = [job for batch in self.groups for job in batch]
+        wanted = [(path_of(self.out, job.line, job.request), recipe_of(pipe, job.request)) for job in jobs]
+        found, taken = find_made(self.out, wanted), set[Path]()
+        paths: dict[tuple[int, int], str] = {}
+        for job, made, (path, _) in zip(jobs, found, wanted, strict=True):
+            key = job.line, job.request.seed
+            self._entries[key] = Shown(job.line, job.request.prompt[0], *(made or (None, None)))
+            if made is None:
+                taken.add(path := free_path(path, taken))
+                paths[key] = str(path)
+        if there := len(jobs) - len(paths):
+            log.info("%d of %d videos are there already", there, len(jobs))
         return [
-            [(i, job.line) for i, job in enumerate(batch) if self._entries[job.line, job.request.seed].path is None]
+            [(i, job.line, paths[key]) for i, job in enumerate(batch) if (key := (job.line, job.request.seed)) in paths]
             for batch in self.groups
         ]
 
@@ -138,40 +148,45 @@ def generate_queue(args: argparse.Namespace) -> None:
     """
     import jax
 
-    from cogvideox_flax.generate.queue import items_of, path_of
+    from cogvideox_flax.generate.queue import items_of
     from cogvideox_flax.generate.run_files import check_folder, remove_files, run_dir_lock, space_needed
     from cogvideox_flax.io.paths import check_name
     from cogvideox_flax.runtime.terminal import duration_text, say
 
     loaded()
+    if args.out is None:
+        args.out = Path("video.mp4")
     check_name(args.out)
     queue = _Queue(args)
     pipe, requests, files = open_runs(args, queue.folder, queue.read, queue.requests)
-    keep, checkpoint = pipe.fits_at_once(), _checkpoint(pipe)
-    todo = [(request, items) for request, items in zip(requests, queue.left(pipe, checkpoint), strict=True) if items]
+    keep = pipe.fits_at_once()
+    todo = [(request, items) for request, items in zip(requests, queue.left(pipe), strict=True) if items]
     count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()
     queue.show_page()
     with run_dir_lock(queue.folder, temporary=True):
         for batch, items in todo:
-            request = items_of(batch, [i for i, _ in items])
+            request = items_of(batch, [i for i, *_ in items])
             rest = (time.monotonic() - started) / count * (total - count) if count else 0
             later = f", about {duration_text(rest)} left" if count else ""
             say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, request.prompt))}", not args.quiet)
-            paths = [path_of(args.out, line, items_of(request, [i])) for i, (_, line) in enumerate(items)]
+            paths = [Path(path) for *_, path in items]
             try:
                 check_folder(queue.folder, space_needed(request))
-                stored = _make(args, pipe, request, files, paths, keep, checkpoint)
+                stored = _make(args, pipe, request, files, paths, keep)
             except InputError as e:
                 if jax.process_count() > 1:
                     raise
-                for _, line in items:
+                for _, line, _ in items:
                     queue.refuse(line, e)
             else:
-                for (_, line), path, metadata in zip(items, paths, stored, strict=True):
+                for (_, line, _), path, metadata in zip(items, paths, stored, strict=True):
                     queue.made(line, request.seed, path, metadata)
                 remove_files(queue.folder)
             count += len(items)
             queue.show_page()
+    if args.dir is None and hosts.is_first():
+        with suppress(OSError):  # a run in the middle is there, too
+            stages_folder(args.out).rmdir()
     if queue.faults:
         raise queue.failed()
 
@@ -187,7 +202,6 @@ def _make(
     files: RunFiles,
     paths: Sequence[Path],
     keep: bool,
-    checkpoint: str,
 ) -> list[dict[str, Any]]:
     """Make a batch and write its videos; returns the metadata of each."""
     from cogvideox_flax.generate.events import Denoised, Finished, show
@@ -199,7 +213,7 @@ def _make(
 
     def described(metadata: dict[str, Any]) -> dict[str, Any]:
         seconds = float(f"{(time.monotonic() - start) / len(paths):.3g}")
-        return metadata | {"checkpoint": checkpoint, "seconds": seconds}
+        return metadata | {"seconds": seconds}
 
     stages = STAGES[:-1] if _latents_only(args) else STAGES
     events = run(pipe, request, files, stages, keep=keep)
@@ -216,25 +230,3 @@ def _make(
                     stored = described(result.metadata)
                     replace(result, metadata=stored).save_items(paths)
     return [item_of(stored, i) for i in range(len(paths))]
-
-
-def _checkpoint(pipe: Pipeline) -> str:
-    """A short name of all that the checkpoint computes."""
-    from cogvideox_flax.io.contents import fingerprint
-
-    return fingerprint(pipe.fingerprints())[:12]
-
-
-def _stored(pipe: Pipeline, path: Path, request: ResolvedRequest, checkpoint: str) -> dict[str, Any] | None:
-    """The metadata of a video that is there and was made of the same; None if there is none."""
-    from cogvideox_flax.generate.recipe import read_recipe
-    from cogvideox_flax.generate.run import recipe_of
-
-    if not path.exists():
-        return None
-    try:
-        found = read_recipe(path)
-    except InputError:  # damaged
-        return None
-    wanted = json.loads(json.dumps(recipe_of(pipe, request) | {"checkpoint": checkpoint}))
-    return found if found == wanted | {"seconds": found.get("seconds")} else None

@@ -6,10 +6,13 @@ On several hosts process 0 alone reads options, files and pictures, and decides;
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +56,16 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def read_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the stage before left; its model becomes this command's, unless another is named."""
+def read_settings(args: argparse.Namespace, *, asked: bool = False) -> dict[str, Any]:
+    """The settings that the stage before left; its model becomes this command's, unless another is named.
+
+    asked: without the options that were filled in, which this command's own may change.
+    """
     from cogvideox_flax.generate import run_files
 
     before = run_files.read_settings(args.dir)
+    if asked:
+        before = run_files.asked_settings(before)
     model, revision = before.pop("model_id"), before.pop("revision", None)
     if args.model is None:
         args.model = None if model == EMBEDDED else model
@@ -65,14 +73,58 @@ def read_settings(args: argparse.Namespace) -> dict[str, Any]:
     return before
 
 
-def check_output(paths: Sequence[Path], latents_only: bool = False, overwrite: bool = False) -> None:
+def default_output(args: argparse.Namespace) -> Path:
+    """Return video.mp4, or the first of video-2.mp4, ... that replaces no video and no stages of another run."""
+    from cogvideox_flax.generate.recipe import read_recipe
+    from cogvideox_flax.generate.resolve import check_num_videos
+    from cogvideox_flax.io.paths import item_paths
+
+    prompts = [read_recipe(args.like).get("prompt")] if args.like and not args.prompt else read_prompts(args)
+    check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
+    for i in itertools.count(1):
+        path = Path("video.mp4" if i == 1 else f"video-{i}.mp4")
+        is_free = not any(os.path.lexists(each) for each in item_paths(path, len(prompts) * videos))
+        if is_free and (args.dir is not None or _is_run_of(args, stages_folder(path), prompts)):
+            return path
+    raise AssertionError
+
+
+def stages_folder(out: Path) -> Path:
+    """Where a run keeps its stages until OUT is written."""
+    return out.with_name(out.name + ".stages")
+
+
+def _is_run_of(args: argparse.Namespace, folder: Path, prompts: Sequence[Any]) -> bool:
+    """Whether a folder holds no run in the middle, or one that was asked for the same."""
+    from cogvideox_flax.generate import run_files
+    from cogvideox_flax.generate.freshness import plain
+    from cogvideox_flax.generate.media import MEDIA
+
+    if not (folder / run_files.CONFIG_FILE).exists():
+        return True
+    try:
+        settings = run_files.read_settings(folder)
+    except InputError:
+        return False
+    names = {*settings.get("asked", ())} & settings.keys() - {*MEDIA, "lora"}
+    stored = {name: settings[name] for name in names}
+    given = {name: plain(value) for name, value in given_options(args).items() if name in settings}
+    return settings["prompt"] == list(prompts) and stored.items() <= given.items() <= settings.items()
+
+
+def check_output(
+    paths: Sequence[Path], latents_only: bool = False, overwrite: bool = False, preview: Path | None = None
+) -> None:
     """Refuse names that could not be written at the end of the run, and files that this library did not write.
 
     overwrite: these may be replaced.
+    preview: another file of the run.
     """
     from cogvideox_flax.io.paths import check_writable
     from cogvideox_flax.io.video import check_output_path
 
+    if preview is not None and any(preview.absolute() == path.absolute() for path in paths):
+        raise InputError(f"{preview} is to hold the video; give --preview another name")
     for path in paths:
         if not latents_only:
             check_output_path(path)
@@ -85,10 +137,10 @@ def check_output(paths: Sequence[Path], latents_only: bool = False, overwrite: b
 
 
 def _check_own(path: Path) -> None:
-    """Say that a file will be replaced.
+    """Refuse to replace a file that this library did not write.
 
     Raises:
-        InputError: this library did not write it.
+        InputError: it did not.
     """
     from cogvideox_flax.generate.recipe import read_recipe
 
@@ -102,7 +154,15 @@ def _check_own(path: Path) -> None:
         raise InputError(
             f"{path} is there and was not made by this program; give another --out, or --overwrite to replace it"
         )
-    log.info("%s is replaced", path)
+
+
+@contextmanager
+def saying_replaced(paths: Sequence[Path]) -> Iterator[None]:
+    """Log which of the files that are written here took the place of others."""
+    there = [path for path in paths if path.exists()]
+    yield
+    for path in there:
+        log.info("%s was there, and was replaced", path)
 
 
 def read_like(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,15 +171,23 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InputError: the file holds no usable recipe, or inputs that are not given again.
     """
+    from cogvideox_flax.generate.freshness import UNREPEATABLE
     from cogvideox_flax.generate.media import MEDIA
     from cogvideox_flax.generate.recipe import fields_of, read_recipe
+    from cogvideox_flax.generate.request import THRESHOLDS
 
     path = args.like
     if not (recipe := read_recipe(path)):
         raise InputError(f"{path} does not say how it was made; this program did not write it")
     found = fields_of(recipe, path)
     use_model(args, recipe, path)
-    if recipe.get("row"):
+    settings = recipe.get("settings", {})
+    if stated := [name for name in UNREPEATABLE if name in settings]:
+        said = ", ".join(f"{name} {json.dumps(settings[name])}" for name in stated)
+        raise InputError(f"{path} was made in Python with more than options ({said}); the command line cannot make it")
+    if recipe.get("row") is not None and settings.get("step_cache") in THRESHOLDS:
+        log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
+    elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
     for name in (*MEDIA, "lora"):
         if (records := found.pop(name, None)) and getattr(args, name, None) is None:
@@ -157,6 +225,37 @@ def check_like(args: argparse.Namespace, request: ResolvedRequest) -> None:
             log.warning("--%s is not the one that %s was made of", name.replace("_", "-"), args.like)
 
 
+def warn_of_other_model(
+    pipe: Pipeline, recipe: Mapping[str, Any], path: Path, parts: Sequence[str] | None = None
+) -> None:
+    """Say where the model is not the one that a file was made with. On process 0 alone.
+
+    parts: those that matter; None: all.
+    """
+    from cogvideox_flax.generate.recipe import short_fingerprints
+
+    made_with, now = recipe.get("checkpoint"), short_fingerprints(pipe.fingerprints())
+    if not isinstance(made_with, dict):
+        release = pipe.manifest.release.name if pipe.manifest.release else pipe.native_dir.name
+        if (made_by := recipe.get("release")) not in (None, release):
+            log.warning("%s was made by %s, and this model is %s", path, made_by, release)
+        return
+    other = [part for part in parts or now if made_with.get(part) != now.get(part)]
+    if other:
+        names = " and ".join(part.replace("_", " ") for part in other)
+        log.warning("%s was made by %s with another %s than this model's", path, recipe.get("release"), names)
+
+
+def later_options(before: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an earlier run, and those that were given now in their place.
+
+    Of steps and timesteps, each decides the other: what was given now stands alone.
+    """
+    pair = {"num_inference_steps", "timesteps"}
+    left_out = pair if pair & given.keys() else set()
+    return {name: value for name, value in before.items() if name not in left_out} | dict(given)
+
+
 def open_run(
     args: argparse.Namespace,
     folder: Path,
@@ -170,15 +269,16 @@ def open_run(
         check: more checks, of what the folder holds. On process 0 alone.
     """
     from cogvideox_flax.generate.distilled import SETTINGS
-    from cogvideox_flax.generate.request import GenerationRequest
+    from cogvideox_flax.generate.request import GenerationRequest, options
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.generate.run_files import RunFiles
 
     def requests(manifest: Manifest, before: dict[str, Any]) -> list[ResolvedRequest]:
         given = given_options(args)
-        left_out = ("dtype", "fingerprints", *(SETTINGS if "distilled" in given else ()))
-        fields = {name: value for name, value in before.items() if name not in left_out}
-        request = resolve(GenerationRequest(**{"lora": [], **fields, **given}), manifest)
+        left_out = SETTINGS if "distilled" in given else ()
+        known = {"prompt", *options("encode", "denoise", "decode")} - {*left_out}
+        fields = {name: value for name, value in before.items() if name in known}
+        request = resolve(GenerationRequest(**{"lora": [], **later_options(fields, given)}), manifest)
         if check is not None:
             dtype = dtype_of(args, manifest, before)
             check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
@@ -277,7 +377,7 @@ def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
         return None
     from cogvideox_flax.generate.preview import Preview
 
-    return Preview(manifest, args.preview)
+    return Preview(manifest, args.preview, overwrite=getattr(args, "overwrite", False))
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:

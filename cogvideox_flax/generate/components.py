@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -48,8 +51,8 @@ class Components:
     Attributes:
         manifest: what the checkpoint says of itself.
         tokenizer: the family's; list of prompts -> tokens.
-        scheduler: the checkpoint's own sampler.
-        loras: the adapters that `load_lora` added, as `LoRARecord`.
+        scheduler: that of requests which name none; the checkpoint's own unless another one is assigned.
+        loras: the adapters in use of requests which name none, as `LoRARecord`.
         profiling: what to record while it runs: memory, a profile, operations one by one.
 
     Raises:
@@ -60,8 +63,10 @@ class Components:
     """The only family that this class opens; None opens all."""
 
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        self._lock = threading.RLock()  # of the components and the adapters in them
         self._loaded: dict[str, Any] = {}
-        self._used: set[str] = set()  # those that `use` put there
+        self._replaced: dict[str, Any] = {}  # the modules of `use`, as they were given
+        self._replaced_names: dict[str, str] = {}  # theirs in place of fingerprints: no two are equal
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
         self._check_model(self.manifest, native_dir, dtype, mesh)
@@ -70,14 +75,16 @@ class Components:
             checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
         self.tokenizer: Any = model.make_tokenizer(native_dir)
-        self.scheduler: Scheduler = model.sampler(configs["scheduler"].kind)
-        self.loras: list[LoRARecord] = []
-        self._known_loras: dict[str, LoRARecord] = {}  # by name, also those that are not used
-        self.adapters: list[LoRARecord] = []  # those in the weights: of `loras`, or of the last request
+        self._scheduler: Scheduler | None = None  # in place of the checkpoint's
+        self._said: set[str] = set()  # warnings about the current request
+        self._known_loras: dict[str, LoRARecord] = {}  # by name, as they were loaded
+        self._active_loras: dict[str, LoRARecord] = {}  # by name, those in use, with their strengths
+        self._merged_loras: list[LoRARecord] = []  # in the loaded denoiser: the active ones, or a request's
         self._adapted: set[str] = set()  # the parameters that they changed
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
         self._compiled = Programs(dtype, mesh, programs)
+        self._is_open = True
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
@@ -157,33 +164,91 @@ class Components:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         return self.component(name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in ("profiling", "scheduler") or not self.__dict__.get("_is_open", False):
+            super().__setattr__(name, value)
+        elif name not in self.manifest.model.components:
+            raise AttributeError(
+                f"{name} of a pipeline cannot be set; what a run can change is an option of its request, and dtype and "
+                "mesh are from_pretrained's"
+            )
+        elif value is None:
+            self.release(name)
+        else:
+            self.use(name, value)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        model, kind = self.manifest.model, self.manifest.configs["scheduler"].kind
+        return model.sampler(kind) if self._scheduler is None else self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler | str) -> None:
+        if isinstance(scheduler, str):
+            scheduler = self.manifest.model.sampler(scheduler)
+        if not isinstance(scheduler, Scheduler):
+            names = ", ".join(self.manifest.model.samplers)
+            raise InputError(f"scheduler is {shown(scheduler)}; expected one of {names}, or a cogvideox_flax Scheduler")
+        self._scheduler = scheduler
+
+    @property
+    def loras(self) -> list[LoRARecord]:
+        return list(self._active_loras.values())
+
     def component(self, name: str) -> Any:
-        """A component by its name, loaded if it is not there yet."""
-        if name not in self._loaded:
-            start = time.perf_counter()
-            self._check_unchanged()
-            module = checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
-            if name == self.manifest.model.lora.component:
-                module, self._adapted = self._merged(module, self.adapters)
-            self._loaded[name] = jax.block_until_ready(module)
-            log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
-        return self._loaded[name]
+        """A component by its name, loaded if it is not there yet; the denoiser with the adapters that it had last."""
+        with self._lock:
+            if name not in self._loaded:
+                start = time.perf_counter()
+                module = self._base(name)
+                if name == self.manifest.model.lora.component:
+                    module, self._adapted = self._merged(module, self._merged_loras)
+                self._loaded[name] = jax.block_until_ready(module)
+                log.info("loaded %s in %.1f s", name, time.perf_counter() - start)
+            return self._loaded[name]
+
+    def _base(self, name: str) -> Any:
+        """A component as `use` or the checkpoint has it."""
+        if name in self._replaced:
+            return self._replaced[name]
+        self._check_unchanged()
+        return checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
+
+    def denoiser(self, request: ResolvedRequest) -> Any:
+        """The denoiser with the adapters of a request; where it names none, with those that `load_lora` added.
+
+        Later calls do not change the module that was returned.
+        """
+        records = self.loras if request.lora is None else cast(list[LoRARecord], request.lora)
+        with self._lock:
+            self._merge(list(records))
+            return self.component(self.manifest.model.denoiser)
 
     def use(self, component: str, module: Any) -> None:
-        """Run with this module in place of the checkpoint's, until `release` lets go of it.
+        """Run with this module in place of the checkpoint's, until `release` lets go of it. Adapters are added to it.
 
         Args:
             component: its name.
             module: of the checkpoint's architecture, in the pipeline's dtype, laid out on its mesh.
+
+        Raises:
+            InputError: it is no such module.
         """
-        self._loaded[component] = module
-        self._used.add(component)
+        expected = type(self.manifest.abstract(component))
+        if not isinstance(module, expected):
+            raise InputError(f"the {component} is {shown(module)}; expected a {expected.__name__} of this package")
+        with self._lock:
+            self._loaded.pop(component, None)
+            self._replaced[component] = module
+            self._replaced_names[component] = secrets.token_hex(32)
 
     def release(self, *components: str) -> None:
         """Let go of loaded components' memory (default: of all); they load again when used."""
-        for name in components or tuple(self._loaded):
-            self._loaded.pop(name, None)
-            self._used.discard(name)
+        with self._lock:
+            for name in components or (*self._loaded, *self._replaced):
+                self._loaded.pop(name, None)
+                self._replaced.pop(name, None)
+                self._replaced_names.pop(name, None)
 
     def fits_at_once(self) -> bool:
         """Whether all components take less than half of each device's memory; of the host's, for CPUs."""
@@ -194,7 +259,7 @@ class Components:
 
     def fingerprints(self) -> dict[str, str]:
         """Names for all that decides what the checkpoint computes; see `checkpoint.fingerprints`."""
-        return checkpoint.fingerprints(self.native_dir, self.manifest)
+        return checkpoint.fingerprints(self.native_dir, self.manifest) | self._replaced_names
 
     # --- adapters
 
@@ -215,13 +280,13 @@ class Components:
                 alpha is not a finite number; or the name is taken.
         """
         component = self.manifest.model.lora.component
-        name = f"default_{len(self._known_loras)}" if name is None else name
+        if name is None:
+            name = next(free for i in itertools.count() if (free := f"default_{i}") not in self._known_loras)
         if name in self._known_loras:
             raise InputError(f"there is an adapter {name!r} already; give another name")
         record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component], alpha)
-        self.use_loras([*self.loras, record])
+        self._activate(self._active_loras | {name: record})
         self._known_loras[name] = record
-        self.loras = self.adapters
 
     def load_lora_weights(
         self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
@@ -255,8 +320,7 @@ class Components:
             weights = [weights] * len(names)
         if len(weights) != len(names) or not all(map(is_finite_number, weights)):
             raise InputError(f"weights is {shown(weights)}; expected a finite number for each of {len(names)} adapters")
-        self.use_loras([{**record, "scale": float(w)} for record, w in zip(loaded, weights, strict=True)])
-        self.loras = self.adapters
+        self._activate({n: {**a, "scale": float(w)} for n, a, w in zip(names, loaded, weights, strict=True)})
 
     def unload_lora_weights(self) -> None:
         """Run with the checkpoint's own weights, and forget all adapters."""
@@ -265,34 +329,35 @@ class Components:
 
     def get_active_adapters(self) -> list[str]:
         """The names of the adapters that are in use."""
-        used = [(record["file"], record["sha256"]) for record in self.loras]
-        return [name for name, record in self._known_loras.items() if (record["file"], record["sha256"]) in used]
+        return list(self._active_loras)
 
     def get_list_adapters(self) -> list[str]:
         """The names of all that were loaded."""
         return list(self._known_loras)
 
-    def use_loras(self, records: Sequence[LoRARecord]) -> None:
-        """Run with these adapters, as described by `describe_lora`, in place of those of an earlier run.
+    def _activate(self, records: dict[str, LoRARecord]) -> None:
+        with self._lock:
+            self._merge(list(records.values()))
+            self._active_loras = records
+
+    def _merge(self, records: list[LoRARecord]) -> None:
+        """Put these adapters into the denoiser, in place of those that it had.
 
         Of a denoiser that is loaded, only the weights that had adapters are read again.
         """
-        records = list(records)
-        if records == self.adapters:
+        if records == self._merged_loras:
             return
         name = self.manifest.model.lora.component
-        if name in self._used:
-            self.release(name)
         if name in self._loaded:
-            self._check_unchanged()
-            own = checkpoint.load_parameters(name, self.native_dir, self._adapted, self.dtype, self.mesh)
-            module, adapted = self._merged(with_parameters(without_adapters(self._loaded[name]), own), records)
-            self._loaded[name], self._adapted = jax.block_until_ready(module), adapted
-        self.adapters = records
-
-    def use_loras_of(self, request: ResolvedRequest) -> None:
-        """Run with the adapters of a request; without any, with those that `load_lora` added."""
-        self.use_loras(self.loras if request.lora is None else cast(list[LoRARecord], request.lora))
+            if name in self._replaced:
+                base = self._replaced[name]
+            else:
+                self._check_unchanged()
+                own = checkpoint.load_parameters(name, self.native_dir, self._adapted, self.dtype, self.mesh)
+                base = with_parameters(without_adapters(self._loaded[name]), own)
+            module, self._adapted = self._merged(base, records)
+            self._loaded[name] = jax.block_until_ready(module)
+        self._merged_loras = records
 
     def _merged(self, denoiser: Any, records: Sequence[LoRARecord]) -> Merged:
         model, component = self.manifest.model, self.manifest.model.lora.component

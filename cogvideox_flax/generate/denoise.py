@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -62,12 +62,19 @@ class DenoiseState:
     latents: after them; scaled, with the extra latent frames.
     sampler: its own state, from `Scheduler.step`: a pytree of arrays.
     cache: what `predict` keeps from step to step.
+    extra_latents: latent frames at the start that are not decoded.
     """
 
     step: Int32[Any, ""]
     latents: Float32[Any, "B T h w C"]
     sampler: Any
     cache: Any = None
+    extra_latents: int = field(default=0, metadata={"static": True})
+
+    @property
+    def video_latents(self) -> Float32[Any, "B T-extra h w C"]:
+        """The latents as the decoder takes them: without the extra latent frames."""
+        return self.latents[:, self.extra_latents :]
 
     def __repr__(self) -> str:
         return f"<DenoiseState after step {self.step}: latents {list(self.latents.shape)}>"
@@ -97,7 +104,7 @@ class DenoiseStep(Program):
         noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
         x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
         x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
-        return DenoiseState(i + 1, x, sampler_state, kept), jnp.isfinite(x).all()
+        return replace(state, step=i + 1, latents=x, sampler=sampler_state, cache=kept), jnp.isfinite(x).all()
 
     def _guided(
         self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,23 @@ class Conditioning:
     def on_host(self) -> Conditioning:
         """The same as float32 NumPy arrays, as stage files hold them: one program for both ways."""
         return jax.tree.map(lambda x: fetch(x).astype(np.float32), self)
+
+
+NEGATIVE = "negative_"
+"""Before the name of a text feature: of the negative prompt."""
+
+
+def text_conditioning(features: Mapping[str, Any], negative: bool) -> Conditioning:
+    """The conditioning of text features by their names.
+
+    Args:
+        features: such as `prompt_embeds`, and `negative_prompt_embeds` where there are any.
+        negative: whether those of the negative prompts are part of it.
+    """
+    arrays = {name: np.asarray(x, np.float32) for name, x in features.items()}
+    text = {name: x for name, x in arrays.items() if not name.startswith(NEGATIVE)}
+    others = {name.removeprefix(NEGATIVE): x for name, x in arrays.items() if name.startswith(NEGATIVE)}
+    return Conditioning(text, others if negative and others else None)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from jaxtyping import Array, Float, Float32
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.encode import Conditioning
+from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.keywords import OUTPUT_TYPES, check_keywords, with_options
 from cogvideox_flax.generate.programs import RunPrograms
@@ -25,7 +24,7 @@ from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedR
 from cogvideox_flax.generate.resolve import check_run, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import decoding, denoising, encoding, finish, run
-from cogvideox_flax.generate.run_files import NEGATIVE, RunFiles
+from cogvideox_flax.generate.run_files import RunFiles
 from cogvideox_flax.runtime.terminal import say
 
 Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
@@ -45,8 +44,6 @@ class Pipeline(Components):
     Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
     of them at a time (the command line does so between its stages).
     """
-
-    _resolved: tuple[Any, Any] = None, None  # the last request, as given and resolved
 
     @with_options
     def __call__(
@@ -73,29 +70,27 @@ class Pipeline(Components):
             TypeError: a keyword that is no option; one of diffusers' is answered with the name to use.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        text, named = self._take_embeds(named)
+        features = {name: named.pop(name) for name in self._feature_names() & named.keys()}
+        features = {name: x for name, x in features.items() if x is not None}
         if isinstance(prompt, GenerationRequest):
-            if options or named:
+            if options or named or features:
                 raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
         else:
             check_keywords(named)
-            if prompt is None:
-                if text is None:
-                    raise TypeError("a prompt is missing")
-                prompt = [""] * text.batch
-            prompt = GenerationRequest(prompt, *options, **named)
+            if features:
+                named["text_features"] = features
+            if prompt is None and named.get("text_features") is None:
+                raise TypeError("a prompt is missing")
+            prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
         output_type = prompt.output_type
         if output_type in OUTPUT_TYPES:
             prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
-        self._resolved = None, None  # its files may have changed since an earlier call with the same request
+        self._said.clear()
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
-        if text is not None:
-            self._check_embeds(request, text)
-            text = text if request.guided else Conditioning(text.text)
         results, stopped = [], None
-        with closing(show(run(self, request, text=text), progress)) as events:
+        with closing(show(run(self, request), progress)) as events:
             for event in events:
                 match event:
                     case Finished(result=result):
@@ -113,53 +108,31 @@ class Pipeline(Components):
             return replace(result, frames=[[Image.fromarray(frame) for frame in clip] for clip in result.frames])
         return result
 
-    def _take_embeds(self, named: dict[str, Any]) -> tuple[Conditioning | None, dict[str, Any]]:
-        """The features of prompts among the keywords, and the other keywords."""
+    def _feature_names(self) -> set[str]:
+        """Keywords that are text features: diffusers' names."""
         names = self.manifest.model.feature_shapes(1)
-        text, negative = (
-            {name: np.asarray(named[prefix + name]) for name in names if named.get(prefix + name) is not None}
-            for prefix in ("", NEGATIVE)
-        )
-        rest = {key: value for key, value in named.items() if key.removeprefix(NEGATIVE) not in names}
-        if negative and not text:
-            raise InputError("negative_prompt_embeds go with prompt_embeds; give both, or the negative_prompt as text")
-        return Conditioning(text, negative or None) if text else None, rest
-
-    def _check_embeds(self, request: ResolvedRequest, text: Conditioning) -> None:
-        """Refuse features that do not go with a request.
-
-        Raises:
-            InputError: with what is expected.
-        """
-        if request.one_program:
-            raise InputError("one program begins with the prompts; leave prompt_embeds or one_program out")
-        if request.guided and text.negative_text is None:
-            raise InputError("with guidance, prompt_embeds need negative_prompt_embeds; or take guidance_scale=1")
-        shapes, halves = self.manifest.model.feature_shapes(request.batch), {"": text.text}
-        halves |= {NEGATIVE: text.negative_text} if text.negative_text is not None else {}
-        for prefix, features in halves.items():
-            for name, shape in shapes.items():
-                found = tuple(np.shape(features[name])) if name in features else "none"
-                if found != shape:
-                    raise InputError(f"{prefix}{name} must be {list(shape)} for {request.batch} prompts; got {found}")
+        return {*names, *(NEGATIVE + name for name in names)}
 
     def run(self, request: Request, files: RunFiles | None = None) -> Events[None]:
         """The whole journey, owned by the caller: see `generate.run.run`."""
+        self._said.clear()
         return run(self, self.resolve(request), files)
 
     def resolve(self, request: Request) -> ResolvedRequest:
         """The request with every None filled, checked for this model and mesh; a resolved one stays as it is.
 
+        Adapters and scheduler are the pipeline's at this moment, where the request names none. A warning is given once
+        until the next whole run.
+
         Raises:
             InputError: with every fault found.
         """
-        before, resolved = self._resolved
         if not isinstance(request, GenerationRequest):
             request = GenerationRequest(request)
-        if request is not before:  # a warning is said once for a request that several stages take
-            used = request if request.lora is not None else replace(request, lora=list(self.loras))
-            resolved = resolve(used, self.manifest)
-            self._resolved = request, resolved
+        if not isinstance(request, ResolvedRequest):
+            own = {"lora": list(self.loras), "scheduler": self._scheduler}
+            request = replace(request, **{name: x for name, x in own.items() if getattr(request, name) is None})
+        resolved = resolve(request, self.manifest, self._said)
         check_run(resolved, self.mesh, self.profiling)
         return resolved
 
@@ -213,16 +186,17 @@ class Pipeline(Components):
 
     def decode(
         self,
-        latents: Float[Any, "B T h w C"],
+        latents: DenoiseState | Float[Any, "B T h w C"],
         *,
         output_type: str = "uint8",
         tiling: bool = False,
         in_pieces: bool = False,
         progress: bool = True,
     ) -> Any:
-        """Scaled latents (extra frames already dropped) to frames.
+        """Decode a state of the denoising loop, or scaled latents, to frames.
 
         Args:
+            latents: a state, which knows its extra latent frames; or latents without them.
             in_pieces: for long clips: each is decoded while its frames are read, a few of them at a time. On several
                 hosts all of them read a clip to its end.
 
@@ -232,6 +206,8 @@ class Pipeline(Components):
         Raises:
             InputError: the decoder gives NaN or infinity; in pieces, while frames are read.
         """
+        if isinstance(latents, DenoiseState):
+            latents = latents.video_latents
         how: Any = {"output_type": output_type, "tiling": tiling, "in_pieces": in_pieces}
         return result_of(decoding(self, latents, **how), progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.events import Events, LoopBegan, Step
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import check_writable
+from cogvideox_flax.io.pictures import decoding
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch
 
@@ -23,6 +26,9 @@ SUFFIXES = (".png", ".webp")
 
 SHOWN_FRAMES = 8
 """The most latent frames of a PNG."""
+
+_MARK = "cogvideox-flax preview"
+"""In the metadata of each file, so that no other file is replaced."""
 
 INTERVAL_S = 1.0
 """The minimum seconds between two files."""
@@ -43,16 +49,20 @@ class Preview:
     Args:
         path: written at most once a second, in at most 2 % of the time, and after the last step: a PNG with some latent
             frames of the first video beside each other, or an animated WebP of all; None: no file.
+        overwrite: replace a file that is no preview.
 
     Raises:
-        InputError: another kind of file, one that cannot be written, or a model whose map to colours is not known.
+        InputError: another kind of file, one that cannot be written or is no preview, or a model whose map to colours
+            is not known.
     """
 
-    def __init__(self, manifest: Manifest, path: Path | None = None):
-        if path is not None and path.suffix.lower() not in SUFFIXES:
-            raise InputError(f"a preview is a .png or an animated .webp; got {path}")
+    def __init__(self, manifest: Manifest, path: Path | None = None, *, overwrite: bool = False):
         if path is not None:
+            if path.suffix.lower() not in SUFFIXES:
+                raise InputError(f"a preview is a .png or an animated .webp; got {path}")
             check_writable(path)
+            if not overwrite and path.exists() and not is_preview(path):
+                raise InputError(f"{path} is there and is no preview of this program; give --preview another name")
         matrix = manifest.preview_matrix
         if matrix is None:
             raise InputError(
@@ -90,10 +100,8 @@ class Preview:
             return
         if (x0 := self._x0(step, before, latents)) is None:
             return
-        size = step.request.manifest.model.resolve_size(
-            step.request.num_frames, step.request.height, step.request.width
-        )
-        z: Any = self.codec.statistics.denormalize(jnp.asarray(x0[:, size.extra_latents :]))
+        video_latents = dataclasses.replace(step.state, latents=x0).video_latents
+        z: Any = self.codec.statistics.denormalize(jnp.asarray(video_latents))
         self.latest = apply_linear_map(np.asarray(z), self.matrix)
         if self.path is not None:
             fps = step.request.fps / self.codec.temporal_compression
@@ -121,10 +129,22 @@ def write_preview(path: Path, frames: UInt8[np.ndarray, "T h w 3"], enlarge: int
     with atomic_write(path) as partial:
         if path.suffix.lower() == ".png":
             chosen = np.linspace(0, len(large) - 1, min(len(large), SHOWN_FRAMES)).round().astype(int)
-            Image.fromarray(np.concatenate(list(large[chosen]), 1)).save(partial, "PNG")
+            mark = PngInfo()
+            mark.add_text("Software", _MARK)
+            Image.fromarray(np.concatenate(list(large[chosen]), 1)).save(partial, "PNG", pnginfo=mark)
         else:
             first, *rest = map(Image.fromarray, large)
-            first.save(partial, "WEBP", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0)
+            how: Any = {"duration": round(1000 / fps), "loop": 0, "xmp": _MARK.encode()}
+            first.save(partial, "WEBP", save_all=True, append_images=rest, **how)
+
+
+def is_preview(path: Path) -> bool:
+    """Whether `write_preview` wrote a file."""
+    try:
+        with decoding(path), Image.open(path, formats=("PNG", "WEBP")) as image:
+            return _MARK in (image.info.get("Software"), image.info.get("xmp", b"").decode("utf-8", "replace"))
+    except (OSError, InputError):
+        return False
 
 
 SPACE = 8

@@ -205,7 +205,6 @@ class RunPrograms:
             decode=Decode(model.codec, request.output_type == "float", request.tiling),
             denoiser=model.denoiser,
             decoder=model.decoder,
-            extra_latents=self.size.extra_latents,
         )
 
     # --- arguments
@@ -267,11 +266,8 @@ class RunPrograms:
             inputs = dataclasses.replace(inputs, skip_layer_steps=done)
         if conditioning is not None and conditioning.video is not None:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
-        return inputs, DenoiseState(np.int32(0), latents, self.sampler.init_state(latents))
-
-    def without_extra(self, latents: Float32[Any, "B T h w C"]) -> Float32[Any, "B T h w C"]:
-        """The loop's latents as the decoder takes them: without the extra latent frames."""
-        return latents[:, self.size.extra_latents :]
+        sampler_state = self.sampler.init_state(latents)
+        return inputs, DenoiseState(np.int32(0), latents, sampler_state, extra_latents=self.size.extra_latents)
 
     def sampler_state(self) -> Any:
         """The sampler's own state as shapes."""
@@ -298,27 +294,47 @@ class RunPrograms:
             kept = predict.kept(denoiser, tokens, latents, len(self.steps))
             return step_cache.kept_shapes(kept, mesh)
 
-    def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
-        """A state with what the step cache keeps, where the request has a step cache and the state has nothing of it.
+    def check_state(self, state: DenoiseState) -> None:
+        """Refuse a state that no loop of this request can have.
 
         Raises:
-            InputError: the next step needs what an earlier one kept.
+            InputError: with what is expected.
         """
+        expected = self.size.latent_shape(self.request.batch), self.size.extra_latents
+        found = tuple(np.shape(state.latents)), state.extra_latents
+        if found != expected:
+            raise InputError(f"the state has latents {list(found[0])}, {found[1]} of them extra; expected {expected}")
+        if not 0 <= int(state.step) <= len(self.steps):
+            raise InputError(f"the state is after step {int(state.step)}; this run has {len(self.steps)} steps")
+        if _shapes(state.sampler) != _shapes(self.sampler_state()):
+            raise InputError("the state is of another scheduler; go on with the one that it was made with")
+        if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(None)):
+            raise InputError("the state is of another step cache; go on with the one that it was made with")
+
+    def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+        """A state with a step cache, where the request has one and the state has nothing of it.
+
+        Raises:
+            InputError: the steps that follow need what earlier ones kept.
+        """
+        if state.cache is not None or self.may_resume(int(state.step)):
+            return self.with_empty_cache(state, mesh)
+        raise InputError(
+            f"the steps from {int(state.step)} on use what earlier ones kept, which the state does not have; go on "
+            "from a state with its cache"
+        )
+
+    def with_empty_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+        """The state with zeros for a step cache, where the request has one and the state has nothing of it."""
         if self.request.step_cache is None or state.cache is not None:
             return state
-        if not self.may_resume(int(state.step)):
-            raise InputError(
-                f"step {int(state.step)} uses what a step before it kept, which the state does not have; go on from a "
-                "state before a full step"
-            )
         return dataclasses.replace(state, cache=step_cache.empty(self.cache_shapes(mesh)))
 
     def may_resume(self, done: int) -> bool:
-        """Whether the loop can go on after so many steps without what the step cache kept: the next step is full.
-
-        One that decides itself begins with a full step where it has kept nothing.
-        """
-        return self.full_steps is None or done >= len(self.steps) or bool(self.full_steps[done])
+        """Whether the loop can go on after so many steps without what the step cache kept."""
+        if done in (0, len(self.steps)) or not isinstance(predict := self.predict, step_cache.StepCache):
+            return True
+        return predict.may_begin(done, self.full_steps)
 
     def abstract(self, stage: str, mesh: Mesh | None = None) -> list[ProgramCall]:
         """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
@@ -349,9 +365,8 @@ class RunPrograms:
             return [*text, *pictures]
         shape = self.size.latent_shape(request.batch)
         if stage == "decode":
-            kept = shape[0], shape[1] - self.size.extra_latents, *shape[2:]
-            how = request.output_type == "float", request.tiling
-            return decode_programs(self.manifest, self.dtype, kept, mesh, *how, self.windows is not None)
+            how = request.output_type == "float", request.tiling, self.windows is not None
+            return decode_programs(self.manifest, self.dtype, self.size.video_latent_shape(request.batch), mesh, *how)
         conditioning = self._conditioning() if stage == "denoise" else None
         latents, key = jax.eval_shape(self.initial_noise, jax.ShapeDtypeStruct((), jnp.uint32))
         noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
@@ -381,6 +396,11 @@ class RunPrograms:
         media = [] if stage.mask_channels else getattr(self.request, stage.input)  # a mask's frames are uint8
         dtype = np.result_type(np.uint8, *(each.dtype for each in media))
         return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)
+
+
+def _shapes(tree: Any) -> Any:
+    """The structure of a pytree, and the shapes of its arrays."""
+    return jax.tree.structure(tree), [tuple(x.shape) for x in jax.tree.leaves(tree)]
 
 
 def _is_clip(stage: VisualStage) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
-import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import resolve as resolving
 from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.recipe import read_recipe
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
@@ -23,6 +23,7 @@ from cogvideox_flax.generate.request import (
     json_type,
     option_names,
 )
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.run_files import request_json
 from cogvideox_flax.io.values import shown, typed
 
@@ -124,39 +125,75 @@ def jobs_of(
     Args:
         options: fields of the request for all lines; a line's own come first.
     """
-    jobs, faults = [], {}
-    with _warnings_once():
-        for number, line in lines.items():
-            try:
-                request = resolving.resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest)
-                jobs += [Job(number, one) for one in request.videos()]
-            except InputError as e:
-                faults[number] = InputError("; ".join(str(e).splitlines()))
+    jobs, faults, said = [], {}, set[str]()
+    for number, line in lines.items():
+        try:
+            request = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, said)
+            jobs += [Job(number, one) for one in request.videos()]
+        except InputError as e:
+            faults[number] = InputError("; ".join(str(e).splitlines()))
     return jobs, faults
 
 
-@contextmanager
-def _warnings_once() -> Iterator[None]:
-    """What is said of each line is said for all at once, where it is the same."""
-    seen: set[str] = set()
+def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[tuple[Path, dict[str, Any]] | None]:
+    """The videos that are there already, by what they were made of.
 
-    def is_new(record: logging.LogRecord) -> bool:
-        is_known = (text := record.getMessage()) in seen
-        seen.add(text)
-        return not is_known
+    Args:
+        out: as for `path_of`.
+        wanted: of each job its path and its recipe.
 
-    resolving.log.addFilter(is_new)
+    Returns:
+        Of each job the path and the metadata of its video; None if there is none. No video is two jobs'.
+    """
+    keys = [_key(recipe) for _, recipe in wanted]
+    made = [_made(path) for path, _ in wanted]
+    found = [(path, own) if _key(own) == key else None for (path, _), own, key in zip(wanted, made, keys, strict=True)]
+    if None not in found:
+        return found
+    pattern = f"{glob.escape(out.stem)}-*{glob.escape(out.suffix)}" if out.suffix else "*.mp4"
+    others = sorted({*folder_of(out).glob(pattern)} - {path.absolute() for path, _ in filter(None, found)})
+    free: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for path in others:
+        if metadata := _made(path):
+            free.setdefault(_key(metadata), []).append((path, metadata))
+    return [each or (free[key].pop(0) if free.get(key) else None) for each, key in zip(found, keys, strict=True)]
+
+
+def _made(path: Path) -> dict[str, Any]:
+    """The metadata of a video that this library wrote; {} of anything else."""
+    return read_recipe(path) if is_whole(path) else {}
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a file, and it is not damaged."""
     try:
-        yield
-    finally:
-        resolving.log.removeFilter(is_new)
+        return path.exists() and read_recipe(path) is not None
+    except InputError:
+        return False
+
+
+def _key(recipe: Mapping[str, Any]) -> str:
+    """A recipe as text, but for the time that it took."""
+    return json.dumps({name: value for name, value in recipe.items() if name != "seconds"}, sort_keys=True)
+
+
+def free_path(path: Path, taken: Collection[Path]) -> Path:
+    """The path, or the first of NAME-2, NAME-3, ... that is not taken; one that is there is, unless it is damaged."""
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2)))
+    return next(name for name in names if name not in taken and not is_whole(name))
 
 
 def batches(jobs: Iterable[Job], most: int) -> list[list[Job]]:
-    """Jobs that can be made at once, up to `most` of them: all but their prompts is equal."""
+    """Jobs that can be made at once, up to `most` of them: all but their prompts is equal.
+
+    A job whose step cache decides by what the videos are stays alone, since a batch has one decision for all.
+    """
     found: list[list[Job]] = []
     open_batches: dict[str, list[Job]] = {}
     for job in jobs:
+        if not job.request.batch_is_alone:
+            found.append([job])
+            continue
         fields = request_json(job.request)
         key = repr({name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")})
         batch = open_batches.get(key, [])

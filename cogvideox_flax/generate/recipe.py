@@ -16,6 +16,7 @@ from jaxtyping import Float32
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.freshness import UNREPEATABLE
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
 from cogvideox_flax.io.values import shown, typed
@@ -27,19 +28,25 @@ log = logging.getLogger(__name__)
 PER_ITEM = ("prompt", "negative_prompt", "seed", "row")
 """What the items of a result may differ in."""
 
+SHORT = 12
+"""Digits of a fingerprint in a recipe."""
+
 _PROGRAM = "cogvideox-flax"
 
 
-def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[str, Any]:
+def recipe(
+    made_of: Mapping[str, Any], manifest: Manifest, name: str, fingerprints: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What is stored with a video, of every front end alike: all that decides it; a list where its items differ.
 
     Args:
-        made_of: field of the request -> its value, as far as it is known; and what else belongs to the settings.
+        made_of: of `freshness.request_values`, as far as it is known; and what else belongs to the settings.
         name: of the model, where its architecture is none of a release.
+        fingerprints: of the model's parts; None: not known.
 
     Returns:
-        prompt, negative_prompt, seed, release, version and settings; of several prompts at once whose noise differs
-        also `row`, which of the noise's rows each has.
+        prompt, negative_prompt, seed, release, checkpoint (part -> the first digits of its fingerprint), version and
+        settings; of videos that were not made as each alone also `row`, which of the batch's rows each was.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(GenerationRequest)}
     settings = {
@@ -54,9 +61,34 @@ def recipe(made_of: Mapping[str, Any], manifest: Manifest, name: str) -> dict[st
         "seed": made_of.get("seed"),
         **rows,
         "release": manifest.release.name if manifest.release else name,
+        **({} if fingerprints is None else {"checkpoint": short_fingerprints(fingerprints)}),
         "version": f"{_PROGRAM} {__version__}",
         "settings": settings | describe_media(made_of),
     }
+
+
+def decoded_recipe(
+    latents: Mapping[str, Any], fingerprints: Mapping[str, str], decoder: str, *, fps: int, tiling: bool
+) -> dict[str, Any]:
+    """The recipe of a video whose latents were made before.
+
+    Args:
+        latents: their recipe.
+        fingerprints: of the parts of the model that decoded them.
+        decoder: the part that did.
+    """
+    settings = {name: value for name, value in latents.get("settings", {}).items() if name != "tiling"}
+    settings |= {"fps": fps} | ({"tiling": True} if tiling else {})
+    made_with = latents.get("checkpoint")
+    if isinstance(made_with, dict):
+        made_with = made_with | short_fingerprints({decoder: fingerprints[decoder]})
+    checkpoint = {} if made_with is None else {"checkpoint": made_with}
+    return {**latents, **checkpoint, "settings": settings}
+
+
+def short_fingerprints(fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """Part of a model -> the first digits of its fingerprint, as recipes hold them."""
+    return {part: value[:SHORT] for part, value in fingerprints.items()}
 
 
 def item_of(recipe: Mapping[str, Any], i: int) -> dict[str, Any]:
@@ -122,7 +154,7 @@ def fields_of(recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
     settings = recipe.get("settings")
     given = {name: recipe[name] for name in PER_ITEM if name in recipe and name != "row"}
     given |= settings if isinstance(settings, dict) else {}
-    if other := [name for name in given if name not in kinds]:
+    if other := [name for name in given if name not in (*kinds, *UNREPEATABLE)]:
         log.warning("%s states %s, which is no option of a run; it is left out", path, ", ".join(other))
     found = {}
     for name, value in given.items():

@@ -174,6 +174,8 @@ class GenerationRequest:
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
     mask_video: as a video; or one picture for all of its frames, [H, W, 3] in Python; as many.
+    text_features: features in place of prompts, which are then "": `prompt_embeds`, float [B, L, E], with guidance also
+        `negative_prompt_embeds`; for HunyuanVideo-1.5 also those with _mask, _2 and _mask_2.
     encoder_noise: "image", "last_image", "video" or "mask_video" -> standard normal [B, T, h, w, C], in place of random
         noise, of the encoder's posterior. A clip's extra latent frames do not count. [B, F, H, W, 3] for inpainting
         models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
@@ -329,6 +331,7 @@ class GenerationRequest:
         group=INPUTS,
         stage="encode",
     )
+    text_features: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     sparse_attention: str | None = option(
         None,
@@ -396,9 +399,7 @@ class GenerationRequest:
     compiled_loop: bool = option(
         False, "run all steps as one compiled program", group=SAMPLING, recorded=False, planned=True
     )
-    tiling: bool = option(
-        False, "decode in tiles: less memory, slightly different", group=OUTPUT, stage="decode", recorded=False
-    )
+    tiling: bool = option(False, "decode in tiles: less memory, slightly different", group=OUTPUT, stage="decode")
     fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", group=OUTPUT, stage="decode")
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
@@ -410,9 +411,11 @@ class ResolvedRequest(GenerationRequest):
     """A request whose every None was filled in, and that was checked for a model: from `resolve`.
 
     manifest: of that model. `dataclasses.replace` does not copy it, since what was changed must be checked again.
+    asked: the options that were given; the others were filled in.
     """
 
     manifest: Any = dataclasses.field(default=None, init=False, compare=False, repr=False)
+    asked: frozenset[str] = dataclasses.field(default=frozenset(), init=False, compare=False, repr=False)
 
     if TYPE_CHECKING:
         prompt: list[str]
@@ -441,6 +444,11 @@ class ResolvedRequest(GenerationRequest):
     def guided(self) -> bool:
         """Whether guidance is on, by the rule of the model's family."""
         return self.manifest.model.is_guided(self.guidance_scale)
+
+    @property
+    def batch_is_alone(self) -> bool:
+        """Whether the videos of a batch are computed as each alone: no step cache decides over all of them at once."""
+        return self.step_cache not in THRESHOLDS or self.step_cache == "magcache" or self.step_cache_full is not None
 
     @property
     def first_step(self) -> int:
@@ -482,11 +490,12 @@ class ResolvedRequest(GenerationRequest):
 
     def varied(self, **changes: Any) -> ResolvedRequest:
         """The same with other prompts, pictures or another seed, which are not checked again."""
-        return dataclasses.replace(self, **changes).checked_for(self.manifest)
+        return dataclasses.replace(self, **changes).checked_for(self.manifest, self.asked)
 
-    def checked_for(self, manifest: Manifest) -> ResolvedRequest:
+    def checked_for(self, manifest: Manifest, asked: frozenset[str]) -> ResolvedRequest:
         """The same request, marked as checked for a model."""
         object.__setattr__(self, "manifest", manifest)
+        object.__setattr__(self, "asked", asked)
         return self
 
 
@@ -513,6 +522,17 @@ def json_type(name: str) -> Any:
     """The type that the value of a field of the request has in a JSON file."""
     found = options_of(GenerationRequest).get(name)
     return types_of(GenerationRequest)[name] if found is None or found.json is None else found.json
+
+
+def given_options(request: GenerationRequest) -> frozenset[str]:
+    """The options that a request gives: those that are neither None nor their default."""
+
+    def is_given(field: dataclasses.Field[Any]) -> bool:
+        value = getattr(request, field.name)
+        is_default = isinstance(value, str | bool | int | float) and value == field.default
+        return "option" in field.metadata and value is not None and not is_default
+
+    return frozenset(field.name for field in dataclasses.fields(GenerationRequest) if is_given(field))
 
 
 def recorded(*stages: Stage) -> list[str]:

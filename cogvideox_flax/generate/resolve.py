@@ -18,6 +18,7 @@ from cogvideox_flax.checkpoint import Domain, Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
+from cogvideox_flax.generate.encode import NEGATIVE
 from cogvideox_flax.generate.predict.forms import cache_of, is_adaptive
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
@@ -30,6 +31,7 @@ from cogvideox_flax.generate.request import (
     THRESHOLDS,
     GenerationRequest,
     ResolvedRequest,
+    given_options,
     parse_lora,
 )
 from cogvideox_flax.io.clips import FITS
@@ -48,10 +50,13 @@ OUTPUT_TYPES = ("uint8", "float", "latent")
 MAX_STEPS = 1_000_000
 
 
-def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
+def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | None = None) -> ResolvedRequest:
     """Fill every None with the release's recommendation, and check everything that needs no weights.
 
     Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
+
+    Args:
+        said: warnings that were given already, and are not given again; new ones are added.
 
     Raises:
         InputError: all that this model cannot serve, in one message.
@@ -59,16 +64,19 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     if isinstance(request, ResolvedRequest) and request.manifest == manifest:
         return request
     manifest.check_complete("the model")
-    model, faults = manifest.model, Faults()
+    model, faults, asked = manifest.model, Faults(), given_options(request)
     with faults.caught():
         request = with_distillation(request, model)
+        if request.distilled is not None:  # which no result records
+            asked |= given_options(request)
     filled = _recommended(request, manifest)
     filled["timesteps"] = None
     with faults.caught():
         filled |= _given_timesteps(request)
     filled |= _fixed_settings(request, model, faults)
     with faults.caught():
-        filled["prompt"], filled["negative_prompt"] = check_prompts(request.prompt, request.negative_prompt)
+        prompt = request.prompt if request.text_features is None else check_features(request, model)
+        filled["prompt"], filled["negative_prompt"] = check_prompts(prompt, request.negative_prompt)
     size, num_frames = None, request.num_frames
     with faults.caught():
         given = {name: getattr(request, name) for name in media.MEDIA}
@@ -82,8 +90,8 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         has_video, has_mask = request.video is not None, request.mask_video is not None
         filled["strength"] = media.resolve_strength(strength, has_video, has_mask, steps)
     with faults.caught():
-        asked = media.picture_size(model, filled, (request.height, request.width))
-        size = model.resolve_size(num_frames, *asked)
+        sides = media.picture_size(model, filled, (request.height, request.width))
+        size = model.resolve_size(num_frames, *sides)
         filled |= size.video
         shown_size = _check_long(model, request, size)
         if manifest.domain is not None and not request.force and (said := manifest.domain.about_size(shown_size)):
@@ -95,7 +103,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
         with faults.caught():
             filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in adapters]
     given = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
-    result = ResolvedRequest(**given | filled).checked_for(manifest)
+    result = ResolvedRequest(**given | filled).checked_for(manifest, asked)
     with faults.caught():
         _check_values(result)
     with faults.caught():
@@ -105,6 +113,7 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
             _check_step_cache(result, size)
             _check_skip_layer(result, size)
             _check_arrays(result, size, sampler)
+            _check_negative_features(result)
     if request.tiling:
         with faults.caught():
             model.codec.check_tiling()
@@ -114,8 +123,11 @@ def resolve(request: GenerationRequest, manifest: Manifest) -> ResolvedRequest:
     untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
     if manifest.domain is not None:
         untrained += _outside(result, manifest.domain)
+    said = set() if said is None else said
     for warning in (*untrained, *_unused_media(result, size)):
-        log.warning(warning)
+        if warning not in said:
+            log.warning(warning)
+            said.add(warning)
     return result
 
 
@@ -214,6 +226,51 @@ def check_prompts(
     if len(negatives) != len(prompts):
         raise InputError(f"{len(prompts)} prompts but {len(negatives)} negative prompts; give one for all, or one each")
     return prompts, negatives
+
+
+def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
+    """Refuse text features that the model does not take.
+
+    Returns:
+        The prompts that stand for them, all empty.
+
+    Raises:
+        InputError: with what is expected.
+    """
+    features, shapes = request.text_features, model.feature_shapes(1)
+    known = [*shapes, *(NEGATIVE + name for name in shapes)]
+    if not isinstance(features, Mapping) or not features.keys() <= set(known):
+        raise InputError(f"text_features are {shown(features)}; expected a mapping of {', '.join(known)} to arrays")
+    has_negative = any(name.startswith(NEGATIVE) for name in features)
+    if missing := [name for name in shapes if name not in features]:
+        if has_negative:
+            raise InputError("negative_prompt_embeds go with prompt_embeds; give both, or the negative_prompt as text")
+        raise InputError(f"prompt_embeds lack {', '.join(missing)}")
+    for name, text, is_given in (("", request.prompt, True), (NEGATIVE, request.negative_prompt, has_negative)):
+        if is_given and any([text] if isinstance(text, str) else text):
+            raise InputError(f"{name}prompt and {name}prompt_embeds both say what to make; give one of them")
+    arrays = {name: np.shape(x) for name, x in features.items()}
+    batch = next((shape[0] for shape in arrays.values() if shape), 1)
+    for name, found in arrays.items():
+        expected = model.feature_shapes(batch)[name.removeprefix(NEGATIVE)]
+        if found != expected:
+            raise InputError(f"{name} must be {list(expected)} for {batch} prompts; got {list(found)}")
+    return [""] * batch
+
+
+def _check_negative_features(request: ResolvedRequest) -> None:
+    """Refuse text features that lack a half of guidance, or that a whole run as one program has no place for.
+
+    Raises:
+        InputError: they do.
+    """
+    if request.text_features is None:
+        return
+    if request.one_program:
+        raise InputError("one program begins with the prompts; leave prompt_embeds or one_program out")
+    names = request.manifest.model.feature_shapes(1)
+    if request.guided and not all(NEGATIVE + name in request.text_features for name in names):
+        raise InputError("with guidance, prompt_embeds need negative_prompt_embeds; or take guidance_scale=1")
 
 
 def check_num_videos(num_videos: int) -> None:

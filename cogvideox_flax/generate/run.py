@@ -22,14 +22,15 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.decode import Decode, DecodePiece
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
-from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
+from cogvideox_flax.generate.freshness import request_values
 from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.programs import RunPrograms, decode_programs
 from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import STAGES, ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult
-from cogvideox_flax.generate.run_files import RunFiles, request_values
+from cogvideox_flax.generate.run_files import RunFiles
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.models.model import VisualStage
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
@@ -179,11 +180,11 @@ class _Video:
         key = self.files.latents_key(self.request, conditioning)
         if not self.files.has_latents(self.request, key):
             with self.files.kept_state(self.request, key) as keeper:
-                self.state = found = keeper.found()
+                self.state = found = keeper.found(self.pipe.mesh)
                 states = yield from denoising(self.pipe, conditioning, self.request, state=found)
                 yield from self._steps(states, 0 if found is None else int(found.step), keeper.keep)
                 assert self.state is not None  # of a loop that was stopped after its last step, the one that was found
-                latents = fetch(self._programs().without_extra(self.state.latents))
+                latents = fetch(self.state.video_latents)
                 self.files.save_latents(self.request, key, latents)  # before the state is removed
                 self.state = None
         yield Denoised(self.request, self.files.latents(self.request), recipe_of(self.pipe, self.request))
@@ -216,7 +217,7 @@ class _Video:
             latents: Any = self.files.latents(self.request)
         else:
             assert self.state is not None
-            latents = self._programs().without_extra(self.state.latents)
+            latents = self.state.video_latents
             self.state = None
         yield from _decode(self.pipe, self.request, latents)
 
@@ -226,11 +227,11 @@ class _Video:
 
 def finish(pipe: Components, request: ResolvedRequest, state: DenoiseState) -> Events[None]:
     """What is made of a loop's state, which may be one in the middle: decoded frames, or latents."""
-    run, done = RunPrograms(request, pipe.dtype), int(state.step)
+    done = int(state.step)
     if request.output_type == "latent":
         yield _finished(pipe, request, fetch(state.latents), done)
     else:
-        yield from _decode(pipe, request, run.without_extra(state.latents), done)
+        yield from _decode(pipe, request, state.video_latents, done)
 
 
 def _decode(
@@ -251,9 +252,9 @@ def recipe_of(pipe: Components, request: ResolvedRequest, done: int | None = Non
     made_of = request_values(request) | {"dtype": pipe.dtype}
     if done is not None and done < request.num_steps:
         made_of["steps_done"] = done
-    if request.batch > 1 and not request.same_noise:
+    if request.batch > 1 and not (request.same_noise and request.batch_is_alone):
         made_of["row"] = list(range(request.batch))
-    return recipe(made_of, pipe.manifest, pipe.native_dir.name)
+    return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
 
 
 # --- the stages
@@ -280,6 +281,8 @@ def encoding(
 def encoding_text(pipe: Components, request: ResolvedRequest, *, negative: bool | None = None) -> Events[Conditioning]:
     """`encoding` of the prompts alone."""
     run, texts = RunPrograms(request, pipe.dtype), {"text": request.prompt}
+    if request.text_features is not None:
+        return text_conditioning(request.text_features, request.guided if negative is None else negative)
     if request.guided if negative is None else negative:
         texts["negative_text"] = request.negative_prompt
     tokens = {name: pipe.tokenize(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
@@ -315,12 +318,13 @@ def denoising(
     run.check_conditioning(conditioning)
     if request.compiled_loop and state is not None:
         raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
-    pipe.use_loras_of(request)
+    if state is not None:
+        run.check_state(state)
     latents, noise_source = yield from _start_noise(pipe, run)
     inputs, first = run.start(conditioning.on_host(), latents, noise_source)
     first = run.with_cache(state or first, pipe.mesh)
     inputs, first = replicate(inputs, pipe.mesh), place_state(first, pipe.mesh)
-    program, model = pipe.program(run.denoise), pipe.component(run.model.denoiser)
+    program, model = pipe.program(run.denoise), pipe.denoiser(request)
     if pipe.profiling.jit:
         model = program.model_argument(model)  # once, and not in each step
         yield from pipe.preparing(run.denoise, model, inputs, first)
@@ -388,8 +392,8 @@ def _frame_streams(pipe: Components, latents: Float[Any, "B T h w C"], as_float:
 def _run_as_one_program(pipe: Components, request: ResolvedRequest) -> Events[None]:
     """Tokens to frames as one program."""
     run = RunPrograms(request, pipe.dtype)
-    pipe.use_loras_of(request)
     models = {name: pipe.component(name) for name in run.model.components}
+    models[run.model.denoiser] = pipe.denoiser(request)
     tokens = pipe.tokenize([*(request.negative_prompt if request.guided else ()), *request.prompt])
     noise = yield from _start_noise(pipe, run)
     inputs, state = run.start(None, *noise)

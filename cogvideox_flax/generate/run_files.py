@@ -24,16 +24,19 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
+from cogvideox_flax.generate.freshness import deciding, plain, request_values, unhashed
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.predict.adaptive import FULL, Decided
+from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, Stage, json_type, recorded
+from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
 from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
@@ -50,9 +53,6 @@ LATENTS_FILE = "stage2_latents.safetensors"
 STATE_FILE = "stage2_state.safetensors"
 VIDEO_FILE = "output_video.mp4"
 LOCK_FILE = ".lock"
-
-NEGATIVE = "negative_"
-"""Before the name of a text feature: of the negative prompt."""
 
 _THEIR_NAMES = {"num_frames": "frames"}
 """Field of the request -> its name in the settings, where the reference system calls it otherwise."""
@@ -103,7 +103,8 @@ class RunFiles:
         return self._is_fresh(request, EMBEDDINGS_FILE, self._conditioning_key(request))
 
     def _conditioning_key(self, request: ResolvedRequest) -> str:
-        run, made_of = RunPrograms(request, self.dtype), _prompts(request)
+        run = RunPrograms(request, self.dtype)
+        made_of = _prompts(request) | {"arrays": deciding(request_values(request), "encode")["arrays"]}
         components = [stage.component for stage in run.model.text] + [stage.component for stage in run.visual]
         if run.visual:  # a run of text alone does not depend on these
             size = {name: getattr(request, name) for name in ("num_frames", "height", "width", "tiling")}
@@ -111,11 +112,11 @@ class RunFiles:
         return self._key(made_of, ("tokenizer", *dict.fromkeys(components)))
 
     def save_conditioning(self, request: ResolvedRequest, conditioning: Conditioning) -> None:
-        """Write each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt under
-        the same name after "negative_"; and the latents of each picture and clip, float32 [B, C, T, h, w], scaled."""
-        assert conditioning.negative_text is not None
+        """Write each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt, where
+        there is one, under the same name after "negative_"; and the latents of each picture and clip, float32
+        [B, C, T, h, w], scaled."""
         tensors = {name: fetch(value) for name, value in conditioning.text.items()}
-        tensors |= {NEGATIVE + name: fetch(value) for name, value in conditioning.negative_text.items()}
+        tensors |= {NEGATIVE + name: fetch(value) for name, value in (conditioning.negative_text or {}).items()}
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
         tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.pictures | video).items()}
         metadata = {"settings": self._conditioning_key(request), **_prompts(request), "model_id": self.model_id}
@@ -138,7 +139,7 @@ class RunFiles:
         path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
         again = "run `cogvideox encode` again"
         shapes = run.model.feature_shapes(request.batch)
-        shapes |= {NEGATIVE + name: shape for name, shape in shapes.items()}
+        shapes |= {NEGATIVE + name: shape for name, shape in shapes.items() if request.guided}
         visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
         shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
         tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
@@ -157,7 +158,7 @@ class RunFiles:
         parts = request.manifest.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
-        more = {"embeddings": embeddings} | _shared_noise(request)
+        more = {"embeddings": embeddings} | _shared_noise(request) | unhashed(request)
         return self._key(deciding(request_values(request), "encode", "denoise"), parts, **more)
 
     def has_latents(self, request: ResolvedRequest, key: str) -> bool:
@@ -182,24 +183,11 @@ class RunFiles:
         return read_latents(self.folder, values, channels)
 
 
-def request_values(request: ResolvedRequest) -> dict[str, Any]:
-    """Field of the request that the settings hold -> its value, as JSON has it but for pictures and clips; a sampler
-    by its name."""
-    names = ("prompt", *recorded("encode", "denoise", "decode"))
-    values = {name: getattr(request, name) for name in names} | {"scheduler": request.sampler.config.kind}
-    return {name: _plain(value) for name, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
-
-
 def settings_json(request: ResolvedRequest) -> dict[str, Any]:
     """The same but for the prompts and what is None, as JSON values under the names of the settings."""
     values = {name: value for name, value in request_values(request).items() if name != "prompt"}
     values |= {name: [each.facts() for each in values[name]] for name in MEDIA if values.get(name)}
+    values["asked"] = sorted(request.asked)
     return {_THEIR_NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
 
@@ -232,17 +220,7 @@ def _deciding_visual_latents(run: RunPrograms) -> dict[str, Any]:
 def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
     """What latents were made with: the reference system's metadata, and ours where we know it."""
     names = ("prompt", "negative_prompt", *recorded("denoise"), "dtype")
-    return {name: _plain(values[name]) for name in names if name in values}
-
-
-def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
-    """The prompts and the settings of these stages as JSON values; pictures and clips by their contents, wherever they
-    lie.
-
-    values: of `request_values` or `read_settings`.
-    """
-    found: dict[str, Any] = {name: _plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
-    return found | {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
+    return {name: plain(values[name]) for name in names if name in values}
 
 
 def _in_file(x: np.ndarray) -> np.ndarray:
@@ -270,7 +248,8 @@ class StateKeeper:
     def __init__(self, path: Path, key: str, run: RunPrograms):
         self._path, self._key, self._enabled = path, key, not run.request.compiled_loop
         self._run = run
-        self._sampler: Any = jax.tree.structure(run.sampler_state())
+        predict = run.predict
+        self._keeps_cache = isinstance(predict, StepCache) and predict.is_small
         self._last: DenoiseState | None = None
         self._before: DenoiseState | None = None
         self._written, self._wait = time.monotonic(), self.MIN_INTERVAL_S
@@ -286,19 +265,31 @@ class StateKeeper:
             with suppress(InputError):  # the disk may be full, which has an error of its own
                 self._write(self._last)
 
-    def found(self) -> DenoiseState | None:
-        """The state that a run with the same settings left."""
+    def found(self, mesh: Mesh | None) -> DenoiseState | None:
+        """The state that a run with the same settings left, with its step cache.
+
+        Args:
+            mesh: of the run.
+        """
         if not self._enabled or not stage_files.is_fresh(self._path, self._key):
             return None
         tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
         log.info("going on after step %s", metadata["step"])
-        sampler = [tensors[f"sampler.{i}"] for i in range(self._sampler.num_leaves)]
-        step = np.int32(int(metadata["step"]))
-        return DenoiseState(step, tensors["latents"], jax.tree.unflatten(self._sampler, sampler))
+
+        def read(name: str, shapes: Any) -> Any:
+            leaves, tree = jax.tree.flatten(shapes)
+            values = [tensors[f"{name}.{i}"].astype(leaf.dtype).reshape(leaf.shape) for i, leaf in enumerate(leaves)]
+            return jax.tree.unflatten(tree, values)
+
+        run, step = self._run, np.int32(int(metadata["step"]))
+        cache = read("cache", run.cache_shapes(mesh)) if self._keeps_cache else None
+        sampler = read("sampler", run.sampler_state())
+        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents)
+        return run.with_empty_cache(state, mesh)
 
     def keep(self, state: DenoiseState) -> None:
-        """Take a state. Those from which the loop cannot go on without the step cache, which is not written, are
-        passed over."""
+        """Take a state. One from which the loop cannot go on without a step cache that is not written is passed
+        over."""
         if not self._enabled:
             return
         if isinstance(state.cache, Decided):
@@ -307,9 +298,11 @@ class StateKeeper:
             if fetch(state.cache.full)[int(state.step) - 1] != FULL or before is None:
                 return
             state = before
-        if not self._run.may_resume(int(state.step)):
-            return
-        self._last = state = fetch_on_first(dataclasses.replace(state, cache=None))
+        elif not self._keeps_cache:
+            if not self._run.may_resume(int(state.step)):
+                return
+            state = dataclasses.replace(state, cache=None)
+        self._last = state = fetch_on_first(state)
         start = time.monotonic()
         if state is None or start - self._written < self._wait:
             return
@@ -322,7 +315,8 @@ class StateKeeper:
 
     def _write(self, state: DenoiseState) -> None:
         tensors = {"latents": fetch(state.latents)}
-        tensors |= {f"sampler.{i}": fetch(x) for i, x in enumerate(jax.tree.leaves(state.sampler))}
+        for name, tree in (("sampler", state.sampler), ("cache", state.cache)):
+            tensors |= {f"{name}.{i}": np.asarray(fetch(x)) for i, x in enumerate(jax.tree.leaves(tree))}
         stage_files.save(self._path, tensors, {"settings": self._key, "step": int(state.step)})
         self._last = None
 
@@ -357,8 +351,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """What `generation_config.json` says, under the names of the request: prompts and model at least.
 
     Returns:
-        Fields of the request, `model_id`, `revision`, `dtype` and `fingerprints`, as far as the file has them: the
-        reference system writes fewer fields than we do.
+        Fields of the request, `model_id`, `revision`, `dtype`, `fingerprints`, `asked` (the fields that the user gave;
+        the others were filled in), `arrays` and `noise_schedule`, as far as the file has them: the reference system
+        writes fewer fields than we do.
 
     Raises:
         InputError: missing, damaged or incomplete.
@@ -377,6 +372,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     kinds = {name: json_type(name) for name in ("prompt", *recorded("encode", "denoise", "decode"))}
     kinds |= {"prompt": list[str], "negative_prompt": list[str]}
     kinds |= {"model_id": str, "dtype": str, "revision": str | None, "fingerprints": dict}
+    kinds |= {"asked": list[str], "arrays": dict, "noise_schedule": dict}
     given = {name: raw[_THEIR_NAMES.get(name, name)] for name in kinds if _THEIR_NAMES.get(name, name) in raw}
     for name in ("prompt", "negative_prompt"):
         given[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
@@ -394,6 +390,17 @@ def read_settings(folder: Path) -> dict[str, Any]:
     check_prompts(found["prompt"], found["negative_prompt"])
     check_fps(found.get("fps"))
     return found
+
+
+def asked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of settings, what the user asked for: the options that were filled in are left out.
+
+    Settings that do not say so, such as those of the reference system, are taken as they are.
+    """
+    if "asked" not in settings:
+        return dict(settings)
+    filled = {*recorded("encode", "denoise", "decode")} - {*settings["asked"], *MEDIA, "negative_prompt", "lora"}
+    return {name: value for name, value in settings.items() if name not in filled}
 
 
 def check_folder(folder: Path, nbytes: int = 0) -> None:

@@ -259,7 +259,7 @@ def describe(plan: UpscalePlan, pipe: Pipeline, clip: Path) -> dict[str, Any]:
     made_of: dict[str, Any] = {name: getattr(plan.request, name) for name in names}
     made_of |= {"clip": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
     made_of |= {"dtype": pipe.dtype, "tiling": plan.request.tiling}
-    return recipe(made_of, pipe.manifest, pipe.native_dir.name)
+    return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
 
 
 def _read(source: VideoSource, plan: UpscalePlan, start: int) -> UInt8[np.ndarray, "F h w 3"]:

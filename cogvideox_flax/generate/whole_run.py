@@ -20,7 +20,6 @@ class WholeRun(Program):
 
     visual: of each picture and clip its feature, its component, and how it is encoded.
     denoiser, decoder: components.
-    extra_latents: latent frames at the start that are not decoded.
     """
 
     text: tuple[EncodeText, ...]
@@ -29,7 +28,6 @@ class WholeRun(Program):
     decode: Decode
     denoiser: str
     decoder: str
-    extra_latents: int
 
     name = "whole run"
 
@@ -63,5 +61,5 @@ class WholeRun(Program):
             first = step.sampler.start_from(video, state.latents, inputs.steps.timesteps[0])
             state = dataclasses.replace(state, latents=first)
         state, steps_finite = self.loop(models[self.denoiser], inputs, state)
-        frames, finite = self.decode(models[self.decoder], state.latents[:, self.extra_latents :])
+        frames, finite = self.decode(models[self.decoder], state.video_latents)
         return frames, steps_finite, finite

@@ -31,6 +31,11 @@ class Size:
         """[B, T, h, w, C] of the latents that are denoised."""
         return batch, self.latent_frames, self.latent_height, self.latent_width, self.latent_channels
 
+    def video_latent_shape(self, batch: int) -> tuple[int, int, int, int, int]:
+        """[B, T, h, w, C] of the latents that are decoded: without the extra latent frames."""
+        _, frames, *rest = self.latent_shape(batch)
+        return batch, frames - self.extra_latents, *rest  # type: ignore[return-value]
+
     @property
     def video(self) -> dict[str, int]:
         """`num_frames`, `height` and `width`."""

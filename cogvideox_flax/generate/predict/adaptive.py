@@ -186,6 +186,9 @@ class MagCache(UpdateCache):
     _: KW_ONLY
     measures: bool = False
 
+    def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
+        return full is None or bool(full[step])  # while it measures, all steps are full
+
     def said(self, kept: Decided) -> str | None:
         full, ratios = fetch(kept.full), fetch(kept.changes)
         if not self.measures:

@@ -11,7 +11,7 @@ fastercache: a cached step computes the half of guidance with the prompt alone. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,8 @@ class Difference:
 @dataclass(frozen=True)
 class SkippedHalf(StepCache):
     """fastercache. Latents and features are those of both halves, without the prompt first."""
+
+    is_small: ClassVar[bool] = True
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Difference:
         half = jax.ShapeDtypeStruct((prediction.shape[0] // 2, *prediction.shape[1:]), jnp.float32)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,12 @@ class StepCache:
     makes of them.
 
     first, last: so many blocks at the beginning and the end run in every step; those between, in full ones.
+
+    Attributes:
+        is_small: whether what is kept is about as large as the latents, so that files of a stopped run hold it.
     """
+
+    is_small: ClassVar[bool] = False
 
     inner: Plain
 
@@ -78,6 +83,15 @@ class StepCache:
         """
         assert at.is_full is not None
         return at.is_full, kept, None
+
+    def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
+        """Whether a loop that begins at this step, with an empty cache, computes what a whole run computes from there.
+
+        Args:
+            step: above 0.
+            full: which of the steps are full; None if the form decides itself.
+        """
+        return full is not None and bool(full[step])
 
     def said(self, kept: Kept) -> str | None:
         """What there is to say after a run."""

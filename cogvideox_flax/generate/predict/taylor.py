@@ -8,7 +8,7 @@ diffusers' lite form, which extrapolates the model's output alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,12 @@ class Extrapolated:
 @dataclass(frozen=True)
 class TaylorSeer(StepCache):
     """taylorseer."""
+
+    is_small: ClassVar[bool] = True
+
+    def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
+        assert full is not None
+        return bool(full[step : step + 2].all())  # a cached step needs the difference of two full ones
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
         return Extrapolated(prediction, prediction, jax.ShapeDtypeStruct((), jnp.int32))
