@@ -64,8 +64,8 @@ def run_write(folder: str, component: str, release: str, dtype: str) -> dict[str
 
 
 def run_convert(src: str, dst: str, component: str) -> dict[str, Any]:
-    from conversion.convert import convert
-    from conversion.source import Source
+    from cogvideox_flax.conversion.convert import convert
+    from cogvideox_flax.conversion.source import Source
 
     with Source(Path(src) / component) as source:
         largest = max(source.info(name).nbytes for name in source.where)

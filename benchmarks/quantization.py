@@ -86,7 +86,7 @@ def _evaluate(run: Any, module: Any, given: tuple[np.ndarray, ...]) -> Any:
 def write(component: str, release: str, layers: int, folder: Path) -> dict[str, Path]:
     """The same random weights in each form: name -> native checkpoint."""
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
-    from conversion.convert import convert
+    from cogvideox_flax.conversion.convert import convert
     from tests.released_layout import build, randomise
 
     module = randomise(build(component, release, small=False, num_layers=layers))

@@ -9,14 +9,14 @@ import logging
 import os
 import sys
 
+from cogvideox_flax.conversion.configs import find_family
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.conversion.download import Download, download, download_model
+from cogvideox_flax.conversion.progress import progress_bar
+from cogvideox_flax.conversion.write import FLOATS
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.models.registry import RELEASES, component_names
-from conversion.configs import find_family
-from conversion.convert import convert
-from conversion.download import Download, download, download_model
-from conversion.progress import progress_bar
-from conversion.write import FLOATS
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import require
+from cogvideox_flax.conversion.source import read_json
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FAMILIES
-from conversion.source import read_json
 
 
 def find_family(src: Path, preferred: str | None = None) -> type[VideoModel]:

@@ -28,6 +28,10 @@ from cogvideox_flax.checkpoint import (
     read_manifest,
     write_manifest,
 )
+from cogvideox_flax.conversion.configs import find_family, read_configs
+from cogvideox_flax.conversion.mapping import Plan, plan
+from cogvideox_flax.conversion.source import Source, check_against_hub, components_of, is_hf_layout
+from cogvideox_flax.conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.atomic import file_lock, write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
@@ -35,10 +39,6 @@ from cogvideox_flax.io.paths import check_free_space
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import component_names, get_family, get_release
-from conversion.configs import find_family, read_configs
-from conversion.mapping import Plan, plan
-from conversion.source import Source, check_against_hub, components_of, is_hf_layout
-from conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 
 log = logging.getLogger(__name__)
 

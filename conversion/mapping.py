@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
+from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Table
+from cogvideox_flax.conversion.tables import TABLES
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.model import Family, VideoModel
-from conversion.rules import Alias, Ignore, Rule, Table
-from conversion.tables import TABLES
 
 Shape = tuple[int, ...]
 MAX_FAULTS = 20

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from conversion.write import Progress
+from cogvideox_flax.conversion.write import Progress
 
 
 @contextmanager

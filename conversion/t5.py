@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Table
 from cogvideox_flax.models.t5 import TextEncoderConfig
-from conversion.rules import Alias, Ignore, Rule, Table
 
 BLOCK = r"encoder\.block\.(?P<slot>\d+)\."
 ATTENTION = BLOCK + r"layer\.0\.SelfAttention\."

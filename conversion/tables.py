@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from cogvideox_flax.conversion import cogvideox, hunyuan_video15
+from cogvideox_flax.conversion.rules import Tables
 from cogvideox_flax.models.cogvideox.releases import FAMILY as COGVIDEOX
 from cogvideox_flax.models.hunyuan_video15.releases import FAMILY as HUNYUAN_VIDEO15
 from cogvideox_flax.models.hunyuan_video15.releases import IMAGE_FAMILY as HUNYUAN_VIDEO15_IMAGE
-from conversion import cogvideox, hunyuan_video15
-from conversion.rules import Tables
 
 TABLES: dict[str, Tables] = {
     COGVIDEOX: cogvideox.TABLES,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from cogvideox_flax.conversion.mapping import Plan
+from cogvideox_flax.conversion.source import Source
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorWriter
-from conversion.mapping import Plan
-from conversion.source import Source
 
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 

@@ -14,9 +14,9 @@ from reference import save_layout
 
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate.pipeline import Pipeline
-from conversion.convert import convert
 
 PROMPT = "a small red circle moves to the left"
 SIZE = ["--num-frames", 9, "--height", 32, "--width", 48]

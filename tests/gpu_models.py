@@ -60,8 +60,8 @@ def save(folder: Path) -> None:
     """Both families with random weights: FAMILY-hf in the released layout, FAMILY-native converted, FAMILY-KIND with
     8-bit weights."""
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+    from cogvideox_flax.conversion.convert import convert
     from cogvideox_flax.nn.quantized import KINDS
-    from conversion.convert import convert
     from tests import hunyuan_layout, released_layout
 
     released_layout.save_layout(folder / "cogvideox-hf", "cogvideox-5b")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from conversion.convert import convert
+from cogvideox_flax.conversion.convert import convert
 from tests.released_layout import ARCHITECTURES, build, make_scheduler, randomise, save_layout
 
 __all__ = ["ARCHITECTURES", "make_scheduler", "save_layout"]

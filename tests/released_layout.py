@@ -23,9 +23,9 @@ import torch
 import transformers
 from diffusers.schedulers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
+from cogvideox_flax.conversion.write import FLOATS
 from cogvideox_flax.io.tensor_file import TensorWriter
 from cogvideox_flax.models.registry import RELEASES
-from conversion.write import FLOATS
 
 SHARD_BYTES = 5_000_000_000  # as the released checkpoints are cut
 

@@ -22,13 +22,13 @@ from cogvideox_flax import Pipeline
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.cli import main
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.generate.request import parse_lora
 from cogvideox_flax.lora import describe_lora, merge_files
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.sharding import make_mesh
-from conversion.convert import convert
 from tests.hunyuan_layout import build
 from tests.released_layout import randomise
 

@@ -15,12 +15,12 @@ from reference import ROUNDING_BAR, SHARED, convert_component, make_vae, relativ
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
+from cogvideox_flax.conversion.mapping import plan
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.tiling import Tiling
-from conversion.mapping import plan
 from tests.released_layout import build
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation

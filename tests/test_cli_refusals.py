@@ -17,7 +17,7 @@ from commands import PROMPT, QUICK, generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
-import conversion.__main__
+import cogvideox_flax.conversion.__main__
 from cogvideox_flax.cli.setup import read_prompts
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.io import tensor_file
@@ -165,7 +165,7 @@ def test_directories_that_are_none(refused, layout, native, tmp_path, monkeypatc
         assert message in refused("denoise", "--dir", folder), folder
         assert message in refused("decode", "--dir", folder), folder
         assert message in refused("quantize", native, folder), folder
-        assert message in refused(layout, folder, command=conversion.__main__.main), folder
+        assert message in refused(layout, folder, command=cogvideox_flax.conversion.__main__.main), folder
 
 
 def test_inputs_that_are_no_files(refused, layout, native, tmp_path, monkeypatch, special):
@@ -181,7 +181,7 @@ def test_inputs_that_are_no_files(refused, layout, native, tmp_path, monkeypatch
         assert message in refused("info", name)
         assert message in refused("plan", "--model", name)
         assert message in refused("quantize", name, "small")
-        assert message in refused(name, "native", command=conversion.__main__.main)
+        assert message in refused(name, "native", command=cogvideox_flax.conversion.__main__.main)
     for option_, model in (("--lora", layout), ("--image", "embedded-image-to-video"), ("--video", layout)):
         assert "File name too long" in refused(*generate(model, "v.mp4", option_, LONG)), option_
     assert "File name too long" in refused("train", "--config", LONG)
@@ -364,7 +364,7 @@ def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, 
     spoil(folder)
     written = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conversion.convert._Job.convert", lambda *_: written.append(1))
+        patch.setattr("cogvideox_flax.conversion.convert._Job.convert", lambda *_: written.append(1))
         assert message in refused(*generate(folder, tmp_path / "v.mp4"), converts=True)
     assert not written
 
@@ -383,11 +383,11 @@ def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, 
 def test_conversion_refuses_them_too(refused, layout, tmp_path, spoil, message):
     folder = shutil.copytree(layout, tmp_path / "spoilt")
     spoil(folder)
-    assert message in refused(folder, tmp_path / "dst", command=conversion.__main__.main)
+    assert message in refused(folder, tmp_path / "dst", command=cogvideox_flax.conversion.__main__.main)
 
 
 def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
-    convert_ = conversion.__main__.main
+    convert_ = cogvideox_flax.conversion.__main__.main
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
     assert "belongs to a hub id" in refused(layout, tmp_path / "dst", "--revision", "main", command=convert_)
@@ -403,7 +403,7 @@ def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("conversion.convert.write_tensors", interrupt)
+    monkeypatch.setattr("cogvideox_flax.conversion.convert.write_tensors", interrupt)
     code, out, err = run(layout, tmp_path / "killed", command=convert_)
     assert (code, out) == (130, "")
     assert "kept for the next attempt" in err
@@ -632,7 +632,7 @@ def test_a_home_of_nobody(run, tmp_path, layout):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and "there is no home directory of that user" in err
-    code, _, err = run("~nosuchuser/x", tmp_path / "y", command=conversion.__main__.main)
+    code, _, err = run("~nosuchuser/x", tmp_path / "y", command=cogvideox_flax.conversion.__main__.main)
     assert code == 2 and "there is no home directory of that user" in err
 
 

@@ -25,17 +25,17 @@ from reference import (
 )
 from safetensors.numpy import load_file, save_file
 
-import conversion.convert
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
+from cogvideox_flax.conversion import convert as conversion_module
+from cogvideox_flax.conversion.__main__ import main
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.conversion.mapping import plan
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.models.t5 import TextEncoderConfig
-from conversion.__main__ import main
-from conversion.convert import convert
-from conversion.mapping import plan
 
 KEYS = SHARED / "spec" / "keys"
 needs_keys = pytest.mark.skipif(not KEYS.is_dir(), reason=f"no key lists of the released checkpoints in {KEYS}")
@@ -142,7 +142,7 @@ def test_peak_memory_is_near_one_tensor(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     code = """
 import resource, sys
-from conversion.convert import convert
+from cogvideox_flax.conversion.convert import convert
 base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
@@ -194,7 +194,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
     src = save(transformer, tmp_path / "src")
     make_vae().save_pretrained(src / "vae")
     dst = tmp_path / "dst"
-    real, written = conversion.convert.write_tensors, []
+    real, written = conversion_module.write_tensors, []
 
     def die_in_vae(source, todo, targets, path, component, progress):
         if component == "vae":
@@ -203,7 +203,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(component)
         return real(source, todo, targets, path, component, progress)
 
-    monkeypatch.setattr(conversion.convert, "write_tensors", die_in_vae)
+    monkeypatch.setattr(conversion_module, "write_tensors", die_in_vae)
     with pytest.raises(KeyboardInterrupt):
         convert(src, dst)
     with pytest.raises(CheckpointError, match="not a native checkpoint"):
@@ -213,7 +213,7 @@ def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transform
         written.append(args[4])
         return real(*args)
 
-    monkeypatch.setattr(conversion.convert, "write_tensors", count)
+    monkeypatch.setattr(conversion_module, "write_tensors", count)
     convert(src, dst)
     assert written == ["transformer", "vae"]  # the transformer once only
     verify(dst)

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import save_layout
 
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, checkpoint, cli, sharding
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import components
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -36,7 +37,6 @@ from cogvideox_flax.runtime.devices import bytes_per_device
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.terminal import reliable_interrupts
 from cogvideox_flax.schedulers import DDIMScheduler
-from conversion.convert import convert
 
 XLA_OPTIONS = xla_options.AS_USERS
 """As users compile: without them, forms of one program differ in more than the last bit."""

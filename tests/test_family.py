@@ -13,10 +13,14 @@ import pytest
 from flax import nnx
 from tiny_family import CONFIGS, RELEASE, TABLES, Denoiser, Tiny, save_layout
 
-import conversion.__main__
+import cogvideox_flax.conversion.__main__
 from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cli, sharding
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+from cogvideox_flax.conversion.configs import find_family
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.conversion.tables import TABLES as ALL_TABLES
+from cogvideox_flax.conversion.tables import register_tables
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
@@ -29,10 +33,6 @@ from cogvideox_flax.plan import choose_mesh, forecast
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.training.metrics import read_metrics
-from conversion.configs import find_family
-from conversion.convert import convert
-from conversion.tables import TABLES as ALL_TABLES
-from conversion.tables import register_tables
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,10 +129,10 @@ def test_what_does_not_fit_is_refused(layout, native, tmp_path):
 
 
 def test_one_component_by_the_command(layout, tmp_path, capsys):
-    assert conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "denoiser"]) == 0
+    assert cogvideox_flax.conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "denoiser"]) == 0
     manifest = checkpoint.read_manifest(tmp_path / "dst")
     assert list(manifest.weights) == ["denoiser"] and "codec" not in manifest.configs
-    assert conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "codec"]) == 0
+    assert cogvideox_flax.conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "codec"]) == 0
     assert list(checkpoint.read_manifest(tmp_path / "dst").weights) == ["denoiser", "codec"]
 
 

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import load_transformer, parameters
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
@@ -36,7 +37,6 @@ from cogvideox_flax.training.job import RECORD_FILE, check
 from cogvideox_flax.training.loop import Trainer
 from cogvideox_flax.training.metrics import read_metrics
 from cogvideox_flax.training.step import TrainState
-from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 

@@ -208,7 +208,7 @@ print(json.dumps(answers))
 
 CLIENTS = """
 import json, os, sys
-import conversion.convert  # what takes long, without huggingface_hub, which reads the environment when it is imported
+import cogvideox_flax.conversion.convert  # takes long; huggingface_hub is not among it: it reads the environment
 for line in sys.stdin:
     environment, calls = json.loads(line)
     child = os.fork()
@@ -381,7 +381,8 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
     server.repos["big/file"] = {"main": sources / "big"}
     server.cut.add(name)
     code = (
-        "from conversion.download import download; print(download('big/file', None, ('*/*',), progress=False).folder)"
+        "from cogvideox_flax.conversion.download import download; "
+        "print(download('big/file', None, ('*/*',), progress=False).folder)"
     )
     done = processes.run([sys.executable, "-c", code], env=environment)
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ from reference import random, relative_error, rms_error
 from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax.checkpoint import Manifest, load_component
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.request import GenerationRequest
@@ -29,7 +30,6 @@ from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
 from cogvideox_flax.models.hunyuan_video15.tokenizer import Tokenizers, TokenizersConfig, quoted_text
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
-from conversion.convert import convert
 from tests.hunyuan_layout import FULL_BYT5, FULL_QWEN, build
 from tests.hunyuan_tokenizers import save_byt5_tokenizer, save_qwen_tokenizer
 from tests.released_layout import randomise

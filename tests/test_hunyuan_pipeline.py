@@ -10,6 +10,8 @@ from safetensors.numpy import load_file
 
 import cogvideox_flax
 from cogvideox_flax.attention import SparseTiles
+from cogvideox_flax.conversion.configs import read_configs
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.run_files import request_values
@@ -18,8 +20,6 @@ from cogvideox_flax.models.hunyuan_video15 import model as family
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
-from conversion.configs import read_configs
-from conversion.convert import convert
 from tests.hunyuan_layout import run_reference, save_layout
 
 pytest_plugins = ["commands"]
@@ -274,8 +274,8 @@ def test_info_knows_the_family(layout, run):
 
 
 def test_the_license_is_said_at_a_download(layout, monkeypatch, capsys):
+    from cogvideox_flax.conversion import download
     from cogvideox_flax.models.hunyuan_video15.model import LICENSE, HunyuanVideo15
-    from conversion import download
 
     asked = []
     monkeypatch.setattr(download, "download", lambda *args, **how: asked.append(args))

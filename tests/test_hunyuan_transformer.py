@@ -16,6 +16,7 @@ from flax import nnx
 from reference import random, relative_error, rms_error
 
 from cogvideox_flax.checkpoint import load_component, parameters
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.lora.adapters import add_lora
 from cogvideox_flax.models.hunyuan_video15.conditions import valid_first
@@ -25,7 +26,6 @@ from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.models.hunyuan_video15.transformer import Transformer
 from cogvideox_flax.nn.quantized import quantize
 from cogvideox_flax.sharding import make_mesh, parameter_axes
-from conversion.convert import convert
 from tests.hunyuan_layout import build
 from tests.released_layout import randomise
 

@@ -13,14 +13,14 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from reference import random, relative_error, rms_error
 
 from cogvideox_flax.checkpoint import load_component
+from cogvideox_flax.conversion import mapping
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.models.tiling import Tiling
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding import make_mesh
-from conversion import mapping
-from conversion.convert import convert
 from tests.hunyuan_layout import build
 from tests.released_layout import randomise
 

@@ -11,7 +11,6 @@ import processes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("cogvideox_flax", "conversion", "benchmarks")
 
 FLOORS = (
     {"errors", "version"},
@@ -20,7 +19,7 @@ FLOORS = (
     {"sharding", "schedulers"},
     {"nn", "attention"},
     {"models"},
-    {"checkpoint", "runtime"},
+    {"checkpoint", "conversion", "runtime"},
     {"lora"},
     {"generate"},
     {"plan"},
@@ -46,6 +45,7 @@ def imports(path: Path) -> set[str]:
 
 
 def files(package: str) -> list[Path]:
+    """The files of a package; cogvideox_flax/conversion is a link, which is not followed."""
     return sorted((ROOT / package).rglob("*.py"))
 
 
@@ -60,9 +60,12 @@ def floor(name: str) -> int:
     return matches[0]
 
 
-@pytest.mark.parametrize("path", files("cogvideox_flax"), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [*files("cogvideox_flax"), *files("conversion")], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_imports_point_down(path):
-    own = path.relative_to(ROOT / "cogvideox_flax").parts[0].removesuffix(".py")
+    parts = path.relative_to(ROOT).parts
+    own = parts[parts[0] == "cogvideox_flax"].removesuffix(".py")
     if own == "__init__":
         return  # the public names, imported on first use
     for module in imports(path):
@@ -85,14 +88,14 @@ def test_a_family_is_known_to_its_own_folder_and_the_registry():
             continue
         assert not named, f"{path} imports {named}"
     for path in files("conversion"):
-        tables = {f"conversion.{family}" for family in FAMILIES}
+        tables = {f"cogvideox_flax.conversion.{family}" for family in FAMILIES}
         own = {path.relative_to(ROOT / "conversion").parts[0], path.name} & (FAMILIES | {"tables.py"})
         named = {m for m in imports(path) if any(m.startswith(name) for name in (*known, *tables))}
         assert own or not named, f"{path} imports {named}"
 
 
 def test_conversion_needs_only_configs_models_and_checkpoint():
-    allowed = {"config", "models", "checkpoint", "errors", "io"}
+    allowed = {"conversion", "config", "models", "checkpoint", "errors", "io"}
     for path in files("conversion"):
         rooms = {room(m) for m in imports(path)} - {None}
         assert rooms <= allowed, f"{path.name} imports {rooms - allowed}"
@@ -101,8 +104,15 @@ def test_conversion_needs_only_configs_models_and_checkpoint():
 def test_who_imports_conversion():
     """What opens a source checkpoint, and what reads adapters: their maps have a source checkpoint's names."""
     for path in files("cogvideox_flax"):
-        if any(m.split(".")[0] == "conversion" for m in imports(path)):
+        if "conversion" in {room(m) for m in imports(path)}:
             assert path.name == "hub.py" or path.parent.name == "lora", path
+
+
+def test_no_module_has_two_names():
+    """conversion/ is imported as cogvideox_flax.conversion: the other name may be a module of the user's."""
+    for package in ("cogvideox_flax", "conversion", "benchmarks", "weights", "tests"):
+        for path in files(package):
+            assert "conversion" not in {m.split(".")[0] for m in imports(path)}, path
 
 
 def test_no_torch_at_run_time():

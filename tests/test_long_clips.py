@@ -11,12 +11,12 @@ from reference import convert_component, make_transformer, random, relative_erro
 
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.checkpoint import load_transformer
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict.plain import At
 from cogvideox_flax.generate.predict.windows import Windowed, Windows
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.nn import rope
-from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 

@@ -14,12 +14,12 @@ from transformers import T5EncoderModel
 
 import cogvideox_flax
 from cogvideox_flax import sharding
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.runtime.compile import compiler_options
-from conversion.convert import convert
 
 PROMPTS = ["a small red circle moves to the left", "a blue square on white ground"]
 NEGATIVE = "black"

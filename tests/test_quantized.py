@@ -16,12 +16,12 @@ from reference import save_layout
 from cogvideox_flax import cli, sharding
 from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, parameters, read_manifest, verify
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.lora import add_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.nn import quantized as q
 from cogvideox_flax.nn.layers import Linear, TransposedLinear
-from conversion.convert import convert
 
 
 def random(*shape, seed=0):

@@ -21,6 +21,7 @@ from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipel
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
@@ -31,7 +32,6 @@ from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
-from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 
@@ -316,9 +316,9 @@ assert resolve(GenerationRequest("", **given_options(planned)), pipe.manifest).g
 
 def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path):
     """Two lines are added to a copy of the library: it is then known to the shell, Python, stages, plan and recipe."""
-    for name in ("cogvideox_flax", "conversion", "weights"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    request, programs = (tmp_path / "cogvideox_flax" / "generate" / f"{name}.py" for name in ("request", "programs"))
+    copied = tmp_path / "cogvideox_flax"
+    shutil.copytree(ROOT / "cogvideox_flax", copied, ignore=shutil.ignore_patterns("__pycache__"))
+    request, programs = (copied / "generate" / f"{name}.py" for name in ("request", "programs"))
     for path, before, added in (
         (request, "    noise: Float", NEW_OPTION),
         (programs, "        # as in the reference, dynamic guidance counts", ITS_USE),

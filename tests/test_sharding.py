@@ -20,12 +20,12 @@ from reference import convert_component, make_text_encoder, make_transformer, sa
 from cogvideox_flax import CogVideoXPipeline, sharding
 from cogvideox_flax.attention import TileSizes, attend, xla
 from cogvideox_flax.checkpoint import load_transformer, parameters
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.programs import decode_programs
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
-from conversion.convert import convert
 
 MESHES = [(2, 4, 1), (2, 2, 2, True)]
 MORE_MESHES = [(1, 1, 8), (8, 1, 1), (1, 8, 1), (2, 1, 4), (2, 2, 2), (2, 4, 1, True)]

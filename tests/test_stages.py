@@ -17,13 +17,13 @@ from commands import PROMPT, ROOT, SIZE, generate
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video
-from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 

@@ -18,14 +18,14 @@ from safetensors.numpy import load_file
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+from cogvideox_flax.conversion import convert as conversion_module
+from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.schedulers import DDIMScheduler
-from conversion import convert as conversion_module
-from conversion.convert import convert
 
 pytest_plugins = ["commands"]
 

@@ -18,12 +18,12 @@ from transformers import T5EncoderModel
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from cogvideox_flax.checkpoint import load_text_encoder
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.conversion.mapping import plan
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.t5 import GatedMLP, TextEncoder, TextEncoderConfig, position_buckets
 from cogvideox_flax.tokenizer import Tokenizer
-from conversion.convert import convert
-from conversion.mapping import plan
 
 FLOAT32_BAR = 1e-4  # of the output's standard deviation
 RELEASED_WIDTHS = {"vocab_size": 512, "d_model": 4096, "d_kv": 64, "num_heads": 64, "d_ff": 10240}

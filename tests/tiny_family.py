@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from cogvideox_flax import sharding
 from cogvideox_flax.config import Config, require
+from cogvideox_flax.conversion.rules import Rule, Tables, linear
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.codec import Codec, LatentStatistics
 from cogvideox_flax.models.model import (
@@ -34,7 +35,6 @@ from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.stack import scan_layers, stack
 from cogvideox_flax.schedulers import FlowMatchConfig, FlowMatchScheduler
 from cogvideox_flax.tokenizer import TokenizerConfig
-from conversion.rules import Rule, Tables, linear
 
 
 @dataclass(frozen=True, kw_only=True)

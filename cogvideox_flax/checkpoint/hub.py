@@ -19,6 +19,10 @@ from cogvideox_flax.checkpoint import (
     read_manifest,
     weights_file,
 )
+from cogvideox_flax.conversion.configs import find_family, read_configs
+from cogvideox_flax.conversion.convert import LOCK_FILE, WORK_DIR, convert
+from cogvideox_flax.conversion.download import Download, download, download_model, files_read
+from cogvideox_flax.conversion.progress import progress_bar
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
@@ -27,15 +31,11 @@ from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import component_names
-from conversion.configs import find_family, read_configs
-from conversion.convert import LOCK_FILE, WORK_DIR, convert
-from conversion.download import Download, download, download_model, files_read
-from conversion.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = Path(__file__).resolve().parents[2] / "weights" / "embedded"
-"""The small checkpoint that comes with the source tree, and with an installed package."""
+EMBEDDED = Path(__file__).parents[1].joinpath("weights", "embedded").resolve()
+"""The small checkpoint that comes with the package; in a checkout, cogvideox_flax/weights/ links to it."""
 
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
 """The name of the small image-to-video checkpoint that comes with it."""

@@ -27,7 +27,7 @@ STOPPED = "\nstopped; the same command goes on from what was finished"
 CLOSED_PIPE = 128 + 13
 """The exit code where what is printed has no reader, such as `head`, any more: that of a program which SIGPIPE ends."""
 
-LOGGERS = ("cogvideox_flax", "conversion")
+log = logging.getLogger("cogvideox_flax")
 
 
 @reliable_interrupts()
@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = make_parser().read(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
+    log.setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     libtpu.quiet_without_tpu()
     try:
         expand_paths(args)
@@ -86,8 +85,7 @@ def _only_compute(args: argparse.Namespace) -> None:
     args.quiet = True
     if "profile" in args:
         args.profile = None
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    log.setLevel(logging.ERROR)
 
 
 def _outcome(error: BaseException) -> tuple[int, str | None]:

@@ -20,6 +20,7 @@ import numpy as np
 from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.config import Config
+from cogvideox_flax.conversion.mapping import Move, source_moves
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.paths import expand_user
@@ -30,7 +31,6 @@ from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, Alphas
 from cogvideox_flax.lora.layouts import Key, any_layer, known_maps, last_layers, not_served, parse_key
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
-from conversion.mapping import Move, source_moves
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
 EMBEDDED_ADAPTERS = {"embedded-four-steps": hub.EMBEDDED.with_name("embedded_four_steps")}
@@ -183,7 +183,7 @@ def find_adapter(where: str | Path) -> Path:
     is_file = len(rest) == 1 and path.suffix in SUFFIXES
     if path.exists() or not owner or not rest or is_file or expand_user(owner).exists():
         return path
-    from conversion.download import download_file  # here, since huggingface_hub takes long to import
+    from cogvideox_flax.conversion.download import download_file  # here, since huggingface_hub takes long to import
 
     return download_file(f"{owner}/{rest[0]}", "/".join(rest[1:]), FILE_NAME, ".safetensors")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from cogvideox_flax.conversion.rules import Rule, Table, convolution, norm, pointwise
 from cogvideox_flax.models.cogvideox.config import VAEConfig
-from conversion.rules import Rule, Table, convolution, norm, pointwise
 
 
 def vae_table(config: VAEConfig) -> Table:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from cogvideox_flax.conversion.rules import Ignore, Rule, Table, linear, norm
 from cogvideox_flax.models.hunyuan_video15.qwen import SKIPPED_LAYERS, QwenConfig
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig
-from conversion.rules import Ignore, Rule, Table, linear, norm
 
 TEXT = r"(?:model\.)?(?:language_model\.)?(?:model\.)?"
 """Prefixes of the text part: of it alone, or within a whole Qwen2.5-VL, by version."""

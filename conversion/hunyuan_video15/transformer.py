@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cogvideox_flax.conversion.rules import Rule, Table, linear, norm
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
-from conversion.rules import Rule, Table, linear, norm
 
 LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
 REFINER = r"context_embedder\."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cogvideox_flax.conversion.rules import Rule, Table, convolution, pointwise
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
-from conversion.rules import Rule, Table, convolution, pointwise
 
 
 def vae_table(config: VAEConfig) -> Table:
