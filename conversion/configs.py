@@ -107,7 +107,7 @@ def _component_config(src: Path, family: type[VideoModel], name: str, release: R
     if not path.is_file():
         raise ConversionError(
             f"{path} is missing; it says what the weights are. Download it too, "
-            "or name the model: python -m conversion SRC DST --release NAME."
+            "or name the model: cogvideox convert SRC DST --release NAME."
         )
     return _parse(path, family.components[name].config.from_hf)
 

@@ -37,7 +37,7 @@ from cogvideox_flax.io.atomic import file_lock, write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.paths import check_free_space
 from cogvideox_flax.io.values import load_json
-from cogvideox_flax.models.model import Release, VideoModel
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import component_names, get_family, get_release
 
 log = logging.getLogger(__name__)
@@ -83,15 +83,12 @@ def convert(
         raise InputError(f"{src} is not a checkpoint in the Hugging Face layout: it has none of {names} with weights")
     if dtype is not None and dtype not in FLOATS:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATS)}")
-    known = get_release(release) if release else None
-    family = _find_family(src, dst, known)
+    family = family_of(src, dst, release, components)
     wanted = list(components or components_of(src, family.components))
-    if unknown := [c for c in wanted if c not in family.components]:
-        raise InputError(f"unknown component {unknown[0]!r}; known are {', '.join(family.components)}")
     if not wanted:
         raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
 
-    manifest = read_configs(src, family, wanted, known)
+    manifest = read_configs(src, family, wanted, get_release(release) if release else None)
     for component in wanted:
         manifest.configs[component].check_dtype(dtype)
     job = _Job(src, dst, dtype, manifest, origin or {}, progress)
@@ -109,12 +106,20 @@ def convert(
             ) from e
 
 
-def _find_family(src: Path, dst: Path, release: Release | None) -> type[VideoModel]:
-    """The family of src, which must be that of dst unless dst is empty."""
+def family_of(
+    src: Path, dst: Path, release: str | None = None, components: Iterable[str] | None = None
+) -> type[VideoModel]:
+    """The family of src, from its configs alone; arguments as for `convert`.
+
+    Raises:
+        InputError: it has no such component, or dst holds a model of another family.
+    """
     there = read_manifest(dst).family if is_native(dst) else None
-    family = get_family(release.family) if release is not None else find_family(src, there)
+    family = get_family(get_release(release).family) if release else find_family(src, there)
     if there not in (None, family.name):
         raise InputError(f"{dst} holds a model of the family {there}, {src} is {family.name}; choose another place")
+    if unknown := [c for c in components or () if c not in family.components]:
+        raise InputError(f"unknown component {unknown[0]!r}; known are {', '.join(family.components)}")
     return family
 
 

@@ -45,7 +45,7 @@ def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping
         others = {name: r.configs[component] for name, r in family.releases.items()}
         others = {name: other for name, other in others.items() if other != config}
         fits = [name for name, other in others.items() if not _match(family, component, other, tensors)[2]]
-        way_out = f"wrong config.json? Try python -m conversion with --release {fits[0]}" if fits else ""
+        way_out = f"wrong config.json? Try cogvideox convert with --release {fits[0]}" if fits else ""
         hint = [f"  these tensors fit {' and '.join(fits)}: {way_out}"] if fits else []
         raise ConversionError(
             "\n".join(

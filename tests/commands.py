@@ -54,10 +54,10 @@ def native(layout, tmp_path_factory):
 def run(capsys):
     """Runs one command; returns its exit code, stdout and stderr."""
 
-    def run(*argv, command=main):
+    def run(*argv):
         capsys.readouterr()
         try:
-            code = command([str(arg) for arg in argv])
+            code = main([str(arg) for arg in argv])
         except SystemExit as e:  # argparse
             code = e.code
         out, err = capsys.readouterr()
@@ -117,7 +117,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
 def refused(run, tmp_path, monkeypatch):
     """Runs one command that must be refused, cheaply, with one message, leaving everything as it was."""
 
-    def refused(*argv, command=main, converts=False):
+    def refused(*argv, converts=False):
         with monkeypatch.context() as patch:
             patch.setenv("COGVIDEOX_HOME", str(tmp_path / "refused home"))
 
@@ -128,7 +128,7 @@ def refused(run, tmp_path, monkeypatch):
             if not converts:
                 patch.setattr(hub, "convert", begun)
             before = tree(tmp_path)
-            code, out, err = run(*argv, command=command)
+            code, out, err = run(*argv)
             after = {path: facts for path, facts in tree(tmp_path).items() if "refused home" not in path}
         assert code == 2, err
         assert out == ""

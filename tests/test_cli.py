@@ -195,9 +195,21 @@ def test_processes_and_exit_codes(native, layout, tmp_path):
     done = python("-c", code)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    done = python("-m", "conversion", layout, "native", cwd=tmp_path)
+
+
+def test_the_module_and_the_command_convert_alike(run, layout, tmp_path):
+    argv = [layout, "--component", "text_encoder", "vae", "--dtype", "bfloat16"]
+    done = python("-m", "conversion", *argv[:1], "native", *argv[1:], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "native\n")
     assert "converting vae: 100%" in done.stderr
+    code, out, err = run("convert", *argv[:1], tmp_path / "same", *argv[1:])
+    assert (code, out) == (0, f"{tmp_path / 'same'}\n")
+    assert "converting vae: 100%" in err
+    one, other = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "native", tmp_path / "same")
+    )
+    assert one == other and len(one) > 3
 
 
 def test_quiet_also_while_converting(layout, tmp_path):

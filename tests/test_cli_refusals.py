@@ -17,7 +17,6 @@ from commands import PROMPT, QUICK, generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
-import cogvideox_flax.conversion.__main__
 from cogvideox_flax.cli.setup import read_prompts
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.io import tensor_file
@@ -165,7 +164,7 @@ def test_directories_that_are_none(refused, layout, native, tmp_path, monkeypatc
         assert message in refused("denoise", "--dir", folder), folder
         assert message in refused("decode", "--dir", folder), folder
         assert message in refused("quantize", native, folder), folder
-        assert message in refused(layout, folder, command=cogvideox_flax.conversion.__main__.main), folder
+        assert message in refused("convert", layout, folder), folder
 
 
 def test_inputs_that_are_no_files(refused, layout, native, tmp_path, monkeypatch, special):
@@ -181,7 +180,7 @@ def test_inputs_that_are_no_files(refused, layout, native, tmp_path, monkeypatch
         assert message in refused("info", name)
         assert message in refused("plan", "--model", name)
         assert message in refused("quantize", name, "small")
-        assert message in refused(name, "native", command=cogvideox_flax.conversion.__main__.main)
+        assert message in refused("convert", name, "native")
     for option_, model in (("--lora", layout), ("--image", "embedded-image-to-video"), ("--video", layout)):
         assert "File name too long" in refused(*generate(model, "v.mp4", option_, LONG)), option_
     assert "File name too long" in refused("train", "--config", LONG)
@@ -383,28 +382,27 @@ def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, 
 def test_conversion_refuses_them_too(refused, layout, tmp_path, spoil, message):
     folder = shutil.copytree(layout, tmp_path / "spoilt")
     spoil(folder)
-    assert message in refused(folder, tmp_path / "dst", command=cogvideox_flax.conversion.__main__.main)
+    assert message in refused("convert", folder, tmp_path / "dst")
 
 
 def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):
-    convert_ = cogvideox_flax.conversion.__main__.main
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
-    assert "belongs to a hub id" in refused(layout, tmp_path / "dst", "--revision", "main", command=convert_)
-    assert "does not exist; expected a directory" in refused(tmp_path / "no", tmp_path / "dst", command=convert_)
-    assert "is a file" in refused(layout, tmp_path / "file", command=convert_)
-    assert "cannot write" in refused(layout, tmp_path / "file" / "dst", command=convert_)
-    assert "not empty" in refused(layout, layout, command=convert_)
-    assert "required: dst" in refused(layout, command=convert_)
-    code, out, _ = run(layout, "~/dst", "--component", "vae", command=convert_)
+    assert "belongs to a hub id" in refused("convert", layout, tmp_path / "dst", "--revision", "main")
+    assert "does not exist; expected a directory" in refused("convert", tmp_path / "no", tmp_path / "dst")
+    assert "is a file" in refused("convert", layout, tmp_path / "file")
+    assert "cannot write" in refused("convert", layout, tmp_path / "file" / "dst")
+    assert "not empty" in refused("convert", layout, layout)
+    assert "required: DST" in refused("convert", layout)
+    code, out, _ = run("convert", layout, "~/dst", "--component", "vae")
     assert (code, out) == (0, f"{tmp_path / 'dst'}\n")
-    assert "native checkpoint already" in refused(tmp_path / "dst", tmp_path / "again", command=convert_)
+    assert "native checkpoint already" in refused("convert", tmp_path / "dst", tmp_path / "again")
 
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cogvideox_flax.conversion.convert.write_tensors", interrupt)
-    code, out, err = run(layout, tmp_path / "killed", command=convert_)
+    code, out, err = run("convert", layout, tmp_path / "killed")
     assert (code, out) == (130, "")
     assert "kept for the next attempt" in err
 
@@ -632,7 +630,7 @@ def test_a_home_of_nobody(run, tmp_path, layout):
     ):
         code, out, err = run(*argv)
         assert (code, out) == (2, "") and "there is no home directory of that user" in err
-    code, _, err = run("~nosuchuser/x", tmp_path / "y", command=cogvideox_flax.conversion.__main__.main)
+    code, _, err = run("convert", "~nosuchuser/x", tmp_path / "y")
     assert code == 2 and "there is no home directory of that user" in err
 
 

@@ -26,8 +26,8 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
+from cogvideox_flax.cli import main
 from cogvideox_flax.conversion import convert as conversion_module
-from cogvideox_flax.conversion.__main__ import main
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.conversion.mapping import plan
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
@@ -459,9 +459,9 @@ def test_not_enough_disk(transformer, tmp_path, monkeypatch):
 
 def test_command_line(transformer, tmp_path, capsys):
     src = save(transformer, tmp_path / "src")
-    assert main([str(src), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
+    assert main(["convert", str(src), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'dst'}\n"
-    assert main([str(tmp_path / "nowhere"), str(tmp_path / "dst")]) == 2
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "dst")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert "Traceback" not in message

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 from tiny_family import CONFIGS, RELEASE, TABLES, Denoiser, Tiny, save_layout
 
-import cogvideox_flax.conversion.__main__
 from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cli, sharding
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
@@ -129,10 +128,10 @@ def test_what_does_not_fit_is_refused(layout, native, tmp_path):
 
 
 def test_one_component_by_the_command(layout, tmp_path, capsys):
-    assert cogvideox_flax.conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "denoiser"]) == 0
+    assert cli.main(["convert", str(layout), str(tmp_path / "dst"), "--component", "denoiser"]) == 0
     manifest = checkpoint.read_manifest(tmp_path / "dst")
     assert list(manifest.weights) == ["denoiser"] and "codec" not in manifest.configs
-    assert cogvideox_flax.conversion.__main__.main([str(layout), str(tmp_path / "dst"), "--component", "codec"]) == 0
+    assert cli.main(["convert", str(layout), str(tmp_path / "dst"), "--component", "codec"]) == 0
     assert list(checkpoint.read_manifest(tmp_path / "dst").weights) == ["denoiser", "codec"]
 
 

@@ -23,11 +23,13 @@ def test_no_command_shows_what_one_can_do(run):
     code, out, err = run()
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 30
-    for name in ("generate", "info", "plan", "train", "upscale", "encode", "quantize", "doctor"):
+    for name in ("generate", "info", "plan", "train", "upscale", "encode", "quantize", "convert", "doctor"):
         assert name in out
 
 
-@pytest.mark.parametrize("command", ["generate", "encode", "denoise", "decode", "upscale", "train", "plan", "info"])
+@pytest.mark.parametrize(
+    "command", ["generate", "encode", "denoise", "decode", "upscale", "train", "plan", "convert", "info"]
+)
 def test_the_short_help_and_the_long_one(run, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, short, _ = run(command, "--help")

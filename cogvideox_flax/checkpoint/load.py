@@ -134,7 +134,7 @@ def _open(native_dir: str | Path, component: str, manifest: Manifest) -> TensorF
         has = ", ".join(manifest.weights) or "no component"
         raise CheckpointError(
             f"{native_dir} has no {component} (it holds {has}). "
-            f"Convert one with `python -m conversion SRC {native_dir} --component {component}`."
+            f"Convert one with `cogvideox convert SRC {native_dir} --component {component}`."
         )
     return TensorFile(weights_file(native_dir, component))
 

@@ -184,7 +184,7 @@ def read_manifest(native_dir: str | Path, *, warn: bool = True) -> Manifest:
     except OSError as e:
         raise CheckpointError(
             f"{native_dir} is not a native checkpoint: no readable {CONFIG_FILE} ({e.strerror}). "
-            "Convert a Hugging Face checkpoint with `python -m conversion SRC DST`."
+            "Convert a Hugging Face checkpoint with `cogvideox convert SRC DST`."
         ) from e
     except ValueError as e:
         raise CheckpointError(f"{path} is not JSON: {e}") from e
@@ -192,7 +192,7 @@ def read_manifest(native_dir: str | Path, *, warn: bool = True) -> Manifest:
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format_version {version}, this version reads {FORMAT_VERSION}. "
-            + ("Convert the checkpoint again." if version else "Convert it with `python -m conversion SRC DST`.")
+            + ("Convert the checkpoint again." if version else "Convert it with `cogvideox convert SRC DST`.")
         )
     if warn and not is_as_written(raw):
         log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)

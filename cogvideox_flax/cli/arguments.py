@@ -68,6 +68,8 @@ def make_parser() -> Parser:
     _add_train(command("train", commands.train, "fine-tune a model on a folder of clips", "hosts"))
     forecast = "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
     _add_plan(command("plan", commands.plan, forecast))
+    native = "a Hugging Face checkpoint in the native format, converted once"
+    _add_convert(command("convert", commands.convert, native))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     _add_quantize(command("quantize", commands.quantize, smaller))
     sub = command("info", commands.info, "what a checkpoint is and holds, or how a video was made")
@@ -96,6 +98,7 @@ Look:   doctor   what this machine has, and what fits
 Make:   generate, or in stages: encode, denoise, decode
         upscale  a clip, enlarged
 Own:    train    fine-tune on a folder of clips
+        convert  a Hugging Face checkpoint, once
         quantize weights of 8 bits
 
 cogvideox COMMAND --help says more.
@@ -279,6 +282,18 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     sub.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _add_convert(sub: argparse.ArgumentParser) -> None:
+    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
+    sub.add_argument("src", metavar="SRC", help=what)
+    sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
+    what = "such as transformer, vae or text_encoder; default: all that SRC has"
+    sub.add_argument("--component", nargs="+", metavar="NAME", help=what)
+    sub.add_argument("--dtype", choices=DTYPES, help="cast to this; default: what SRC has")
+    what = "the model, such as cogvideox-5b, where SRC's config.json files are missing or wrong"
+    sub.add_argument("--release", metavar="NAME", help=what)
+    sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
 
 
 def _add_quantize(sub: argparse.ArgumentParser) -> None:

@@ -342,6 +342,39 @@ def _tried(mesh: MeshShape, found: Any) -> str:
     return f"{name}: {found.estimated_s:.1f} s of denoising, {found.hbm_gib_per_chip:.1f} GiB per chip{fits}"
 
 
+def convert(args: argparse.Namespace) -> None:
+    """Convert a Hugging Face checkpoint, or some of its components, to the native format."""
+    from cogvideox_flax.conversion.convert import convert, family_of
+    from cogvideox_flax.conversion.download import Download, download, download_model
+    from cogvideox_flax.conversion.progress import progress_bar
+    from cogvideox_flax.io.paths import expand_user
+
+    loaded()
+    src = expand_user(args.src)
+    try:
+        if os.path.exists(src):
+            if args.revision:
+                raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")
+            source = Download(src, {})
+        else:
+            configs = download(args.src, args.revision)
+            family = family_of(configs.folder, args.dst, args.release, args.component)
+            source = download_model(args.src, configs, family, args.component)
+        with progress_bar() as progress:
+            convert(
+                source.folder,
+                args.dst,
+                components=args.component,
+                dtype=args.dtype,
+                release=args.release,
+                origin=source.origin,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("\nstopped; components that were complete are kept for the next attempt") from None
+    print(args.dst)
+
+
 def quantize(args: argparse.Namespace) -> None:
     """Write a checkpoint again with weights of 8 bits."""
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint

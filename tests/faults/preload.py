@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import cogvideox_flax.conversion.__main__
 from cogvideox_flax import cli
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
@@ -31,7 +30,7 @@ def main(argv: list[str], stop_at: int | None = None) -> int:
         _kill_after(snapshots.Snapshots, "_write_hashes", lambda step: step == stop_at)
     logging.getLogger().handlers.clear()  # absl's, from an import that the commands do later
     name, *rest = argv
-    return cogvideox_flax.conversion.__main__.main(rest) if name == "conversion" else cli.main(rest)
+    return cli.main(["convert", *rest] if name == "conversion" else rest)
 
 
 def _kill_after(owner: type, method: str, condition: Callable[[Any], bool]) -> None:
