@@ -45,6 +45,11 @@ class DivergedError(InputError):
     """Training gave NaN or infinity; the settings do not suit the data."""
 
 
+def install_extra(name: str) -> str:
+    """The command that installs one of the package's optional dependencies; no index of packages has them."""
+    return f'pip install ".[{name}]" in a checkout of cogvideox-flax'
+
+
 def describe_file_error(error: OSError) -> str | None:
     """A message for an error of a disk, or of a place on it; None for any other, which is a fault of this program."""
     if error.errno not in _ADVICE:

@@ -445,7 +445,7 @@ def test_a_missing_extra_says_how_to_get_it(write, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     code, _, err = run("train", "--config", write())
     assert code == 2
-    assert 'training needs optax; install it with: pip install "cogvideox-flax[train]"' in err
+    assert 'training needs optax: pip install ".[train]" in a checkout of cogvideox-flax' in err
 
 
 # --- numbers ---

@@ -6,13 +6,14 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import numpy as np
 import pytest
 from commands import PROMPT, QUICK, ROOT
 from PIL import Image
 
-from cogvideox_flax.cli.doctor import _fits
+from cogvideox_flax.cli.doctor import _fits, _unused
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.models.registry import RELEASES
 
@@ -114,6 +115,16 @@ def test_the_doctor(run, home, tmp_path):
     assert set(found["fits"].values()) <= {"whole", "in stages", "no"}
     words = shlex.split(found["next"])
     assert words[:2] == ["cogvideox", "generate"]
+
+
+@pytest.mark.parametrize(("device", "extra"), [("nvidia0", "cuda"), ("accel0", "tpu"), ("vfio/0", "tpu")])
+def test_the_doctor_says_how_jax_finds_a_device(monkeypatch, device, extra):
+    monkeypatch.setattr("os.path.exists", lambda path: path == f"/dev/{device}")
+    line = _unused("cpu")
+    assert line.endswith(f'which JAX does not use: pip install ".[{extra}]" in a checkout of cogvideox-flax')
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra in extras
+    assert _unused("gpu") is None
 
 
 def test_what_fits():

@@ -40,7 +40,7 @@ from cogvideox_flax.cli.setup import (
     use_model,
     warn_of_other_model,
 )
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, install_extra
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.runtime import hosts
@@ -272,7 +272,7 @@ def train(args: argparse.Namespace) -> None:
         import optax  # noqa: F401
         import orbax.checkpoint  # noqa: F401
     except ImportError as e:
-        raise InputError(f'training needs {e.name}; install it with: pip install "cogvideox-flax[train]"') from e
+        raise InputError(f"training needs {e.name}: {install_extra('train')}") from e
     from cogvideox_flax.training.finetune import finetune
     from cogvideox_flax.training.job import open_job
 

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, install_extra
 from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.version import __version__
 
@@ -125,9 +125,9 @@ def _fits(memory: int) -> dict[str, str]:
 def _unused(used: str) -> str | None:
     """A line on hardware that JAX does not use."""
     if used == "cpu" and os.path.exists("/dev/nvidia0"):
-        return 'there is an NVIDIA GPU, which JAX does not use: pip install "cogvideox-flax[cuda]"'
+        return f"there is an NVIDIA GPU, which JAX does not use: {install_extra('cuda')}"
     if used == "cpu" and any(os.path.exists(f"/dev/{name}0") for name in ("accel", "vfio/")):
-        return 'there seems to be a TPU, which JAX does not use: pip install "cogvideox-flax[tpu]"'
+        return f"there seems to be a TPU, which JAX does not use: {install_extra('tpu')}"
     return None
 
 

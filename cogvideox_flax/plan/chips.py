@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, install_extra
 from cogvideox_flax.runtime import libtpu
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
     """
     chip_of(topology)
     if not libtpu.is_installed():
-        raise InputError("a plan needs libtpu, the compiler for TPUs: pip install 'cogvideox-flax[tpu]'")
+        raise InputError(f"a plan needs libtpu, the compiler for TPUs: {install_extra('tpu')}")
     libtpu.prepare_to_compile()
     from jax.experimental import topologies
 
