@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers.schedulers import (
+    scheduling_dpm_cogvideox,
     scheduling_dpmsolver_multistep,
     scheduling_euler_ancestral_discrete,
     scheduling_euler_discrete,
@@ -28,7 +29,14 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.run_files import StateKeeper
-from cogvideox_flax.schedulers import FLOW_SCHEDULERS, SCHEDULERS, DDIMScheduler, FlowMatchConfig, FlowMatchScheduler
+from cogvideox_flax.schedulers import (
+    FLOW_SCHEDULERS,
+    SCHEDULERS,
+    DDIMScheduler,
+    DPMScheduler,
+    FlowMatchConfig,
+    FlowMatchScheduler,
+)
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 pytest_plugins = ["commands"]
@@ -96,19 +104,17 @@ def theirs(scheduler, timesteps, n: int, monkeypatch, scale: float) -> np.ndarra
     for i, t in enumerate(scheduler.timesteps):
         for module in NOISY:
             monkeypatch.setattr(module, "randn_tensor", lambda *_, i=i, **__: torch.from_numpy(noise[i]))
-        seen = scheduler.scale_model_input(x, t).float()
+        seen = getattr(scheduler, "scale_model_input", lambda x, _: x)(x, t).float()
         v = torch.from_numpy(np.array(model(seen.numpy(), float(timesteps[i])))).to(kind)
         x = scheduler.step(v, t, x, return_dict=False)[0]
         samples.append(x.float().numpy())
     return np.stack(samples)
 
 
-@pytest.mark.parametrize("shift", [1.0, 3.0])
-@pytest.mark.parametrize("n", STEP_COUNTS)
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_trajectory_on_the_diffusion_schedule(kind, n, shift, monkeypatch):
+def diffusion_reference(kind: str, shift: float):
+    """diffusers' class on the shifted schedule."""
     cls, options = KINDS[kind]
-    reference = cls(
+    return cls(
         trained_betas=betas(shift).tolist(),
         prediction_type="v_prediction",
         timestep_spacing="trailing",
@@ -116,6 +122,13 @@ def test_trajectory_on_the_diffusion_schedule(kind, n, shift, monkeypatch):
         **options,
         **({"clip_sample": False, "original_inference_steps": 1000} if kind == "lcm" else {}),
     )
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+@pytest.mark.parametrize("n", STEP_COUNTS)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_trajectory_on_the_diffusion_schedule(kind, n, shift, monkeypatch):
+    reference = diffusion_reference(kind, shift)
     sampler = SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=shift))
     if kind == "lcm":  # its own list is another, of the distillation
         steps = sampler.plan(n).timesteps.tolist()
@@ -201,6 +214,130 @@ def test_given_timesteps_of_a_flow(kind):
     assert np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(plan)])).all()
 
 
+def is_finite(plan) -> bool:
+    return np.isfinite(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(plan)])).all()
+
+
+ENDS = [[999], [0], [1], [999, 0], [999, 998], [1, 0], [500, 499], [999, 998, 997], [2, 1, 0], [999, 998, 500, 1, 0]]
+FLOW_ENDS = [[1000.0], [0.1], [1000.0, 0.1], [1000.0, 999.0], [1.0, 0.1], [1000.0, 999.0, 998.0], [3.0, 2.0, 1.0]]
+FLOW_ENDS += [[1000.0, 937.5, 833.3, 625.0], [1000.0, 999.0, 500.0, 1.0, 0.1]]
+CLOSE = [[500.0, 499.9999], [1000.0, 999.99], [1000.0, 1e-30], [1e-5, 1e-6], [500.0, 499.9999, 400.0]]
+
+
+def assert_equals(plan, expected):
+    for a, b in zip(jax.tree.leaves(plan), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "lists"),
+    [
+        *[(SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=1.0)), ENDS) for kind in SCHEDULERS if kind != "one_step"],
+        *[(cls(SchedulerConfig(rescale_betas_zero_snr=False)), ENDS) for cls in (DDIMScheduler, DPMScheduler)],
+        *[(cls(FlowMatchConfig(shift=5.0)), FLOW_ENDS + CLOSE) for cls in FLOW_SCHEDULERS.values()],
+    ],
+    ids=repr,
+)
+def test_timesteps_at_the_ends_of_the_range(sampler, lists):
+    """All entries are finite; a late start is a run of the timesteps that are left."""
+    for timesteps in lists:
+        n = len(timesteps)
+        for start in range(n):
+            plan = sampler.plan(n, start=start, timesteps=timesteps)
+            assert is_finite(plan), (timesteps, start)
+            assert (np.diff(plan.timesteps) < 0).all(), timesteps
+            assert_equals(plan, sampler.plan(n - start, timesteps=timesteps[start:]))
+        assert plan.from_sample[-1] == 0 or sampler.kind == "lcm", "the last step leads to x0"
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        *[SCHEDULERS[kind](SchedulerConfig()) for kind in SCHEDULERS if kind != "one_step"],
+        *[FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=shift)) for kind in FLOW_SCHEDULERS for shift in (1.0, 9.0)],
+    ],
+    ids=repr,
+)
+def test_every_number_of_steps_has_finite_tables(sampler):
+    for n in range(1, 1001):
+        assert is_finite(sampler.plan(n)), n
+        assert is_finite(sampler.plan(n, start=n // 2)), n
+
+
+def given(reference, timesteps, sigmas) -> None:
+    """Have diffusers' scheduler run through a list, also where it takes none; its coefficients in float64, since
+    between close neighbours they are small differences."""
+    reference.set_timesteps(len(timesteps))
+    reference.timesteps = torch.tensor(timesteps, dtype=torch.float32)
+    reference.sigmas = torch.tensor([*sigmas, 0.0], dtype=torch.float64)
+    reference.set_begin_index(0)
+
+
+@pytest.mark.parametrize("timesteps", ENDS, ids=str)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_given_timesteps_on_the_diffusion_schedule_against_diffusers(kind, timesteps, monkeypatch):
+    reference, sampler = diffusion_reference(kind, 3.0), SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=3.0))
+    abar, n = np.maximum(sampler.alphas_cumprod[timesteps], 2.0**-24), len(timesteps)  # theirs are float32
+    sigmas = np.sqrt((1 - abar) / abar)
+    if kind == "lcm":
+        reference.set_timesteps(timesteps=timesteps)
+    else:
+        given(reference, timesteps, sigmas)
+    if kind.startswith("euler"):
+        in_float64(monkeypatch)
+    found = ours(sampler, sampler.plan(n, timesteps=timesteps), n)
+    scale = float(np.sqrt(1 + sigmas[0] ** 2)) if kind.startswith("euler") else 1.0
+    expected = theirs(reference, timesteps, n, monkeypatch, scale)
+    if kind.startswith("euler"):
+        expected = expected / np.sqrt(1 + np.append(sigmas[1:], 0) ** 2).reshape(-1, *[1] * len(SHAPE))
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("timesteps", FLOW_ENDS, ids=str)
+@pytest.mark.parametrize("kind", ["flow_match", "dpmpp_2m", "dpmpp_2m_sde", "uni_pc"])
+def test_given_timesteps_of_a_flow_against_diffusers(kind, timesteps, monkeypatch):
+    sigmas, n = np.array(timesteps) / 1000, len(timesteps)
+    if kind == "flow_match":
+        reference = diffusers.FlowMatchEulerDiscreteScheduler()
+        reference.set_timesteps(sigmas=sigmas)
+    else:
+        cls, options = KINDS[kind]
+        reference = cls(use_flow_sigmas=True, prediction_type="flow_prediction", **options)
+        if kind == "uni_pc":
+            reference.set_timesteps(sigmas=sigmas)
+            reference.set_begin_index(0)
+        else:
+            given(reference, timesteps, sigmas)
+    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    plan = sampler.plan(n, timesteps=timesteps)
+    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("kind", ["ddim", "dpm"])
+@pytest.mark.parametrize(
+    ("timesteps", "stride"), [([999], 1000), ([0], 1000), ([500, 0], 500), ([900, 700, 500, 300, 100], 200)], ids=str
+)
+def test_given_timesteps_of_the_releases_samplers_against_diffusers(kind, timesteps, stride, monkeypatch):
+    """In its steps of a fixed length."""
+    cls = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVideoXDPMScheduler}[kind]
+    reference = cls(
+        prediction_type="v_prediction", timestep_spacing="trailing", rescale_betas_zero_snr=True, clip_sample=False
+    )
+    reference.set_timesteps(1000 // stride)
+    sampler, n, noise = SCHEDULERS[kind](SchedulerConfig()), len(timesteps), noises(len(timesteps))
+    plan = sampler.plan(n, timesteps=timesteps)
+    x, old, found = torch.from_numpy(noise[-1]), None, ours(sampler, plan, n)
+    for i, t in enumerate(timesteps):
+        monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", lambda *_, i=i, **__: torch.from_numpy(noise[i]))
+        v = torch.from_numpy(np.array(model(x.numpy(), float(t))))
+        if kind == "ddim":
+            x = reference.step(v, t, x, return_dict=False)[0]
+        else:
+            x, old = reference.step(v, old, t, timesteps[i - 1] if i else None, x, return_dict=False)
+        assert np.abs(found[i] - x.numpy()).max() < TOLERANCE * x.numpy().std()
+
+
 @pytest.mark.parametrize(
     ("timesteps", "message"),
     [
@@ -216,6 +353,29 @@ def test_given_timesteps_of_a_flow(kind):
 def test_timesteps_that_cannot_be_served(timesteps, message):
     with pytest.raises(InputError, match=message):
         SCHEDULERS["euler"](SchedulerConfig()).plan(3, timesteps=timesteps)
+
+
+@pytest.mark.parametrize("kind", FLOW_SCHEDULERS)
+@pytest.mark.parametrize(
+    "timesteps",
+    [[1000, 500, 0], [1000, 500, 1e-50], [1001, 500, 1], [500, 500, 1], [500, 500 - 1e-6, 1], [1e300, float("nan"), 1]],
+    ids=str,
+)
+def test_timesteps_that_a_flow_cannot_serve(kind, timesteps):
+    """Nothing is left to do at 0; neighbours that are one number to the model are one timestep."""
+    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    with pytest.raises(InputError, match=rf"expected 3 that fall, from 1000 .*to above 0, for {sampler.kind}$"):
+        sampler.plan(3, timesteps=timesteps)
+    with pytest.raises(InputError, match=r"expected 1 that fall, from 1000 .*to above 0"):
+        sampler.plan(1, timesteps=[0])
+
+
+def test_timesteps_that_fall_where_log_snr_is_finite():
+    """UniPC takes 999.999 for what is higher, so two of these are one."""
+    sampler = FLOW_SCHEDULERS["uni_pc"](FlowMatchConfig())
+    assert sampler.plan(2, timesteps=[1000, 999.9]).timesteps[0] == np.float32(999.999)
+    with pytest.raises(InputError, match=r"expected 2 that fall, from 1000 \(taken for 999.999\) to above 0"):
+        sampler.plan(2, timesteps=[1000, 999.9995])
 
 
 # --- whole runs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import jax
@@ -111,16 +111,32 @@ class Scheduler:
         """
         raise NotImplementedError
 
-    def check_timesteps(self, timesteps: Sequence[float], num_inference_steps: int, most: float, whole: bool) -> None:
-        """Refuse timesteps that do not fall from `most` or less to 0 or more, or are not as many as the steps.
+    def check_timesteps(
+        self,
+        timesteps: Sequence[float],
+        num_inference_steps: int,
+        most: float,
+        *,
+        whole: bool = False,
+        taken_for: float = math.inf,
+    ) -> None:
+        """Refuse timesteps that do not fall from `most` or less, or are not as many as the steps.
+
+        Args:
+            whole: they are whole numbers down to 0. Else they end above 0, where the sample is x0 already, and fall as
+                float32, in which the model sees them.
+            taken_for: the timestep that higher ones are taken for.
 
         Raises:
             InputError: with what is expected.
         """
-        falls = all(a > b for a, b in pairwise(timesteps))
-        if len(timesteps) != num_inference_steps or not falls or not 0 <= timesteps[-1] <= timesteps[0] <= most:
+        in_range = len(timesteps) == num_inference_steps and all(0 <= t <= most for t in timesteps)
+        seen = np.asarray(timesteps if in_range else [], np.float32).clip(max=taken_for)
+        if not in_range or not (np.diff(seen) < 0).all() or not (whole or seen[-1] > 0):
+            highest = f"{most:g}" if taken_for >= most else f"{most:g} (taken for {taken_for:g})"
             raise InputError(
-                f"timesteps are {shown(list(timesteps))}; expected {num_inference_steps} that fall, from {most:g} to 0"
+                f"timesteps are {shown(list(timesteps))}; expected {num_inference_steps} that fall, from {highest} to "
+                f"{'0' if whole else 'above 0'}, for {self.kind}"
             )
         if whole and any(t != int(t) for t in timesteps):
             raise InputError(f"timesteps are {shown(list(timesteps))}; those of this model are whole numbers")

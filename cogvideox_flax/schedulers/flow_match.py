@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,9 +39,12 @@ class FlowMatchScheduler(Scheduler):
 
     Noise levels fall linearly from 1 to 0 and are shifted: s sigma / (1 + (s - 1) sigma). A timestep is 1000 sigma, not
     rounded.
+
+    max_sigma: a higher noise level is taken for this one.
     """
 
     kind = "flow_match"
+    max_sigma: ClassVar[float] = 1.0
 
     def __init__(self, config: FlowMatchConfig):
         self.config: FlowMatchConfig = replace(config, kind=self.kind)
@@ -50,10 +53,12 @@ class FlowMatchScheduler(Scheduler):
         """As for `Scheduler.plan`; given timesteps are those that the model sees, and are not shifted."""
         self.check_steps(num_inference_steps, start)
         if timesteps is None:
-            sigma = self._shifted(self._sigmas(num_inference_steps))[start:]
+            sigma = self._shifted(self._sigmas(num_inference_steps))
         else:
-            self.check_timesteps(timesteps, num_inference_steps, self.num_train_timesteps, whole=False)
-            sigma = np.append(np.asarray(timesteps, np.float64) / self.num_train_timesteps, 0)[start:]
+            most = self.num_train_timesteps
+            self.check_timesteps(timesteps, num_inference_steps, most, taken_for=most * self.max_sigma)
+            sigma = np.append(np.asarray(timesteps, np.float64) / most, 0)
+        sigma = np.minimum(sigma, self.max_sigma)[start:]
         here, there, zero = sigma[:-1], sigma[1:], np.zeros(len(sigma) - 1)
         tables = {
             "signal": zero + 1,

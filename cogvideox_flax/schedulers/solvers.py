@@ -251,12 +251,9 @@ class FlowDPM2MSDEScheduler(_DPM2MSDE, _FlowSolver):
 
 
 class FlowUniPCScheduler(_UniPC, _FlowSolver):
-    """`UniPCScheduler` on a flow."""
+    """`UniPCScheduler` on a flow. As in the reference, the highest noise level is below 1: at 1, lambda is infinite."""
+
+    max_sigma = 1 - 1e-6
 
     def _sigmas(self, num_inference_steps: int) -> np.ndarray:
         return np.append(np.linspace(1, 1 / self.num_train_timesteps, num_inference_steps + 1)[:-1], 0)
-
-    def _shifted(self, sigmas: np.ndarray) -> np.ndarray:
-        shifted = super()._shifted(sigmas)
-        shifted[0] = min(shifted[0], 1 - 1e-6)  # as in the reference
-        return shifted
