@@ -28,7 +28,7 @@ from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
-from cogvideox_flax.nn.stack import scan_layers
+from cogvideox_flax.nn.stack import scan_attended, scan_layers
 from cogvideox_flax.plan import forecast
 
 XLA_OPTIONS = xla_options.AS_USERS
@@ -315,6 +315,21 @@ def test_a_range_of_layers_copies_no_stack():
         assert compiled.memory_analysis().temp_size_in_bytes < 3 * weights[0].nbytes
         single = nnx.List(list(weights))
         np.testing.assert_allclose(scan_layers(body, x, single, start, stop), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_layer_that_does_not_attend_once_is_refused(calls, stacked):
+    """Such as one with self- and cross-attention: the second would get the first one's result."""
+
+    def layer(x, weight, attend):
+        for _ in range(calls):
+            x = x + attend(x, x, x) * weight
+        return x
+
+    weights = jnp.ones(3) if stacked else nnx.List([jnp.ones(()) for _ in range(3)])
+    with pytest.raises(ValueError, match=f"attends {calls} times; expected once"):
+        scan_attended(layer, lambda q, k, v: v, jnp.ones((1, 4, 2, 2)), weights)
 
 
 @pytest.mark.slow

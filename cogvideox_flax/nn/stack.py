@@ -59,6 +59,9 @@ def scan_attended(
 
     Returns:
         x; and what the attentions returned, [layers, B, S, N K], or None with `attended`.
+
+    Raises:
+        ValueError: a layer calls its attention function not at all, or more than once.
     """
 
     def body(x: Any, given: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -72,6 +75,10 @@ def scan_attended(
             return returned[-1]
 
         x = layer(x, weights, recorded)
+        if len(returned) != 1:
+            raise ValueError(
+                f"a layer attends {len(returned)} times; expected once, since one result is kept for each layer"
+            )
         return x, jax.tree.map(lambda a: a.reshape(*a.shape[:2], -1), returned[0])
 
     if not isinstance(layers, nnx.List):
