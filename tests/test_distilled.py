@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -14,10 +15,13 @@ from commands import PROMPT, SIZE
 from safetensors.numpy import save_file
 
 from cogvideox_flax import GenerationRequest, Pipeline
-from cogvideox_flax.checkpoint import load_transformer
+from cogvideox_flax.checkpoint import hub, load_transformer, read_manifest
+from cogvideox_flax.checkpoint.hub import EMBEDDED
+from cogvideox_flax.checkpoint.manifest import write_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.distilled import recognised, with_distillation
 from cogvideox_flax.generate.guidance import Unguided
+from cogvideox_flax.lora import EMBEDDED_ADAPTERS
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
 pytest_plugins = ["commands"]
@@ -28,6 +32,8 @@ SMALL = {"num_frames": 9, "height": 32, "width": 48}
 
 
 def model_of(release):
+    if release in hub.EMBEDDED_MODELS:
+        return read_manifest(hub.EMBEDDED_MODELS[release]).model
     return FAMILIES[RELEASES[release].family](RELEASES[release].configs)
 
 
@@ -61,17 +67,43 @@ def test_timesteps_of_the_published_lists():
     ("path", "name"),
     [
         ("/cache/models--Luo-Yihong--TDM_CogVideoX-2B_LoRA/snapshots/ab/pytorch_lora_weights.safetensors", "tdm"),
+        ("Luo-Yihong/TDM_CogVideoX-2B_LoRA", "tdm"),
+        ("TDM_CogVideoX-2B_LoRA/", "tdm"),
+        ("loras/tdm-cogvideox.safetensors", "tdm"),
         ("BLADE/cogvideox-5b-psa-lora/pytorch_lora_weights.safetensors", "psa"),
-        ("models--GYP666--BLADE/x.safetensors", "blade"),
+        ("GYP666/BLADE/cogvideox-5b-psa-lora/pytorch_lora_weights.safetensors", "psa"),
+        ("/cache/models--GYP666--BLADE/snapshots/ab/x.safetensors", "blade"),
+        ("gyp666/blade", "blade"),
         ("embedded-four-steps", "embedded"),
+        (str(EMBEDDED_ADAPTERS["embedded-four-steps"]), "embedded"),
         ("kites.safetensors", None),
+        ("blade-runner/kites.safetensors", None),
+        ("blade-runner.safetensors", None),
+        ("GYP666/BLADES", None),
+        ("not-GYP666/BLADE", None),
+        ("/loras/TDM_CogVideoX-2B_LoRA/kites.safetensors", None),
+        ("/loras/tdm_cogvideox/kites/pytorch_lora_weights.safetensors", None),
+        ("/cache/models--me--kites/snapshots/tdm_cogvideox/pytorch_lora_weights.safetensors", None),
+        ("statdm_cogvideox.safetensors", None),
     ],
 )
 def test_files_are_recognised(path, name):
+    """By their own name, or their hub id; directories are the user's, but for that of a file of diffusers' name."""
     found = recognised(path, FAMILIES["cogvideox"])
     assert (found and found.name) == name
-    comfy = "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"
-    assert recognised(comfy, FAMILIES["hunyuan_video15"]).name == "lightx2v"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("loras/hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors", "lightx2v"),
+        ("Comfy-Org/HunyuanVideo_1.5_repackaged/loras/t2v_480p_lightx2v_4step_lora.safetensors", "lightx2v"),
+        ("/lightx2v/4step/kites.safetensors", None),
+    ],
+)
+def test_files_of_hunyuan_are_recognised(path, name):
+    found = recognised(path, FAMILIES["hunyuan_video15"])
+    assert (found and found.name) == name
 
 
 def test_when_it_decides(caplog):
@@ -95,16 +127,82 @@ def test_when_it_decides(caplog):
     caplog.clear()
     assert found(lora=file, num_inference_steps=8).guidance_scale is None, "what was given is of one piece"
     assert "--distilled tdm takes these settings" in caplog.text
-    for lora in (None, [], 5, [5], [{"file": 5}], "kites.safetensors"):
+    for lora in (
+        None,
+        [],
+        5,
+        [5],
+        [{"file": 5}],
+        "",
+        "~nobody-here/x",
+        "kites.safetensors",
+        "blade-runner/kites.safetensors",
+    ):
         assert found(lora=lora).timesteps is None
 
 
-def test_refusals():
-    request = GenerationRequest("p", distilled="lcm")
-    with pytest.raises(InputError, match=r"distilled is 'lcm'; expected .* family: embedded, tdm, psa, blade, off"):
-        with_distillation(request, model_of("cogvideox-2b"))
-    with pytest.raises(InputError, match="tdm was distilled of cogvideox-2b; this model is cogvideox-5b"):
-        with_distillation(dataclasses.replace(request, distilled="tdm"), model_of("cogvideox-5b"))
+UNKNOWN = dataclasses.replace(RELEASES["cogvideox-2b"].configs["transformer"], layers=29)
+"""The config of a transformer that no release has."""
+
+
+def unknown_model():
+    return FAMILIES["cogvideox"]({**RELEASES["cogvideox-2b"].configs, "transformer": UNKNOWN})
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "message"),
+    [
+        ("lcm", "cogvideox-2b", r"distilled is 'lcm'; expected .* family: embedded, tdm, psa, blade, off"),
+        ("tdm", "cogvideox-5b", "tdm was distilled of cogvideox-2b; this model is cogvideox-5b"),
+        ("tdm", None, "one by one: --scheduler ddim --timesteps 999,856,665,399 --guidance-scale 1$"),
+        ("tdm", "embedded", "tdm was distilled of cogvideox-2b; this model is embedded"),
+        ("blade", None, "this model is of no release.* one by one: --scheduler dpm --steps 8 --guidance-scale 1$"),
+        ("embedded", None, "embedded was distilled of embedded; this model is of no release"),
+        ("embedded", "cogvideox-2b", "this model is cogvideox-2b"),
+        ("embedded", "embedded-image-to-video", "this model is embedded-image-to-video"),
+        ("lightx2v", "hunyuanvideo1.5-720p-t2v", "--timesteps 1000,937.5,833.3333,625"),
+    ],
+)
+def test_refusals(name, model, message):
+    model = unknown_model() if model is None else model_of(model)
+    with pytest.raises(InputError, match=message):
+        with_distillation(GenerationRequest("p", distilled=name), model)
+
+
+@pytest.mark.parametrize(
+    ("lora", "model"),
+    [
+        ("tdm_cogvideox.safetensors", "cogvideox-5b"),
+        ("tdm_cogvideox.safetensors", None),
+        ("gyp666/blade", "cogvideox1.5-5b"),
+        ("embedded-four-steps", "embedded-image-to-video"),
+    ],
+)
+def test_an_adapter_of_another_model_decides_nothing(lora, model, caplog):
+    """A line says so."""
+    caplog.set_level("INFO", "cogvideox_flax")
+    request = GenerationRequest("p", lora=[lora, "kites.safetensors"])
+    assert with_distillation(request, unknown_model() if model is None else model_of(model)) == request
+    said = rf"{lora}: \w+ was distilled of .*; this model is {model or 'of no release'}, whose own settings stay"
+    assert re.search(said, caplog.text)
+
+
+def test_a_fine_tune_has_the_distillations_of_its_release():
+    """Its config says which release it came from; one of the embedded model has that model's configs."""
+    manifest = dataclasses.replace(read_manifest(EMBEDDED), release_name="cogvideox-2b")
+    assert with_distillation(GenerationRequest("p", distilled="tdm"), manifest.model).guidance_scale == 1
+    for option in ({"distilled": "embedded"}, {"lora": "embedded-four-steps"}):
+        request = with_distillation(GenerationRequest("p", **option), read_manifest(EMBEDDED).model)
+        assert (request.scheduler, request.num_inference_steps, request.guidance_scale) == ("ddim", 4, 1)
+
+
+@pytest.fixture(scope="module")
+def native(native, tmp_path_factory):
+    """One that says that it came from cogvideox-2b."""
+    folder = tmp_path_factory.mktemp("fine-tune") / "2b"
+    shutil.copytree(native, folder)
+    write_manifest(folder, dataclasses.replace(read_manifest(folder), release_name="cogvideox-2b"))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.checkpoint import hub, read_manifest
+from cogvideox_flax.checkpoint.manifest import is_native
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, parse_lora
 from cogvideox_flax.io.values import shown
-from cogvideox_flax.models.model import Distillation, VideoModel
+from cogvideox_flax.lora import published_name
+from cogvideox_flax.models.model import Distillation, Family, VideoModel
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +30,10 @@ def with_distillation(request: GenerationRequest, model: VideoModel) -> Generati
     """The request with the settings of the distillation that it names, where it gives no others.
 
     One that is not named, but is recognised by the name of an adapter's file, decides only where none of these settings
-    was given; a line says so.
+    was given, and only for the model that it was made of; a line says so.
 
     Raises:
-        InputError: a distillation that is not known, or was made of another model.
+        InputError: a distillation that is not known, or was not made of this model.
     """
     if request.distilled == OFF:
         return request
@@ -38,7 +41,14 @@ def with_distillation(request: GenerationRequest, model: VideoModel) -> Generati
     if request.distilled is not None:
         return _filled(request, _named(request.distilled, model), given)
     for file in _adapter_files(request.lora):
-        if (found := recognised(file, model)) is None:
+        try:
+            found = recognised(file, model)
+        except InputError:  # no path, which is said where adapters are opened
+            continue
+        if found is None:
+            continue
+        if (others := _made_of_others(found, model)) is not None:
+            log.info("%s: %s, whose own settings stay", file, others)
             continue
         if given:
             log.info("%s is made for %s; --distilled %s takes these settings", file, found, found.name)
@@ -48,24 +58,54 @@ def with_distillation(request: GenerationRequest, model: VideoModel) -> Generati
     return request
 
 
-def recognised(file: str | Path, model: type[VideoModel] | VideoModel) -> Distillation | None:
+def recognised(file: str | Path, model: Family) -> Distillation | None:
     """The distillation whose files have such names."""
-    path = str(file)
-    return next((each for each in model.distillations if re.search(each.files, path, re.IGNORECASE)), None)
+    name = published_name(file)
+    for each in model.distillations:
+        if re.search(rf"(?<![a-z0-9])({each.files})(?![a-z0-9])", name, re.IGNORECASE):
+            return each
+    return None
 
 
 def _named(name: Any, model: VideoModel) -> Distillation:
     known = {each.name: each for each in model.distillations}
     if name not in known:
         raise InputError(f"distilled is {shown(name)}; expected one of this model's family: {', '.join([*known, OFF])}")
-    found = known[name]
-    if model.release is not None and model.release.name not in found.releases:
-        made_of = " or ".join(found.releases) or "another model"
-        raise InputError(
-            f"{name} was distilled of {made_of}; this model is {model.release.name}. Its settings "
-            "can be given one by one"
-        )
-    return found
+    if (others := _made_of_others(known[name], model)) is not None:
+        raise InputError(f"{others}. Its settings can be given one by one: {_flags(known[name])}")
+    return known[name]
+
+
+def _made_of_others(found: Distillation, model: VideoModel) -> str | None:
+    """What the distillation was made of, in words, where that is not this model; else None.
+
+    A fine-tune counts as its release. Of a model without one, it is not known what a distillation makes of it.
+    """
+    name = _name_of(model)
+    if name in found.releases:
+        return None
+    this = "of no release" if name is None else name
+    return f"{found.name} was distilled of {' or '.join(found.releases)}; this model is {this}"
+
+
+def _name_of(model: VideoModel) -> str | None:
+    """The model's release, or the embedded model whose denoiser it has."""
+    if model.release is not None:
+        return model.release.name
+    config = model.configs.get(model.denoiser)
+    for name, folder in hub.EMBEDDED_MODELS.items():
+        if name is not None and is_native(folder):
+            manifest = read_manifest(folder, warn=False)
+            if (manifest.family, manifest.configs[model.denoiser]) == (model.name, config):
+                return name
+    return None
+
+
+def _flags(found: Distillation) -> str:
+    """The settings as options of the command."""
+    count = f"--steps {found.steps}"
+    steps = count if found.timesteps is None else f"--timesteps {','.join(f'{t:.7g}' for t in found.timesteps)}"
+    return f"--scheduler {found.scheduler} {steps} --guidance-scale {found.guidance_scale:g}"
 
 
 def _filled(request: GenerationRequest, found: Distillation, given: set[str]) -> GenerationRequest:

@@ -21,6 +21,7 @@ from cogvideox_flax.lora.files import (
     fitting_releases,
     is_adapter,
     open_adapter,
+    published_name,
     read_adapter,
     save_lora,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "merge_files",
     "merge_lora",
     "open_adapter",
+    "published_name",
     "read_adapter",
     "save_lora",
     "with_parameters",

@@ -179,13 +179,35 @@ def find_adapter(where: str | Path) -> Path:
         path = EMBEDDED_ADAPTERS.get(str(where), path)
     if path.is_dir():
         return path / FILE_NAME
-    owner, *rest = str(where).split("/")
-    is_file = len(rest) == 1 and path.suffix in SUFFIXES
-    if path.exists() or not owner or not rest or is_file or expand_user(owner).exists():
+    if not _is_on_hub(where):
         return path
     from cogvideox_flax.conversion.download import download_file  # here, since huggingface_hub takes long to import
 
-    return download_file(f"{owner}/{rest[0]}", "/".join(rest[1:]), FILE_NAME, ".safetensors")
+    owner, name, *rest = str(where).split("/")
+    return download_file(f"{owner}/{name}", "/".join(rest), FILE_NAME, ".safetensors")
+
+
+def _is_on_hub(where: str | Path) -> bool:
+    """Whether this is a hub id, with or without a file behind it, and nothing of the name is here."""
+    path = expand_user(where)
+    owner, *rest = str(where).split("/")
+    is_file = len(rest) == 1 and path.suffix in SUFFIXES
+    return not (path.exists() or not owner or not rest or is_file or expand_user(owner).exists())
+
+
+def published_name(where: str | Path) -> str:
+    """The name by which an adapter may be known, from its path alone.
+
+    The hub id and the path behind it, also of a file in the hub's cache; else the name of the file, or of its directory
+    where that is what has a name: diffusers calls every file the same.
+    """
+    if _is_on_hub(where):
+        return str(where)
+    path = expand_user(where).absolute()
+    for i, part in enumerate(path.parts):
+        if part.startswith("models--") and path.parts[i + 1 : i + 2] == ("snapshots",):
+            return "/".join([*part.split("--")[1:], *path.parts[i + 3 :]])
+    return path.parent.name if path.name == FILE_NAME else path.name
 
 
 @contextmanager

@@ -152,12 +152,12 @@ class Distillation:
     Attributes:
         name: for a request's `distilled`.
         source: where it is published.
-        releases: the models that it was distilled of.
+        releases: the models that it was distilled of; "embedded" is the one of the package.
         scheduler: the name of a sampler.
         timesteps: those that the denoiser sees; None: the sampler's own.
         num_inference_steps: how many; None: as many as there are timesteps.
         guidance_scale: 1 is none: the half without the prompt is not computed.
-        files: a regular expression that the paths of its files hold, in any case.
+        files: a regular expression for words of the name of its file, or of its hub id, in any case.
         basis: what these settings rest on.
     """
 

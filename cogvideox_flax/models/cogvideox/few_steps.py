@@ -8,7 +8,7 @@ DISTILLATIONS = (
     Distillation(
         name="embedded",
         source="this package",
-        releases=(),
+        releases=("embedded",),
         scheduler="ddim",
         num_inference_steps=4,
         files=r"embedded[-_]four[-_]steps",
@@ -38,7 +38,7 @@ DISTILLATIONS = (
         releases=("cogvideox-5b",),
         scheduler="dpm",
         num_inference_steps=8,
-        files=r"blade(?!.*psa)",
+        files=r"^gyp666/blade(?=/|$)",  # the word alone is of other things too
         basis="hearsay: the paper has 8 steps; timesteps and guidance were not seen",
     ),
 )
