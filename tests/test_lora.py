@@ -374,6 +374,8 @@ def test_files_that_do_not_fit(model, tmp_path, tensors, metadata, messages):
 def test_other_refusals(model, adapted, tmp_path):
     with pytest.raises(CheckpointError, match=f"cannot read .*{FILE_NAME}: No such file"):
         merged_file(model, tmp_path)
+    with pytest.raises(CheckpointError, match="File name too long"):
+        merged_file(model, "a" * 300)
     torch.save({name(): torch.ones(3, 64)}, tmp_path / "adapter.bin")
     with pytest.raises(CheckpointError, match="pickled PyTorch weights, which are never read"):
         merged_file(model, tmp_path / "adapter.bin")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,9 +176,9 @@ def find_adapter(where: str | Path) -> Path:
         InputError: it cannot be downloaded, or there are several files.
     """
     path = expand_user(where)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, does not raise for a name that is too long
         path = EMBEDDED_ADAPTERS.get(str(where), path)
-    if path.is_dir():
+    if os.path.isdir(path):
         return path / FILE_NAME
     if not _is_on_hub(where):
         return path
@@ -192,7 +193,7 @@ def _is_on_hub(where: str | Path) -> bool:
     path = expand_user(where)
     owner, *rest = str(where).split("/")
     is_file = len(rest) == 1 and path.suffix in SUFFIXES
-    return not (path.exists() or not owner or not rest or is_file or expand_user(owner).exists())
+    return not (os.path.exists(path) or not owner or not rest or is_file or os.path.exists(expand_user(owner)))
 
 
 def published_name(where: str | Path) -> str:
