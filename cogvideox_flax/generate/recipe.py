@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import zipfile
+import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from jaxtyping import Float32
@@ -19,6 +19,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.freshness import UNREPEATABLE
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
+from cogvideox_flax.io.npz import read_npz
 from cogvideox_flax.io.values import shown, typed
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.version import __version__
@@ -32,6 +33,27 @@ SHORT = 12
 """Digits of a fingerprint in a recipe."""
 
 _PROGRAM = "cogvideox-flax"
+
+
+class MediaRecord(TypedDict):
+    """A picture or clip in the settings of a recipe."""
+
+    file: str
+    sha256: str
+
+
+class Recipe(TypedDict, total=False):
+    """The types of what a recipe states; lists where its items differ. Of the settings, `fields_of` checks more."""
+
+    prompt: str | list[str]
+    negative_prompt: str | list[str]
+    seed: int | list[int] | None
+    row: int | list[int]
+    release: str
+    version: str
+    settings: dict
+    checkpoint: str | dict
+    seconds: float
 
 
 def recipe(
@@ -100,19 +122,36 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """The recipe in a video, a folder of PNGs or an npz of latents; {} where this library wrote none.
 
     Raises:
-        InputError: it cannot be read, or is none of these.
+        InputError: it cannot be read, or is none of these; a value of another type than in `Recipe`.
     """
     found = _read_npz(path) if path.suffix.lower() == ".npz" else read_metadata(path)
-    return found if str(found.get("version", "")).startswith(_PROGRAM) else {}
+    if not str(found.get("version", "")).startswith(_PROGRAM):
+        return {}
+    return found | _typed(path, typing.get_type_hints(Recipe), found)
+
+
+def _typed(path: Path, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a recipe that have a type here, as these types.
+
+    Raises:
+        InputError: a value of another type.
+    """
+    found = {}
+    for name, value in values.items():
+        try:
+            if name in kinds:
+                found[name] = typed(kinds[name], value)
+        except ValueError as e:
+            raise InputError(f"{path} states {name} {shown(value)}; expected {e}. Its recipe cannot be used") from e
+    return found
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
+    arrays = read_npz(path, ["metadata"])
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            text = str(arrays["metadata"]) if "metadata" in arrays else "{}"
-        found = json.loads(text)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, RecursionError) as e:
-        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
+        found = json.loads(str(arrays["metadata"])) if arrays else {}
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{path} is damaged, or is no npz of latents: its metadata is no JSON") from e
     return found if isinstance(found, dict) else {}
 
 
@@ -126,13 +165,12 @@ def read_latents_npz(path: Path, count: int, channels: int) -> Float32[np.ndarra
     Raises:
         InputError: it cannot be read, or holds none of this shape, or NaN or infinity.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            latents = np.asarray(arrays["latents"], np.float32)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as e:
-        raise InputError(f"{path} is damaged, or is no npz of latents: {e}") from e
+    latents = read_npz(path, ["latents"]).get("latents", np.zeros(0))
     if latents.ndim != 5 or 0 in latents.shape or (len(latents), latents.shape[4]) != (count, channels):
         raise InputError(f"{path}: latents are {list(latents.shape)}, expected [{count}, T, h, w, {channels}]")
+    if latents.dtype.kind != "f":
+        raise InputError(f"{path}: latents are {latents.dtype}, expected floating-point numbers")
+    latents = latents.astype(np.float32)
     if not np.isfinite(latents).all():
         raise InputError(f"{path}: the latents hold NaN or infinity; make them again")
     return latents
@@ -143,26 +181,19 @@ def fields_of(recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
     `sha256`. What else the recipe holds is left out with a warning.
 
     Args:
-        path: where the recipe was read, for messages.
+        recipe: of `read_recipe`.
+        path: where it was read, for messages.
 
     Raises:
         InputError: a value of another type than the field's.
     """
     kinds: dict[str, Any] = {name: json_type(name) for name in recorded("encode", "denoise", "decode")}
-    kinds |= dict.fromkeys(MEDIA, list[dict])
+    kinds |= dict.fromkeys(MEDIA, list[MediaRecord])
     kinds |= dict.fromkeys(("prompt", "negative_prompt"), str | list[str]) | {"dtype": str}
-    settings = recipe.get("settings")
-    given = {name: recipe[name] for name in PER_ITEM if name in recipe and name != "row"}
-    given |= settings if isinstance(settings, dict) else {}
+    given = {name: recipe[name] for name in PER_ITEM if name in recipe and name != "row"} | recipe.get("settings", {})
     if other := [name for name in given if name not in (*kinds, *UNREPEATABLE)]:
         log.warning("%s states %s, which is no option of a run; it is left out", path, ", ".join(other))
-    found = {}
-    for name, value in given.items():
-        try:
-            if name in kinds:
-                found[name] = typed(kinds[name], value)
-        except ValueError as e:
-            raise InputError(f"{path} states {name} {shown(value)}; expected {e}. Its recipe cannot be used") from e
+    found = _typed(path, kinds, given)
     if "prompt" not in found:
         raise InputError(f"{path} states no prompt; its recipe cannot be used")
     return found

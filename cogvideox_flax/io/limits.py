@@ -18,6 +18,8 @@ MAX_WRITTEN_FPS = 1000
 """Frames per second of a video that a run writes."""
 MAX_DECODED_BYTES = 4 * 2**30
 """Bytes of a whole decoded video, as `read_video` returns it."""
+MAX_ARRAY_BYTES = 4 * 2**30
+"""Bytes of an array in an npz file."""
 MAX_METADATA_BYTES = 16 * 2**20
 """Bytes of text stored in a video beside its frames."""
 MAX_DECODE_SECONDS = 600.0
