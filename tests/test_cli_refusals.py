@@ -762,3 +762,39 @@ def test_without_libtpu_plan_names_the_extra():
     assert done.returncode == 2
     way = 'pip install ".[tpu]" in a checkout of cogvideox-flax'
     assert done.stderr == f"error: a plan needs libtpu, the compiler for TPUs: {way}\n"
+
+
+PLATFORMS = """
+import jax, sys
+from cogvideox_flax import Pipeline
+from cogvideox_flax.checkpoint import hub, load_vae
+from cogvideox_flax.cli import main
+from cogvideox_flax.errors import InputError
+
+how = ["--steps", "1", "--out", "x.mp4"]
+commands = [["doctor"], ["generate", "a", *how], ["generate", "a", *how, "--mesh", "1,1,1"]]
+commands += [["encode", "a", "--dir", "d"], ["quantize", str(hub.EMBEDDED), "small"]]
+commands += [["plan", "--release", "cogvideox-2b", "--topology", "v6e:1x1"]]
+for platforms in sys.argv[1:]:
+    jax.config.update("jax_platforms", platforms)
+    for command in commands:
+        assert main(command) == 2, command
+    for load in (Pipeline.from_pretrained, lambda: load_vae(hub.EMBEDDED)):
+        try:
+            load()
+        except InputError as e:
+            print(f"error: {e}", file=sys.stderr)
+"""
+
+
+def test_platforms_that_are_not_there(tmp_path):
+    """No command, and nothing in Python, goes on with another device than was asked for."""
+    asked = ["cuda", "gpu", "rocm", "tpu", "nonsense", ",", "cuda,rocm"]
+    done = python("-c", PLATFORMS, *asked, env=plain_environment(), inherit=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 8 * len(asked)
+    for i, line in enumerate(lines):
+        assert line.startswith(f"error: JAX_PLATFORMS is {asked[i // 8]!r}, and JAX finds no such device (")
+        assert "this machine has a CPU" in line and "Leave JAX_PLATFORMS out" in line
+    assert list(tmp_path.iterdir()) == []

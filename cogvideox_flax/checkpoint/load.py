@@ -18,6 +18,7 @@ from cogvideox_flax.checkpoint.manifest import Manifest, check_contents, read_ma
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.tensor_file import TensorFile, aligned_empty
 from cogvideox_flax.nn import quantized
+from cogvideox_flax.runtime.devices import find_devices
 
 READERS = 8
 """Layers of a parameter that are read and cast in parallel."""
@@ -162,7 +163,7 @@ def _load_parameter(file: TensorFile, name: str, dtype: np.dtype, placement: jax
     cast one by one, layers in parallel, and each shard takes only its own columns.
     """
     shape = file.tensors[name].shape
-    if placement is None and file.tensors[name].dtype == dtype and jax.default_backend() == "cpu":
+    if placement is None and file.tensors[name].dtype == dtype and find_devices()[0].platform == "cpu":
         pages = file.mapped(name)
         if pages is not None:
             return jax.device_put(pages, may_alias=True)

@@ -299,9 +299,11 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, best_mesh, check_price, describe, forecast
+    from cogvideox_flax.runtime.devices import find_devices
     from cogvideox_flax.sharding import parse_mesh
 
     loaded()
+    find_devices()
 
     def say(message: str) -> None:
         if not args.quiet:

@@ -33,8 +33,9 @@ def report() -> dict[str, Any]:
     import jax
 
     from cogvideox_flax.io.paths import free_bytes
-    from cogvideox_flax.runtime.devices import host_memory, memory_limit
+    from cogvideox_flax.runtime.devices import find_devices, host_memory, memory_limit
 
+    find_devices()
     devices, limit = jax.local_devices(), memory_limit(None)
     kind, count = devices[0].device_kind, len(devices)
     memory = host_memory() if limit is None else limit * count
@@ -124,10 +125,11 @@ def _fits(memory: int) -> dict[str, str]:
 
 def _unused(used: str) -> str | None:
     """A line on hardware that JAX does not use."""
-    if used == "cpu" and os.path.exists("/dev/nvidia0"):
-        return f"there is an NVIDIA GPU, which JAX does not use: {install_extra('cuda')}"
-    if used == "cpu" and any(os.path.exists(f"/dev/{name}0") for name in ("accel", "vfio/")):
-        return f"there seems to be a TPU, which JAX does not use: {install_extra('tpu')}"
+    from cogvideox_flax.runtime.devices import accelerators
+
+    for name, extra in accelerators().items():
+        if used == "cpu":
+            return f"there is {name}, which JAX does not use: {install_extra(extra)}"
     return None
 
 

@@ -40,6 +40,7 @@ from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
+from cogvideox_flax.runtime.devices import find_devices
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler
 
@@ -429,9 +430,10 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
 
     Raises:
         InputError: not a complete text-to-video model, a dtype that it does not survive or its devices (those of the
-            mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over.
+            mesh, or JAX's own) do not serve, or a mesh that its weights do not divide over. Or no devices at all.
     """
     manifest.check_complete(where)
+    find_devices()
     check_dtype(manifest, dtype, None if mesh is None else mesh.devices.flat[0].platform)
     try:
         manifest.model.check()

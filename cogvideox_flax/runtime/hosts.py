@@ -211,6 +211,8 @@ def _initialize(place: Place | None) -> None:
         return
     import jax
 
+    from cogvideox_flax.runtime.devices import find_devices
+
     loaded()
     links, jax_port = join(place)
     _group = _Group(place, links)
@@ -225,7 +227,7 @@ def _initialize(place: Place | None) -> None:
         local_device_ids=place.local_devices,
         shutdown_timeout_seconds=30,
     )
-    jax.devices()  # found by all processes together, so before process 0 asks for them alone
+    find_devices()  # found by all processes together, so before process 0 asks for them alone
 
 
 def _redirect_stdout(place: Place) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.runtime.devices import find_devices
 
 AXES = ("dp", "sp", "tp")
 
@@ -62,7 +63,7 @@ def make_mesh(
     Raises:
         InputError: a size below 1, or more devices than there are.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = find_devices() if devices is None else devices
     need = dp * sp * tp
     if min(dp, sp, tp) < 1 or need > len(devices):
         raise InputError(f"mesh dp={dp} sp={sp} tp={tp} needs {need} devices; there are {len(devices)}")
