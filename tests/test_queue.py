@@ -254,3 +254,29 @@ def test_wrong_ways(run, native, tmp_path):
     code, _, err = run("generate", PROMPT, "--batch", 2, *argv)
     assert code == 2
     assert "--batch is of a --prompt-file" in err
+
+
+def test_a_lines_own_paths_are_its_own_fault(queue, tmp_path, cheap_decoder):
+    """Whatever the system says of them: names that are too long, that no system has, that lead nowhere."""
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    names = ["y" * 5000, "y" * 300 + ".safetensors", "a\0b", "\ud800", tmp_path / "loop", tmp_path / "file" / "x", ""]
+    options = {"lora": "video", "image": "image", "video": "video", "mask_video": "video"}
+    wrong = [{"prompt": "a", option: str(name)} for option in options for name in names]
+    wrong += [{"prompt": "a", "lora": [{"file": str(name), "scale": 1}]} for name in names]
+    wrong += ['{"prompt": "a", "lora": ' + "[" * 900 + "]" * 900 + "}"]
+    code, made, err = queue("a", *wrong, "b")
+    assert (code, made) == (2, ["v-0001-a-seed0.mp4", f"v-{len(wrong) + 2:04}-b-seed0.mp4"])
+    assert err.count("\nline ") == len(wrong), err
+    for said in ("File name too long", "is not UTF-8 text", "symbolic link", "a path is empty", "lora is "):
+        assert said in err
+
+
+def test_a_bad_line_with_an_image_is_a_bad_line(run, tmp_path):
+    """Also where the model depends on whether all lines have images."""
+    lines = [{"prompt": "a", "image": "x.png", "sed": 3}, '{"image": "x.png"', {"prompt": "c", "image": "nowhere.png"}]
+    argv = ["--prompt-file", write(tmp_path, *lines), "--out", tmp_path / "v.mp4", "--steps", 1]
+    code, _, err = run("generate", *argv)
+    assert code == 2
+    for number, message in enumerate(("no option 'sed'", "it is not JSON", "there is no picture nowhere.png"), 1):
+        assert f"line {number}: " in err and message in err

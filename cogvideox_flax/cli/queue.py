@@ -60,7 +60,7 @@ class _Queue:
         """Read the file; for `open_runs`."""
         from cogvideox_flax.checkpoint import hub
         from cogvideox_flax.generate.page import check_page
-        from cogvideox_flax.generate.queue import fields_of, folder_of, read_lines
+        from cogvideox_flax.generate.queue import all_have_images, folder_of, read_lines
         from cogvideox_flax.generate.run_files import check_folder
 
         args = self.args
@@ -71,8 +71,7 @@ class _Queue:
         self._lines = read_lines(args.prompt_file)
         check_page(folder_of(self.out))
         check_folder(self.folder)
-        lines = self._lines.values()
-        if args.model is None and all('"image"' in line and "image" in fields_of(line) for line in lines):
+        if args.model is None and all_have_images(self._lines.values()):
             args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
         return {}
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,6 +118,15 @@ def fields_of(line: str) -> dict[str, Any]:
     return fields
 
 
+def all_have_images(lines: Iterable[str]) -> bool:
+    """Whether all lines that can be read, one at least, give a first frame."""
+    found = []
+    for line in lines:
+        with suppress(InputError):  # said of the line by `jobs_of`
+            found.append("image" in fields_of(line))
+    return bool(found) and all(found)
+
+
 def jobs_of(
     lines: Mapping[int, str], options: Mapping[str, Any], manifest: Manifest
 ) -> tuple[list[Job], dict[int, InputError]]:
@@ -130,7 +140,7 @@ def jobs_of(
         try:
             request = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, said)
             jobs += [Job(number, one) for one in request.videos()]
-        except InputError as e:
+        except (OSError, ValueError) as e:  # the line's own, whatever it is, so that the others are made
             faults[number] = InputError("; ".join(str(e).splitlines()))
     return jobs, faults
 

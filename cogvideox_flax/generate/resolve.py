@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Domain, Manifest
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
 from cogvideox_flax.generate.encode import NEGATIVE
@@ -194,6 +194,10 @@ class Faults:
             yield
         except InputError as e:
             self._found.append(e)
+        except OSError as e:  # of a path that was given, such as one that is too long
+            if (reason := describe_file_error(e)) is None:
+                raise
+            self._found.append(InputError(reason))
 
     def __bool__(self) -> bool:
         return bool(self._found)

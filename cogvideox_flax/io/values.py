@@ -35,8 +35,8 @@ def shown(value: Any, most: int = 80) -> str:
     """A value for a message, truncated to `most` characters."""
     try:
         text = repr(value)
-    except ValueError:  # a number of thousands of digits
-        return f"a {type(value).__name__} of thousands of digits"
+    except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
+        return f"a {type(value).__name__} of thousands of digits or levels"
     return text if len(text) <= most else f"{text[:most]}..."
 
 
