@@ -195,6 +195,26 @@ def test_named_pipes_in_folders(refused, layout, native, tmp_path):
         (model / name).unlink()
         os.mkfifo(model / name)
         refused(*generate(model, tmp_path / "v.mp4"))
+    for argv in (["info", frames], generate(layout, "v.mp4", "--like", frames)):
+        assert "0.png: it is a named pipe" in refused(*argv)
+    (tmp_path / "prompts.txt").write_text("a")
+    os.mkfifo(tmp_path / "index.html")
+    queue = ["generate", "--prompt-file", tmp_path / "prompts.txt", "--model", native, "--out", tmp_path / "v.mp4"]
+    assert "index.html: it is a named pipe" in refused(*queue, *QUICK)
+
+
+def test_named_pipes_in_a_run_directory(refused, paths, native, copied):
+    """What another command must have left is refused; what a run keeps for itself is written again."""
+    for name in (run_files.LATENTS_FILE, run_files.EMBEDDINGS_FILE, run_files.CONFIG_FILE):
+        (copied / name).unlink()
+        os.mkfifo(copied / name)
+        for command in ("denoise", "decode"):
+            if (command, name) != ("denoise", run_files.LATENTS_FILE):
+                assert "a named pipe" in refused(command, "--dir", copied), (command, name)
+    (copied / run_files.CONFIG_FILE).unlink()
+    os.mkfifo(copied / run_files.STATE_FILE)
+    paths(*generate(native, copied / "x.npz", "--dir", copied))
+    assert all((copied / name).is_file() for name in (run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE))
 
 
 def test_a_pipe_of_the_shell_may_hold_prompts():

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import write_text
+from cogvideox_flax.io.paths import read_text
 
 PAGE = "index.html"
 
@@ -44,7 +45,7 @@ def check_page(folder: Path) -> None:
     """
     path = folder / PAGE
     try:
-        is_ours = _MARK in path.read_text(encoding="utf-8", errors="replace")[:1000]
+        is_ours = _MARK in read_text(path, errors="replace")[:1000]
     except FileNotFoundError:
         return
     except OSError as e:

@@ -56,6 +56,12 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=lambda *_: open_descriptor(path))
 
 
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a file in UTF-8, a byte order mark aside. Errors as for `open_descriptor` and `bytes.decode`."""
+    with open_file(path) as file:
+        return file.read().decode("utf-8-sig", errors)
+
+
 def read_head(path: Path, nbytes: int) -> bytes:
     """The first bytes of a file.
 

@@ -23,7 +23,7 @@ from jaxtyping import UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.contents import Contents, content_hashes
-from cogvideox_flax.io.paths import open_file
+from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.io.video import open_video
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str
     clips: dict[str, Clip] = {}
     faults = []
     try:
-        lines = _read_text(table).splitlines()
+        lines = read_text(table).splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"cannot read {table}: {e}; expected UTF-8 text") from e
     for number, line in enumerate(lines, 1):
@@ -134,11 +134,6 @@ def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str
     return list(clips.values()), faults
 
 
-def _read_text(path: Path) -> str:
-    with open_file(path) as file:
-        return file.read().decode("utf-8-sig")
-
-
 def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
     clips, faults = [], []
     for path in sorted(folder.iterdir()):
@@ -148,7 +143,7 @@ def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
         text = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
         caption = ""
         try:
-            caption = _read_text(text).strip()
+            caption = read_text(text).strip()
             if not caption:
                 faults.append(f"  {path.name}: its caption {text.name} is empty")
         except FileNotFoundError:

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
 from cogvideox_flax.io.contents import content_hash, fingerprint, read_record, write_record
+from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.runtime import hosts
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def _is_fresh(shard: Path, made_from: str) -> bool:
     if not shard.exists():
         return False
     try:
-        if _note_path(shard).read_text() == f"{made_from} {content_hash(shard)}":
+        if read_text(_note_path(shard)) == f"{made_from} {content_hash(shard)}":
             return True
     except (OSError, UnicodeDecodeError, CheckpointError):
         pass

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
+from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.runtime import hosts
 
 
@@ -78,9 +79,17 @@ def _rounded(value: float) -> float:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file. Lines that are damaged, or cut short by a kill, are skipped."""
+    """The lines of a metrics file. Lines that are damaged, or cut short by a kill, are skipped.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        texts = read_text(path, errors="replace").splitlines()
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}; remove it, or choose another place") from e
+    for text in texts:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
