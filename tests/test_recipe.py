@@ -9,8 +9,10 @@ import zipfile
 
 import numpy as np
 import pytest
+from commands import python
 
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.page import Shown, write_page
 from cogvideox_flax.generate.recipe import fields_of, read_latents_npz, read_recipe
 from cogvideox_flax.io.video import save_video
 
@@ -206,3 +208,50 @@ def test_values_of_another_type(run, tmp_path, name):
         for command in commands:
             code, out, err = run(*command)
             assert (code, out) == (2, "") and "Its recipe cannot be used" in err and err.count("\n") == 1
+
+
+OBEYED = "\x1b]0;evil\x07\x1b[2J\r\x7f\x9b31m\u202edecreever\u2066\u2028\x00\x08"
+ORDINARY = "größer 円 שלום 🎬 👩‍🚀 ↑"
+
+
+def check_shown(text, *, lines=None):
+    """Nothing in it is obeyed by a terminal or a browser, and all that is ordinary is there as it was."""
+    assert not [c for c in text if c in "\x00\x07\x08\r\x1b\x7f\x9b\u2028\u202e\u2066"], text
+    assert "evil" in text and ORDINARY in text
+    assert lines is None or text.count("\n") == lines
+
+
+def test_what_a_file_holds_is_shown_and_not_obeyed(run, tmp_path):
+    hostile = OBEYED + ORDINARY
+    recipe = RECIPE | {
+        "prompt": f"{hostile}\nseed 5",
+        "release": hostile,
+        "settings": {hostile: hostile, "x": [hostile]},
+    }
+    path = npz(tmp_path / "x.npz", recipe)
+    code, out, err = run("info", path)
+    assert (code, err) == (0, "")
+    check_shown(out, lines=6)
+    assert ORDINARY + "\\nseed 5" in out
+    code, out, _ = run("info", path, "--json")
+    check_shown(out)
+    assert json.loads(out) == recipe
+    for argv in (["decode", path], ["generate", "--like", path, "--out", tmp_path / "v.mp4"]):
+        code, out, err = run(*argv)
+        assert code == 2
+        check_shown(err)
+    path = npz(tmp_path / "y.npz", RECIPE | {"seed": [hostile]})
+    code, out, err = run("info", path)
+    assert code == 2 and "\x1b" not in err and "evil" in err
+
+
+def test_a_log_and_a_page_are_shown_and_not_obeyed(tmp_path):
+    hostile = OBEYED + ORDINARY
+    code = "import logging, sys; from cogvideox_flax import cli; from cogvideox_flax.runtime.terminal import say\n"
+    code += "sys.argv[1:], text = ['doctor'], eval(sys.argv[1]); cli.main(); "
+    code += "logging.getLogger('cogvideox_flax').info('%s', text); say(text, True)"
+    done = python("-c", code, ascii(hostile))
+    assert done.returncode == 0 and done.stderr.count("evil") == 2
+    check_shown(done.stderr, lines=2)
+    write_page(tmp_path, hostile, [Shown(1, hostile, fault=hostile), Shown(2, "a", tmp_path / "v.mp4", RECIPE)])
+    check_shown((tmp_path / "index.html").read_text(encoding="utf-8"))

@@ -18,6 +18,7 @@ from cogvideox_flax.cli.arguments import expand_paths, make_parser
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
+from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import Place, find_place
 from cogvideox_flax.runtime.terminal import reliable_interrupts
@@ -34,7 +35,9 @@ log = logging.getLogger("cogvideox_flax")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = make_parser().read(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     log.setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     libtpu.quiet_without_tpu()
     try:
@@ -49,9 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         code, message = _outcome(e)
         if message is None:
             raise
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
         return code
     return 0
+
+
+class _Printable(logging.Formatter):
+    """What files and requests hold goes into messages, and is shown, not obeyed."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def _reader_is_gone() -> bool:

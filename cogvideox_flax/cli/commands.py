@@ -43,6 +43,7 @@ from cogvideox_flax.cli.setup import (
 from cogvideox_flax.errors import InputError, install_extra
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.interrupts import loaded
+from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:
@@ -406,17 +407,22 @@ def info(args: argparse.Namespace) -> None:
     where = EMBEDDED if args.where is None else args.where
     result = manifest.to_json() | {"where": where, "components": rows}
     if args.json:
-        print(json.dumps(result, indent=2))
+        _print(json.dumps(result, indent=2))
         return
-    print(f"{where}: {release.name if release else 'no released architecture'}")
+    _print(f"{where}: {release.name if release else 'no released architecture'}")
     for name, row in rows.items():
-        print(f"  {name:13} {row['parameters']:>14,} parameters  {_origin(row)}")
+        _print(f"  {name:13} {row['parameters']:>14,} parameters  {_origin(row)}")
     if release is not None:
-        print(
+        _print(
             f"  default       {release.num_frames} frames of {release.height}x{release.width} at {release.fps} fps, "
             f"{release.num_inference_steps} {release.scheduler} steps, guidance {release.guidance_scale:g}"
             + (" (dynamic)" if release.use_dynamic_cfg else "")
         )
+
+
+def _print(text: str) -> None:
+    """Print what a file holds."""
+    print(printable(text))
 
 
 def _stored_recipe(where: str | None) -> dict[str, Any] | None:
@@ -448,13 +454,13 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
 def _print_recipe(made: dict[str, Any], as_json: bool) -> None:
     """Print a recipe, each of its settings on a line."""
     if as_json:
-        print(json.dumps(made, indent=2, ensure_ascii=False))
+        _print(json.dumps(made, indent=2, ensure_ascii=False))
         return
     rows = {name: value for name, value in made.items() if name != "settings"}
-    settings = made.get("settings")
-    for name, value in (rows | (settings if isinstance(settings, dict) else {})).items():
+    for name, value in (rows | made.get("settings", {})).items():
         if value != "":
-            print(f"{name:20} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            _print(f"{name:20} {text}".replace("\n", "\\n"))
 
 
 def _print_adapter(where: str, as_json: bool) -> bool:
@@ -494,14 +500,14 @@ def _print_adapter(where: str, as_json: bool) -> bool:
         strengths = {name: pair.strength for name, pair in adapter.pairs.items()}
         ranks = {name: pair.rank for name, pair in adapter.pairs.items()}
         found = {"layout": adapter.layout, "alpha": adapter.alpha, "rank": ranks, "alpha_over_rank": strengths}
-        print(json.dumps({"where": str(file.path), **found, "fits": list(fits)}, indent=2))
+        _print(json.dumps({"where": str(file.path), **found, "fits": list(fits)}, indent=2))
         return True
-    print(f"{file.path}: {adapter}")
-    print("  targets  " + ", ".join(adapter.targets))
-    print("  fits     " + ", ".join(fits))
+    _print(f"{file.path}: {adapter}")
+    _print("  targets  " + ", ".join(adapter.targets))
+    _print("  fits     " + ", ".join(fits))
     for family in FAMILIES.values():
         if (known := recognised(file.path, family)) is not None:
-            print(f"  made for {known}")
+            _print(f"  made for {known}")
     return True
 
 

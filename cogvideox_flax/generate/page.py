@@ -13,6 +13,7 @@ from urllib.parse import quote
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import write_text
 from cogvideox_flax.io.paths import read_text
+from cogvideox_flax.io.values import printable
 
 PAGE = "index.html"
 
@@ -64,7 +65,7 @@ def write_page(folder: Path, title: str, shown: Sequence[Shown]) -> None:
 <html lang="en">
 <meta charset="utf-8">
 {_MARK}
-<title>{html.escape(title)}</title>
+<title>{_escape(title)}</title>
 <style>
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 24px; background: #fafafa; color: #222 }}
 main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(260px, 1fr)); gap: 20px }}
@@ -72,7 +73,7 @@ figure {{ margin: 0 }} figcaption {{ overflow-wrap: anywhere }}
 video, img {{ width: 100%; background: #ddd }}
 small {{ color: #666 }} .fault {{ color: #a00 }}
 </style>
-<h1>{html.escape(title)}</h1>
+<h1>{_escape(title)}</h1>
 <p>{made} of {len(shown)} videos</p>
 <main>
 {body}
@@ -83,9 +84,9 @@ small {{ color: #666 }} .fault {{ color: #a00 }}
 
 
 def _figure(each: Shown) -> str:
-    caption = f"<b>{each.line}</b> {html.escape(each.text)}"
+    caption = f"<b>{each.line}</b> {_escape(each.text)}"
     if each.path is None:
-        state = f'<span class="fault">{html.escape(each.fault)}</span>' if each.fault else "<small>to be made</small>"
+        state = f'<span class="fault">{_escape(each.fault)}</span>' if each.fault else "<small>to be made</small>"
         return f"<figure><figcaption>{caption}<br>{state}</figcaption></figure>"
     link = quote(each.path.name)
     match each.path.suffix.lower():
@@ -94,11 +95,15 @@ def _figure(each: Shown) -> str:
         case ".gif" | ".webp":
             media = f'<img src="{link}" alt="" loading="lazy">'
         case _:
-            media = f'<a href="{link}">{html.escape(each.path.name)}</a>'
+            media = f'<a href="{link}">{_escape(each.path.name)}</a>'
     facts = dict(each.metadata or {})
     settings = {"seed": facts.get("seed"), **facts.get("settings", {})}
     said = ", ".join(
         f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in settings.items()
     )
     seconds = f"{facts['seconds']:g} s; " if isinstance(facts.get("seconds"), int | float) else ""
-    return f"<figure>{media}<figcaption>{caption}<br><small>{seconds}{html.escape(said)}</small></figcaption></figure>"
+    return f"<figure>{media}<figcaption>{caption}<br><small>{seconds}{_escape(said)}</small></figcaption></figure>"
+
+
+def _escape(text: str) -> str:
+    return html.escape(printable(text))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,18 @@ def shown(value: Any, most: int = 80) -> str:
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         return f"a {type(value).__name__} of thousands of digits or levels"
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+_UNSEEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but for tabs and line feeds, what ends a line or turns its direction, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    """Text for a terminal or a page, with escapes in place of what would be obeyed instead of shown.
+
+    Tabs and line feeds stay, and what a JSON text holds is the same afterwards.
+    """
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 _SIMPLE: dict[Any, tuple[Any, str]] = {

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.io.messages import Connection
+from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime.rendezvous import Place, join
 
 if TYPE_CHECKING:  # imported late: the command line uses this module before it needs JAX
@@ -139,7 +140,7 @@ class _Group:
             if failure.process != self.place.process_id:
                 said = f"{self.place.name(failure.process)}: {failure.message.strip()}"
             try:
-                print(said, file=sys.stderr, flush=True)
+                print(printable(said), file=sys.stderr, flush=True)
                 sys.stdout.flush()
                 deadline = time.monotonic() + GRACE_S + 1
                 for listener in self._listeners if self.is_first else ():

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
+from cogvideox_flax.io.values import printable
+
 log = logging.getLogger(__name__)
 
 RESEND_S = 0.05
@@ -28,7 +30,7 @@ def duration_text(seconds: float) -> str:
 def say(message: str, announce: bool) -> None:
     """Print a message to stderr if `announce`, else log it."""
     if announce:
-        tqdm.write(message, file=sys.stderr)
+        tqdm.write(printable(message), file=sys.stderr)
     else:
         log.info(message)
 
