@@ -18,7 +18,7 @@ from cogvideox_flax.checkpoint.manifest import Manifest, check_contents, read_ma
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.tensor_file import TensorFile, aligned_empty
 from cogvideox_flax.nn import quantized
-from cogvideox_flax.runtime.devices import find_devices
+from cogvideox_flax.sharding.devices import find_devices
 
 READERS = 8
 """Layers of a parameter that are read and cast in parallel."""

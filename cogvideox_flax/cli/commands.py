@@ -300,8 +300,8 @@ def plan(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
     from cogvideox_flax.plan import Forecast, best_mesh, check_price, describe, forecast
-    from cogvideox_flax.runtime.devices import find_devices
     from cogvideox_flax.sharding import parse_mesh
+    from cogvideox_flax.sharding.devices import find_devices
 
     loaded()
     find_devices()

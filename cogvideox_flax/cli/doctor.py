@@ -33,7 +33,8 @@ def report() -> dict[str, Any]:
     import jax
 
     from cogvideox_flax.io.paths import free_bytes
-    from cogvideox_flax.runtime.devices import find_devices, host_memory, memory_limit
+    from cogvideox_flax.runtime.devices import host_memory, memory_limit
+    from cogvideox_flax.sharding.devices import find_devices
 
     find_devices()
     devices, limit = jax.local_devices(), memory_limit(None)
@@ -125,7 +126,7 @@ def _fits(memory: int) -> dict[str, str]:
 
 def _unused(used: str) -> str | None:
     """A line on hardware that JAX does not use."""
-    from cogvideox_flax.runtime.devices import accelerators
+    from cogvideox_flax.sharding.devices import accelerators
 
     for name, extra in accelerators().items():
         if used == "cpu":

@@ -40,9 +40,9 @@ from cogvideox_flax.io.values import is_count, is_finite_number, shown
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
-from cogvideox_flax.runtime.devices import find_devices
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.schedulers import Scheduler
+from cogvideox_flax.sharding.devices import find_devices
 
 log = logging.getLogger(__name__)
 

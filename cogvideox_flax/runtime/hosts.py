@@ -212,7 +212,7 @@ def _initialize(place: Place | None) -> None:
         return
     import jax
 
-    from cogvideox_flax.runtime.devices import find_devices
+    from cogvideox_flax.sharding.devices import find_devices
 
     loaded()
     links, jax_port = join(place)

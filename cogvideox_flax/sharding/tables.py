@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.runtime.devices import find_devices
+from cogvideox_flax.sharding.devices import find_devices
 
 AXES = ("dp", "sp", "tp")
 

@@ -1,0 +1,36 @@
+"""The devices that there are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+from cogvideox_flax.errors import InputError
+
+
+def find_devices() -> list[jax.Device]:
+    """The devices that JAX uses.
+
+    Raises:
+        InputError: there is none of the platforms that JAX_PLATFORMS asks for, or one that cannot be used.
+    """
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as e:  # AssertionError: no plugin for "cuda" is installed
+        config: Any = jax.config  # its attributes are made at run time
+        reason = str(e).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0] or "its plugin is not installed"
+        there = ", ".join(["a CPU", *accelerators()])
+        if not config.jax_platforms:
+            raise InputError(f"JAX cannot use {there}: {reason}. JAX_PLATFORMS=cpu takes the CPU") from e
+        raise InputError(
+            f"JAX_PLATFORMS is {config.jax_platforms!r}, and JAX finds no such device ({reason}); this machine has "
+            f"{there}. Leave JAX_PLATFORMS out, or see `cogvideox doctor` then"
+        ) from e
+
+
+def accelerators() -> dict[str, str]:
+    """What this machine has beside its CPU -> the extra of this package with which JAX uses it."""
+    found = {"an NVIDIA GPU": "cuda"} if os.path.exists("/dev/nvidia0") else {}
+    return found | ({"a TPU": "tpu"} if any(os.path.exists(f"/dev/{name}0") for name in ("accel", "vfio/")) else {})
