@@ -20,6 +20,7 @@ from jaxtyping import Int32
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import open_file
+from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.values import shown
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
             f"cannot read the tokenizer {path}: {e.strerror}. It is tokenizer/spiece.model (transformers 5 saves "
             "another file in its place); all releases share it: copy it from any released checkpoint"
         ) from e
+    refuse_stand_in(path)
     model = sentencepiece.SentencePieceProcessor()
     try:
         model.LoadFromSerializedProto(raw)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import require
-from cogvideox_flax.conversion.source import read_json
+from cogvideox_flax.conversion.source import components_of, contents_of, read_json
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
@@ -65,6 +65,31 @@ def read_configs(
         configs["tokenizer"] = family.read_tokenizer({}, configs)
     name = None if release is None else release.name
     return Manifest(family=family.name, configs=configs, release_name=name, guidance_scale=_guidance_scale(src))
+
+
+def check_complete(src: Path, family: type[VideoModel], release: Release | None = None) -> None:
+    """Refuse a directory that is not a whole model: a component without weights, or no tokenizer that it can use.
+
+    Args:
+        release: as for `read_configs`.
+
+    Raises:
+        ConversionError: with all components that are absent, and what is there instead.
+        InputError: the tokenizer's.
+    """
+    found = components_of(src, family.components)
+    absent = [
+        f"{name}/ holds no safetensors weights ({contents_of(src / name)})"
+        if (src / name).is_dir()
+        else f"there is no {name}/"
+        for name in family.components
+        if name not in found
+    ]
+    if absent:
+        raise ConversionError(
+            f"{src} is not a whole model: {'; '.join(absent)}; to convert what is there, name it with --component"
+        )
+    read_configs(src, family, family.components, release).model.make_tokenizer(src)
 
 
 def _guidance_scale(src: Path) -> float | None:

@@ -28,7 +28,7 @@ from cogvideox_flax.checkpoint import (
     read_manifest,
     write_manifest,
 )
-from cogvideox_flax.conversion.configs import find_family, read_configs
+from cogvideox_flax.conversion.configs import check_complete, find_family, read_configs
 from cogvideox_flax.conversion.mapping import Plan, plan
 from cogvideox_flax.conversion.source import Source, check_against_hub, components_of, is_hf_layout
 from cogvideox_flax.conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
@@ -36,6 +36,7 @@ from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.atomic import file_lock, write_json
 from cogvideox_flax.io.contents import content_hash, content_hashes
 from cogvideox_flax.io.paths import check_free_space
+from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.registry import component_names, get_family, get_release
@@ -53,6 +54,7 @@ def convert(
     dst: str | Path,
     *,
     components: Sequence[str] | None = None,
+    whole: bool = False,
     dtype: str | None = None,
     release: str | None = None,
     origin: dict[str, str] | None = None,
@@ -64,6 +66,7 @@ def convert(
         src: directory with any component's directory (and tokenizer/, scheduler/).
         dst: the native checkpoint to make, or to add components to.
         components: which to convert; None for all that src has.
+        whole: refuse a src that lacks a component, or a tokenizer that the model can use.
         dtype: "float32", "bfloat16" or "float16" to cast to; None keeps each tensor's own.
         release: use the configs of this release instead of src's config.json files.
         origin: where src came from (hub id, revision), stored in the checkpoint.
@@ -88,10 +91,13 @@ def convert(
     if not wanted:
         raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
 
-    manifest = read_configs(src, family, wanted, get_release(release) if release else None)
+    known = get_release(release) if release else None
+    if whole:
+        check_complete(src, family, known)
+    manifest = read_configs(src, family, wanted, known)
     for component in wanted:
         manifest.configs[component].check_dtype(dtype)
-    job = _Job(src, dst, dtype, manifest, origin or {}, progress)
+    job = _Job(src, dst, dtype, manifest, _tokenizer_files(src, family, wanted), origin or {}, progress)
     # all tensors are matched and the disk space is checked before the first component is written
     plans = {component: job.plan(component) for component in wanted}
     check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
@@ -131,6 +137,7 @@ class _Job:
     dst: Path
     dtype: str | None
     manifest: Manifest
+    tokenizer: Sequence[str]
     origin: dict[str, str]
     progress: Progress
 
@@ -171,9 +178,7 @@ class _Job:
                 shutil.rmtree(path, ignore_errors=True)
         before = read_manifest(self.dst) if is_native(self.dst) else Manifest(family=self.family.name)
         records = {component: self.convert(component, todo) for component, todo in plans.items()}
-        tokenizer = before.tokenizer_sha256
-        if any(self.family.components[component].stage == "encode" for component in plans):
-            tokenizer = tokenizer | _copy_tokenizer(self.src, self.work, self.family.tokenizer_files)
+        tokenizer = before.tokenizer_sha256 | _copy_tokenizer(self.src, self.work, self.tokenizer)
         manifest = replace(
             before,
             configs=self.configs(before, plans),
@@ -294,18 +299,27 @@ def make_writable(dst: Path, work: Path) -> None:
         raise InputError(f"cannot write to {dst}: {e.strerror}; choose another destination") from e
 
 
+def _tokenizer_files(src: Path, family: type[VideoModel], components: Iterable[str]) -> list[str]:
+    """The tokenizer's files that are to be copied: none without a component that encodes."""
+    if all(family.components[component].stage != "encode" for component in components):
+        return []
+    names = [name for name in family.tokenizer_files if (src / name).is_file()]
+    if not names:
+        expected = ", ".join(family.tokenizer_files)
+        log.warning("%s has no tokenizer (%s): the checkpoint will encode ids but not prompts", src, expected)
+    for name in names:
+        refuse_stand_in(src / name)
+    return names
+
+
 def _copy_tokenizer(src: Path, work: Path, names: Sequence[str]) -> dict[str, str]:
-    """Copy those of the tokenizer's files that are there. Returns the SHA-256 of each copy."""
+    """Copy the tokenizer's files. Returns the SHA-256 of each copy."""
     hashes = {}
     for name in names:
-        if not (src / name).is_file():
-            continue
         check_against_hub(src / name)
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(src / name, work / name)
         hashes[name] = content_hash(work / name)
-    if not hashes:
-        log.warning("%s has no tokenizer (%s): the checkpoint will encode ids but not prompts", src, ", ".join(names))
     return hashes
 
 

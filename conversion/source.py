@@ -29,6 +29,11 @@ def components_of(where: Path, names: Iterable[str]) -> list[str]:
     return [name for name in names if (where / name).is_dir() and _weight_files(where / name)]
 
 
+def contents_of(folder: Path) -> str:
+    """The first names in a folder, for a message."""
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "it is empty"
+
+
 def _weight_files(folder: Path) -> list[Path]:
     return [p for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", *PICKLED) or _is_index(p)]
 
@@ -120,7 +125,7 @@ def weight_paths(folder: Path) -> list[Path]:
                 "never read. Download the .safetensors files, or save them with the model's own library: "
                 "save_pretrained(..., safe_serialization=True)."
             )
-        raise ConversionError(f"{folder} holds no safetensors weights")
+        raise ConversionError(f"{folder} holds no safetensors weights ({contents_of(folder)}); download them too")
     return found
 
 

@@ -17,6 +17,7 @@ from commands import PROMPT, QUICK, generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
+from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.cli.setup import read_prompts
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.io import tensor_file
@@ -350,6 +351,29 @@ def lose_weights(folder):
     weights(folder, "vae").unlink()
 
 
+def quantized_only(folder):
+    weights(folder).rename(folder / "transformer" / "model-Q4_K.gguf")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d7a" * 16 + b"\nsize 5123456789\n"
+
+
+def point_to_weights(folder):
+    weights(folder).write_bytes(POINTER)
+
+
+def point_to_a_config(folder):
+    (folder / "vae" / "config.json").write_bytes(POINTER)
+
+
+def point_to_the_tokenizer(folder):
+    (folder / "tokenizer" / "spiece.model").write_bytes(POINTER)
+
+
+def keep_the_page(folder):
+    weights(folder).write_text('\n<!DOCTYPE html>\n<html class=""><head><title>a model at main</title></head></html>')
+
+
 def lose_the_tokenizer(folder):
     (folder / "tokenizer" / "spiece.model").rename(folder / "tokenizer" / "tokenizer.json")
 
@@ -372,7 +396,15 @@ def truncate_the_tokenizer(folder):
         (swap_the_config, "does not match its config"),
         (mix_parts, "the text encoder gives 40 channels, the transformer takes 48"),
         (lose_a_component, "has no vae config"),
-        (lose_weights, "holds no safetensors weights"),
+        (lose_weights, "vae/ holds no safetensors weights (config.json)"),
+        (quantized_only, "transformer/ holds no safetensors weights (config.json, model-Q4_K.gguf)"),
+        (
+            point_to_weights,
+            "is not a safetensors file: it is a git-lfs pointer, not the file itself; run `git lfs pull`",
+        ),
+        (point_to_a_config, "vae/config.json is not valid JSON: it is a git-lfs pointer"),
+        (point_to_the_tokenizer, "tokenizer/spiece.model: it is a git-lfs pointer"),
+        (keep_the_page, "is not a safetensors file: it is a web page, not the file itself; download it again"),
         (lose_the_tokenizer, "copy it from any released checkpoint"),
         (truncate_the_tokenizer, "is not a whole SentencePiece model"),
     ],
@@ -396,6 +428,18 @@ def test_checkpoints_that_cannot_be_converted(refused, layout, tmp_path, spoil, 
         (point_outside, "names files outside its directory"),
         (pickle_only, "safe_serialization=True"),
         (swap_the_config, "does not match its config"),
+        (
+            lose_a_component,
+            "is not a whole model: there is no vae/; to convert what is there, name it with --component",
+        ),
+        (lose_weights, "vae/ holds no safetensors weights (config.json)"),
+        (quantized_only, "transformer/ holds no safetensors weights (config.json, model-Q4_K.gguf)"),
+        (point_to_weights, "it is a git-lfs pointer"),
+        (point_to_a_config, "it is a git-lfs pointer"),
+        (point_to_the_tokenizer, "it is a git-lfs pointer"),
+        (keep_the_page, "it is a web page"),
+        (lose_the_tokenizer, "copy it from any released checkpoint"),
+        (truncate_the_tokenizer, "is not a whole SentencePiece model"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -403,6 +447,46 @@ def test_conversion_refuses_them_too(refused, layout, tmp_path, spoil, message):
     folder = shutil.copytree(layout, tmp_path / "spoilt")
     spoil(folder)
     assert message in refused("convert", folder, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("command", ["generate", "quantize"])
+@pytest.mark.parametrize("name", ["config.json", "transformer/model.safetensors", "tokenizer/spiece.model"])
+def test_pointers_in_a_native_checkpoint(refused, native, tmp_path, name, command):
+    """Of a repository that was cloned without git-lfs."""
+    folder = shutil.copytree(native, tmp_path / "native")
+    (folder / name).write_bytes(POINTER)
+    quantize = ["quantize", folder, tmp_path / "small"]
+    message = refused(*(quantize if command == "quantize" else generate(folder, tmp_path / "v.mp4")))
+    assert str(folder / name) in message
+    assert "it is a git-lfs pointer, not the file itself; run `git lfs pull` in its repository" in message
+
+
+def test_adapters_that_are_pointers_or_pages(refused, native, tmp_path):
+    file = tmp_path / "style.safetensors"
+    for text, what in ((POINTER, "a git-lfs pointer"), (b"<html><body>not found</body></html>", "a web page")):
+        file.write_bytes(text)
+        for command in (generate(native, tmp_path / "v.mp4", "--lora", file), ["info", file]):
+            assert f"{file} is not a safetensors file: it is {what}, not the file itself" in refused(*command)
+
+
+def test_parts_that_are_asked_for_are_converted(run, refused, layout, tmp_path, caplog):
+    folder = shutil.copytree(layout, tmp_path / "parts")
+    for spoil in (lose_a_component, quantized_only, lose_the_tokenizer):
+        spoil(folder)
+    assert "is not a whole model" in refused("convert", folder, tmp_path / "dst")
+    code, out, _ = run("convert", folder, tmp_path / "dst", "--component", "text_encoder")
+    assert (code, out) == (0, f"{tmp_path / 'dst'}\n")
+    assert [record.message for record in caplog.records if "has no tokenizer" in record.message]
+    assert list(read_manifest(tmp_path / "dst").weights) == ["text_encoder"]
+    assert "transformer holds no safetensors weights (config.json, model-Q4_K.gguf)" in refused(
+        "convert", folder, tmp_path / "other", "--component", "transformer"
+    )
+    point_to_the_tokenizer(folder)
+    assert "it is a git-lfs pointer" in refused("convert", folder, tmp_path / "other", "--component", "text_encoder")
+    # what is added to a native checkpoint need not be a model of its own
+    code, _, err = run("convert", layout, tmp_path / "dst")
+    assert code == 0, err
+    assert set(read_manifest(tmp_path / "dst").weights) == {"text_encoder", "transformer", "vae"}
 
 
 def test_conversion_command(run, refused, layout, tmp_path, monkeypatch):

@@ -459,7 +459,14 @@ def test_not_enough_disk(transformer, tmp_path, monkeypatch):
 
 def test_command_line(transformer, tmp_path, capsys):
     src = save(transformer, tmp_path / "src")
-    assert main(["convert", str(src), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
+    argv = ["convert", str(src), str(tmp_path / "dst"), "--dtype", "bfloat16"]
+    assert main(argv) == 2
+    assert capsys.readouterr().err == (
+        f"error: {src} is not a whole model: there is no text_encoder/; there is no vae/; "
+        "to convert what is there, name it with --component\n"
+    )
+    assert not (tmp_path / "dst").exists()
+    assert main([*argv, "--component", "transformer"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'dst'}\n"
     assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "dst")]) == 2
     message = capsys.readouterr().err

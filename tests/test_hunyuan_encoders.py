@@ -253,7 +253,12 @@ def test_faults_of_tokenizers(tmp_path):
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="cannot read the tokenizer in"):
         Tokenizers(tmp_path, TokenizersConfig())
-    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    for name in ("tokenizer.json", "merges.txt"):
+        save_qwen_tokenizer(tmp_path / "tokenizer")
+        (tmp_path / "tokenizer" / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 7031645\n")
+        with pytest.raises(InputError, match=rf"tokenizer/{name}: it is a git-lfs pointer.* run `git lfs pull`"):
+            Tokenizers(tmp_path, TokenizersConfig())
+        (tmp_path / "tokenizer" / name).unlink()
     save_qwen_tokenizer(tmp_path / "tokenizer")
     made = Tokenizers(tmp_path, TokenizersConfig())  # ByT5's own tokens need no file
     with pytest.raises(InputError, match="list of prompts"):

@@ -27,6 +27,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
 from cogvideox_flax.io.paths import cache_dir, expand_user
+from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import VideoModel
@@ -77,13 +78,10 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
         if not _is_intact(target):  # another process may have converted it meanwhile
             if path is None:
                 source = download_model(str(where), source, family, progress=progress)
-            _check_tokenizer(source.folder, family)
             _remove_damaged(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
             with progress_bar(progress) as report:
-                convert(
-                    source.folder, target, components=tuple(family.components), origin=source.origin, progress=report
-                )
+                convert(source.folder, target, whole=True, origin=source.origin, progress=report)
             if _cache_name(source, family) != name:  # the conversion would be found under the hash of other files
                 shutil.rmtree(target)
                 raise CheckpointError(f"{source.folder} changed while it was converted; start again")
@@ -142,6 +140,8 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
         above = next((parent for parent in path.resolve().parents[:2] if _is_model(parent)), None)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}") from e
+    if (path / CONFIG_FILE).is_file():
+        refuse_stand_in(path / CONFIG_FILE)
     raise _not_a_model(path, f". Did you mean {above}?" if above else "")
 
 
@@ -203,7 +203,3 @@ def _remove_damaged(target: Path) -> None:
         for path in target.iterdir():
             if path.name not in (WORK_DIR, LOCK_FILE):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _check_tokenizer(folder: Path, family: type[VideoModel]) -> None:
-    read_configs(folder, family, family.components).model.make_tokenizer(folder)

@@ -14,6 +14,7 @@ from jaxtyping import Float32
 from cogvideox_flax.checkpoint.domain import Domain
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
+from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.values import is_finite_number, load_json, shown, typed
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
@@ -245,6 +246,7 @@ def check_contents(native_dir: str | Path, manifest: Manifest, *names: str, cach
         expected |= {Path(native_dir) / name: digest for name, digest in manifest.tokenizer_sha256.items()}
     for file, found in zip(expected, content_hashes(list(expected), cached=cached), strict=True):
         if found != expected[file] and content_hash(file, cached=False) != expected[file]:
+            refuse_stand_in(file)
             raise CheckpointError(
                 f"{file} is not the file that {CONFIG_FILE} describes (its SHA-256 differs): it was damaged or "
                 "changed. Copy or convert the checkpoint again."

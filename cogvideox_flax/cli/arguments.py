@@ -288,7 +288,7 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
-    what = "such as transformer, vae or text_encoder; default: all that SRC has"
+    what = "such as transformer, vae or text_encoder; default: all, which SRC must have"
     sub.add_argument("--component", nargs="+", metavar="NAME", help=what)
     sub.add_argument("--dtype", choices=DTYPES, help="cast to this; default: what SRC has")
     what = "the model, such as cogvideox-5b, where SRC's config.json files are missing or wrong"

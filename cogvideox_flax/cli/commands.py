@@ -347,6 +347,7 @@ def _tried(mesh: MeshShape, found: Any) -> str:
 
 def convert(args: argparse.Namespace) -> None:
     """Convert a Hugging Face checkpoint, or some of its components, to the native format."""
+    from cogvideox_flax.checkpoint import is_native
     from cogvideox_flax.conversion.convert import convert, family_of
     from cogvideox_flax.conversion.download import Download, download, download_model
     from cogvideox_flax.conversion.progress import progress_bar
@@ -368,6 +369,7 @@ def convert(args: argparse.Namespace) -> None:
                 source.folder,
                 args.dst,
                 components=args.component,
+                whole=args.component is None and not is_native(args.dst),
                 dtype=args.dtype,
                 release=args.release,
                 origin=source.origin,

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import open_descriptor
+from cogvideox_flax.io.stand_ins import HEAD_BYTES, describe_stand_in
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype("<f8"),
@@ -107,6 +108,8 @@ class TensorFile:
             raise corrupt(f"it has {size} bytes, a header needs at least 8")
         (length,) = struct.unpack("<Q", prefix)
         if length > min(size - 8, _MAX_HEADER):
+            if (found := describe_stand_in(os.pread(self._fd, HEAD_BYTES, 0))) is not None:
+                raise CheckpointError(f"{self.path} is not a safetensors file: {found}")
             if prefix[:2] == b"PK" or prefix[:1] == b"\x80":
                 why = "it looks like pickled PyTorch weights, which are never read; use the safetensors files"
                 raise PickledError(str(corrupt(why)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cogvideox_flax.io.paths import open_file
+from cogvideox_flax.io.stand_ins import HEAD_BYTES, describe_stand_in
 
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Larger numbers are infinite where they are computed with."""
@@ -173,3 +174,5 @@ def load_json(path: Path) -> Any:
         return json.loads(data.decode("utf-8"))
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
+    except ValueError as e:
+        raise ValueError(describe_stand_in(data[:HEAD_BYTES]) or str(e)) from e

@@ -17,6 +17,7 @@ from jaxtyping import Int32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.values import load_json, shown
 from cogvideox_flax.tokenizer import check_ids, check_prompts
 
@@ -189,6 +190,9 @@ def _load_bpe(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     whole = folder / "tokenizer.json"
+    for path in (whole, folder / "vocab.json", folder / "merges.txt"):
+        if path.is_file():
+            refuse_stand_in(path)
     try:
         bpe = Tokenizer.from_file(str(whole)) if whole.is_file() else _make_bpe(folder)
     except InputError:
