@@ -144,6 +144,13 @@ def test_a_scheduler_is_recorded_by_what_it_computes(pipe, name, recorded):
     assert request_values(request)["scheduler"] == recorded
 
 
+def test_timesteps_from_the_top(pipe):
+    """Where the log SNR of UniPC would be infinite."""
+    assert np.isfinite(generate(pipe, scheduler="uni_pc", timesteps=[1000, 500], output_type="latent").frames).all()
+    with pytest.raises(InputError, match="from 1000 to above 0, for flow_match"):
+        generate(pipe, timesteps=[1000, 0])
+
+
 def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, picture):
     with pytest.raises(InputError, match="text-to-video model, which takes no image"):
         generate(pipe, image=picture)

@@ -6,6 +6,7 @@ flow are whole numbers there, so theirs are compared apart from the samples.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 
@@ -395,6 +396,20 @@ def test_a_run_and_the_loop_as_one_program(pipe, kind):
     np.testing.assert_allclose(looped, stepwise, atol=1e-4)
     assert np.isfinite(stepwise).all()
     assert 0.3 < stepwise.std() < 3
+
+
+def test_equal_schedulers_are_one_program(pipe):
+    """A name, and an object that computes the same; not one with another noise schedule, or of a user's class."""
+
+    class Mine(DDIMScheduler):
+        pass
+
+    config = pipe.scheduler.config
+    other = dataclasses.replace(config, snr_shift_scale=0.05)
+    schedulers = "ddim", DDIMScheduler(config), DDIMScheduler(other), Mine(config), Mine(config)
+    found = [pipe.programs(GenerationRequest(PROMPT, scheduler=each)).denoise for each in schedulers]
+    assert found[0] == found[1] and hash(found[0]) == hash(found[1])
+    assert len(set(found)) == 4
 
 
 @pytest.mark.further
