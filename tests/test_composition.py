@@ -1,0 +1,227 @@
+"""Every feature in every way of running it: a row of FEATURES is a video, and each test is a way that must make the same.
+
+What is resumed, done in stages, made again from its recipe or from a line of a queue is the uninterrupted run. A new
+feature that changes a video is a new row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import closing
+
+import numpy as np
+import pytest
+import xla_options
+from commands import python
+from reference import relative_error
+
+from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.events import Denoised, Step, last_of, result_of
+from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
+from cogvideox_flax.generate.recipe import fields_of
+from cogvideox_flax.generate.run import recipe_of, run
+from cogvideox_flax.generate.run_files import RunFiles
+from cogvideox_flax.sharding import make_mesh
+
+XLA_OPTIONS = xla_options.AS_USERS
+"""As users compile: with them, loops and single steps have equal bits."""
+
+STEPS = 6
+
+FEATURES = {
+    "ddim": {"scheduler": "ddim"},
+    "dpm": {"scheduler": "dpm"},
+    "euler_ancestral": {"scheduler": "euler_ancestral"},
+    "dpmpp_2m": {"scheduler": "dpmpp_2m"},
+    "dpmpp_2m_sde": {"scheduler": "dpmpp_2m_sde"},
+    "uni_pc": {"scheduler": "uni_pc"},
+    "lcm": {"scheduler": "lcm", "guidance_scale": 1.0},
+    "timesteps": {"num_inference_steps": None, "timesteps": [999, 800, 500, 300, 100, 0]},
+    "seed": {"seed": 7},
+    "negative prompt": {"negative_prompt": "a blue circle"},
+    "no guidance": {"guidance_scale": 1.0},
+    "dynamic guidance": {"use_dynamic_cfg": True},
+    "guidance that rises by the index": {"use_dynamic_cfg": "index"},
+    "cfg_zero": {"guidance": "cfg_zero"},
+    "apg": {"guidance": "apg", "guidance_scale": 4.0},
+    "rescaled": {"guidance_rescale": 0.7},
+    "interval": {"guidance_interval": [0.2, 0.6]},
+    "skip_layer": {"skip_layer": 3, "skip_layer_scale": 1.5},
+    "window": {"num_frames": 25, "window": 17, "window_overlap": 8},
+    "deepcache": {"step_cache": "deepcache", "step_cache_schedule": [1, 5, 2]},
+    "residual": {"step_cache": "residual", "scheduler": "dpm"},
+    "taylorseer": {"step_cache": "taylorseer"},
+    "taylorseer, few full": {"step_cache": "taylorseer", "step_cache_full": [0, 1, 3], "scheduler": "uni_pc"},
+    "first_block": {"step_cache": "first_block", "step_cache_threshold": 0.3},
+    "first_block, uni_pc": {"step_cache": "first_block", "step_cache_threshold": 0.3, "scheduler": "uni_pc"},
+    "first_block again": {"step_cache": "first_block", "step_cache_full": [0, 2, 5]},
+    "magcache measures": {"step_cache": "magcache"},
+    "magcache": {"step_cache": "magcache", "step_cache_ratios": [1.0, 1.01, 0.98, 1.02, 0.97, 0.9]},
+    "pab": {"step_cache": "pab"},
+    "fastercache": {"step_cache": "fastercache"},
+    "compiled loop": {"compiled_loop": True},
+    "adapter": {"lora": ["embedded-four-steps:0.5"], "distilled": "off"},
+    "four steps": {"lora": ["embedded-four-steps"], "num_inference_steps": None, "scheduler": None},
+}
+"""Name -> options beside those of `options_of`."""
+
+PROMPT = "a large green square moves to the left"
+OTHER = "a small red circle stays still"
+
+
+def options_of(name):
+    how = {"num_inference_steps": STEPS, "scheduler": "ddim", "seed": 3, "num_frames": 17}
+    given = {**how, "force": True, **FEATURES[name]}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained(None, "float32")
+
+
+@pytest.fixture(scope="module")
+def whole(pipe):
+    """Name -> the request, and the latents of the uninterrupted run."""
+    made = {}
+
+    def whole(name):
+        if name not in made:
+            request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
+            made[name] = request, run_with(pipe, request, None)
+        return made[name]
+
+    return whole
+
+
+def run_with(pipe, request, files, stages=("encode", "denoise")):
+    """The latents of a run without the extra ones; None where the stages leave denoising out."""
+    if files is None:
+        asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
+        return np.asarray(last_of(run(pipe, asked)).result.frames)
+    latents = None
+    for event in run(pipe, request, files, stages):
+        if isinstance(event, Denoised):
+            latents = np.asarray(event.latents)
+    return latents
+
+
+def files_in(pipe, folder):
+    return RunFiles(folder=folder, model_id="embedded", revision=None, dtype="float32", fingerprints=pipe.fingerprints())
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_killed_and_resumed(pipe, whole, tmp_path, name):
+    """After each step, one after the other."""
+    request, expected = whole(name)
+    files = files_in(pipe, tmp_path)
+    for stop in range(1, request.num_steps if not request.compiled_loop else 1):
+        with closing(run(pipe, request, files)) as events:
+            next(event for event in events if isinstance(event, Step) and int(event.state.step) == stop)
+    np.testing.assert_array_equal(run_with(pipe, request, files), expected)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_stages(pipe, whole, tmp_path, name):
+    request, expected = whole(name)
+    files = files_in(pipe, tmp_path)
+    run_with(pipe, request, files, ["encode"])
+    np.testing.assert_array_equal(run_with(pipe, request, files, ["denoise"]), expected)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_loop_goes_on_from_each_state(pipe, whole, name):
+    """With its step cache; without it the loop makes the same, or refuses to."""
+    request, expected = whole(name)
+    conditioning = pipe.encode(request, progress=False)
+    states = list(pipe.denoise(conditioning, request))
+    for state in [] if request.compiled_loop else states[:-1]:
+        for given in {id(x): x for x in (state, dataclasses.replace(state, cache=None))}.values():
+            try:
+                *_, last = pipe.denoise(conditioning, request, state=given)
+            except InputError as e:
+                assert given.cache is None and "use what earlier ones kept" in str(e)
+                continue
+            np.testing.assert_array_equal(last.latents, expected, err_msg=f"{given}, cache {given.cache is not None}")
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_made_again_from_its_recipe(pipe, whole, name):
+    request, _ = whole(name)
+    recipe = json.loads(json.dumps(recipe_of(pipe, request)))
+    fields = fields_of(recipe, "the recipe")
+    fields.pop("dtype")
+    again = pipe.resolve(GenerationRequest(**{"lora": [], **fields, "distilled": "off"}))
+    assert recipe_of(pipe, again) == recipe
+    assert pipe.programs(again).denoise == pipe.programs(request).denoise or request.compiled_loop
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_line_of_a_queue(pipe, whole, name):
+    request, _ = whole(name)
+    line = json.dumps({"prompt": PROMPT, **options_of(name)})
+    (job,), faults = jobs_of({1: line}, {"lora": []}, pipe.manifest)
+    assert not faults and recipe_of(pipe, job.request) == recipe_of(pipe, request)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_in_a_batch_of_a_queue(pipe, whole, name):
+    """The same up to rounding; what would be another video is not joined."""
+    _, expected = whole(name)
+    lines = {i: json.dumps({"prompt": prompt, **options_of(name)}) for i, prompt in enumerate((PROMPT, OTHER))}
+    jobs, _ = jobs_of(lines, {"lora": []}, pipe.manifest)
+    groups = batches(jobs, 2)
+    assert len(groups) == (2 if name in ("first_block", "first_block, uni_pc") else 1)
+    request = request_of(groups[0])
+    latents = run_with(pipe, request, None)
+    assert relative_error(latents[:1], expected) < 1e-3
+    assert recipe_of(pipe, items_of(request, [0])) == recipe_of(pipe, jobs[0].request)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_mesh(pipe, whole, name, mesh):
+    request, expected = whole(name)
+    on_mesh = Pipeline.from_pretrained(None, "float32", make_mesh(*mesh))
+    assert relative_error(run_with(on_mesh, request, None), expected) < 1e-3
+
+
+SECOND = """
+import sys, json, hashlib
+import numpy as np
+sys.path[:0] = sys.argv[1:]
+import test_composition as own
+from cogvideox_flax import GenerationRequest, Pipeline
+pipe = Pipeline.from_pretrained(None, "float32")
+for name in own.FEATURES:
+    request = pipe.resolve(GenerationRequest(own.PROMPT, **own.options_of(name)))
+    print(json.dumps([name, hashlib.sha256(own.run_with(pipe, request, None).tobytes()).hexdigest()]))
+"""
+
+
+def test_the_next_run_of_a_pipeline_is_the_first(pipe, whole):
+    """Whatever ran between: other adapters, other options."""
+    for name in FEATURES:
+        request, expected = whole(name)
+        np.testing.assert_array_equal(run_with(pipe, request, None), expected, err_msg=name)
+
+
+def test_two_runs_take_turns(pipe, whole):
+    """Each has its own adapters."""
+    names = "adapter", "ddim", "four steps"
+    turns = {}
+    for name in names:
+        request, _ = whole(name)
+        asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
+        turns[name] = run(pipe, asked), []
+    while any(events is not None for events, _ in turns.values()):
+        for name, (events, seen) in turns.items():
+            if events is not None and (event := next(events, None)) is not None:
+                seen.append(event)
+            else:
+                turns[name] = None, seen
+    for name, (_, seen) in turns.items():
+        np.testing.assert_array_equal(seen[-1].result.frames, whole(name)[1], err_msg=name)
