@@ -21,7 +21,7 @@ from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
 from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import Place, find_place
-from cogvideox_flax.runtime.terminal import reliable_interrupts
+from cogvideox_flax.runtime.terminal import leave, reliable_interrupts
 
 STOPPED = "\nstopped; the same command goes on from what was finished"
 
@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         print(printable(message), file=sys.stderr)
+        if code == EXIT_CODE and argv is None:  # the process is this command's
+            leave(code)
         return code
     return 0
 

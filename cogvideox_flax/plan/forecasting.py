@@ -29,7 +29,7 @@ from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.layout import meshes
 from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts, waits
 from cogvideox_flax.plan.wire import Links
-from cogvideox_flax.runtime.compile import compiler_options, compiling_on
+from cogvideox_flax.runtime.compile import compile_for, compiler_options
 from cogvideox_flax.runtime.devices import GIB, bytes_needed
 
 _RATES = ", ".join(
@@ -188,8 +188,8 @@ def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mes
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)
-    with compiling_on(program.mesh_for(mesh, *args)):
-        executable = jax.jit(program, compiler_options=options, donate_argnames=program.donate).lower(*args).compile()
+    jitted = jax.jit(program, compiler_options=options, donate_argnames=program.donate)
+    executable = compile_for(jitted, args, program.mesh_for(mesh, *args))
     seconds = time.perf_counter() - start
     memory, text = executable.memory_analysis(), executable.as_text()
     assert memory is not None and text is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.nn.platforms import compiling_for, platform_of
 from cogvideox_flax.runtime.compile_cache import CompileCache
+from cogvideox_flax.runtime.terminal import out_of_reach
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,7 @@ class CompiledProgram:
         return self._compiled[shapes]
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
-        with compiling_on(self.program.mesh_for(self.mesh, *args)):
-            return self._jit.lower(*args).compile()
+        return compile_for(self._jit, args, self.program.mesh_for(self.mesh, *args))
 
     def __call__(self, model: Any, *args: Any, jit: bool = True) -> Any:
         if not jit:
@@ -168,6 +168,29 @@ class CompiledProgram:
         executable = self._executable(args)
         with compiling_on(self.program.mesh_for(self.mesh, *args)):
             return executable(*args)
+
+
+def compile_for(jitted: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
+    """The executable of a jitted function for these arguments, which may be abstract shapes."""
+
+    def compile_it() -> Any:
+        with compiling_on(mesh):
+            return jitted.lower(*args).compile()
+
+    return out_of_reach(compile_it)
+
+
+def compiled_once(jitted: Any, mesh: Mesh | None) -> Callable[..., Any]:
+    """A jitted function that is compiled by its first call, for the shapes of its arguments, and takes no others."""
+    executable: Any = None
+
+    def call(*args: Any) -> Any:
+        nonlocal executable
+        if executable is None:
+            executable = compile_for(jitted, args, mesh)
+        return executable(*args)
+
+    return call
 
 
 def compiling_on(mesh: Mesh | None) -> ExitStack:

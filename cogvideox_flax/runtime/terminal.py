@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TypeVar
+from weakref import WeakSet
 
 from tqdm import tqdm
 
+from cogvideox_flax.io.interrupts import EXIT_CODE, interrupt, send_later
 from cogvideox_flax.io.values import printable
 
 log = logging.getLogger(__name__)
 
-RESEND_S = 0.05
-"""Longer than what drops an exception usually takes."""
+T = TypeVar("T")
 
 
 def duration_text(seconds: float) -> str:
@@ -84,22 +89,67 @@ def reliable_interrupts() -> Iterator[None]:
     """Makes Ctrl-C stop the main thread wherever it is; also a decorator.
 
     Python drops an exception that is raised inside a destructor or a callback of the garbage collector, and JAX runs
-    some of these in every step. A KeyboardInterrupt that was dropped is sent again a moment later.
+    some of these in every step. A KeyboardInterrupt that was dropped is sent again a moment later. Nor does it break
+    what JAX compiles (`interrupt`), where a program has no handler of SIGINT of its own.
     """
     before = sys.unraisablehook
 
     def send_again(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            send_later()
+        else:
             before(dropped)
-            return
-        main = threading.main_thread().ident
-        assert main is not None
-        again = threading.Timer(RESEND_S, signal.pthread_kill, (main, signal.SIGINT))
-        again.daemon = True
-        again.start()
 
+    is_main = threading.current_thread() is threading.main_thread()
+    handles = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     sys.unraisablehook = send_again
+    if handles:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
         sys.unraisablehook = before
+        if handles and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_compiling: WeakSet[threading.Thread] = WeakSet()
+
+
+def out_of_reach(function: Callable[[], T]) -> T:
+    """Return `function()`, called in a thread of its own: Ctrl-C ends this call at once, and the thread goes on.
+
+    For whatever traces or compiles. A KeyboardInterrupt, which Python raises in the main thread, ends JAX's wait for
+    XLA, whose threads then go on to read a module that JAX frees. In tracing it can leave JAX's own state changed.
+    """
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as e:
+            result.set_exception(e)
+
+    thread = threading.Thread(target=call, daemon=True)  # of what it leaves, `_wait_for_compiling` takes care
+    _compiling.add(thread)
+    thread.start()
+    return result.result()
+
+
+@atexit.register
+def _wait_for_compiling() -> None:
+    """Wait for what interrupted calls have left, since XLA's threads crash if they outlive the interpreter. Ctrl-C ends
+    the process."""
+    try:
+        for thread in tuple(_compiling):
+            thread.join()
+    except KeyboardInterrupt:
+        leave(EXIT_CODE)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, without waiting for what still compiles or computes."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

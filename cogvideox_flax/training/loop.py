@@ -32,8 +32,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record, write_record
+from cogvideox_flax.io.interrupts import interrupt
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.compile import compiler_options, compiling_on
+from cogvideox_flax.runtime.compile import compiled_once, compiler_options, compiling_on
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
@@ -191,11 +192,12 @@ class Trainer:
         """A state to its validation loss."""
         dtype, alone = self.config.dtype, dataclasses.replace(self.config, accumulate=1)
 
-        @partial(jax.jit, compiler_options=compiler_options(dtype))
-        def one(params: Params, frozen: Any, batch: Batch, i: Int32[Array, ""]) -> Float32[Array, ""]:
+        def validation_loss(params: Params, frozen: Any, batch: Batch, i: Int32[Array, ""]) -> Float32[Array, ""]:
             batch = jax.tree.map(lambda x: x[0], batch)
             key = jax.random.fold_in(jax.random.key(_VALIDATION_SEED), i)
             return self.loss(cast(params, dtype), cast(frozen, dtype), batch, key)[0]
+
+        one = compiled_once(jax.jit(validation_loss, compiler_options=compiler_options(dtype)), self.mesh)
 
         def measure(state: TrainState) -> float:
             assert self.validation is not None
@@ -208,12 +210,13 @@ class Trainer:
         return measure
 
     def _jit_step(self, state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
-        return jax.jit(
+        step = jax.jit(
             partial(train_step, loss=self.loss, config=self.config),
             donate_argnums=0,
             out_shardings=(jax.tree.map(lambda x: x.sharding, state), None),  # those of the input state
             compiler_options=compiler_options(self.config.dtype),
         )
+        return compiled_once(step, self.mesh)
 
 
 def match_run(
@@ -338,7 +341,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
     def stop(number: int, frame: Any) -> None:
         if stopped.is_set():
-            raise KeyboardInterrupt
+            interrupt(number, frame)
         stopped.set()
 
     for number in before:

@@ -18,7 +18,7 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime import hosts
-from cogvideox_flax.runtime.compile import compiler_options
+from cogvideox_flax.runtime.compile import compiled_once, compiler_options
 from cogvideox_flax.runtime.global_arrays import fetch, put
 from cogvideox_flax.training import latent_cache
 from cogvideox_flax.training.clips import load_clip
@@ -55,7 +55,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     In float16: latents stay within tens, and its relative precision of 1/2048 is finer than the noise of any timestep.
     """
     size, part = job.size, job.model.decoder
-    encode = jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype))
+    encode = compiled_once(jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype)), None)
 
     @hosts.first_reads
     def load(group: list[int]) -> np.ndarray:
