@@ -13,12 +13,11 @@ from contextlib import closing
 import numpy as np
 import pytest
 import xla_options
-from commands import python
 from reference import relative_error
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.events import Denoised, Step, last_of, result_of
+from cogvideox_flax.generate.events import Denoised, Step, last_of
 from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
 from cogvideox_flax.generate.recipe import fields_of
 from cogvideox_flax.generate.run import recipe_of, run
@@ -109,7 +108,9 @@ def run_with(pipe, request, files, stages=("encode", "denoise")):
 
 
 def files_in(pipe, folder):
-    return RunFiles(folder=folder, model_id="embedded", revision=None, dtype="float32", fingerprints=pipe.fingerprints())
+    return RunFiles(
+        folder=folder, model_id="embedded", revision=None, dtype="float32", fingerprints=pipe.fingerprints()
+    )
 
 
 @pytest.mark.parametrize("name", FEATURES)

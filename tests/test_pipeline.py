@@ -294,7 +294,7 @@ def test_video_is_saved_with_its_metadata(pipe, tmp_path):
     ("change", "message"),
     [
         ({"prompt": []}, "list of prompts is empty"),
-        ({"prompt": ["a", 3]}, "must be strings"),
+        ({"prompt": ["a", 3]}, r"prompt is \['a', 3\]; expected a text or a list of texts"),
         ({"prompt": ["a", "b"], "negative_prompt": ["c"]}, "2 prompts but 1 negative"),
         ({"num_frames": 10}, "Nearest: 9 and 17"),
         ({"num_frames": 0}, "Smallest: 1 and 9"),

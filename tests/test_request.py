@@ -8,17 +8,20 @@ import logging
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
+import torch
 from commands import PROMPT, ROOT, generate
 from flax import nnx
 from reference import save_layout
 
 from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline
-from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.checkpoint import Manifest, hub, read_manifest
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.conversion.convert import convert
@@ -26,8 +29,10 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import run as run_module
 from cogvideox_flax.generate import run_files
 from cogvideox_flax.generate.events import Finished, LoopBegan, Step
+from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.request import json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.generate.run_files import request_json
 from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
@@ -280,6 +285,7 @@ from cogvideox_flax.cli import main
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.generate.run_files import request_json
 from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata
 
@@ -348,3 +354,94 @@ def test_info_says_how_a_video_was_made(run, tmp_path):
     for name, message in (("other.npz", "did not write it"), ("cut.npz", "is damaged, or is no npz")):
         code, _, err = run("info", tmp_path / name)
         assert code == 2 and message in err and err.count("\n") == 1
+
+
+ODD = [
+    None, True, False, 0, -1, 1, 2.5, 1e300, 10**30, 10**400, 10**5000, float("nan"), float("-inf"), 1j,
+    "", "17", "abc", "\ud800", b"x", Path("x"), [], [1], ["a"], [None], [[1]], (0.2, 0.5, 0.7), range(3),
+    {}, {"a": 1}, {"file": 5}, {"image": "x"}, {1}, object(), int, len, np.float32("nan"), np.int64(3), np.bool_(True),
+    np.zeros((2, 2)), np.zeros(3), np.array("x"), np.array(None), np.full((1, 2), np.inf), jnp.ones(2), torch.ones(2),
+]  # fmt: skip
+"""Values that hardly any option takes."""
+
+OTHER_NAMES = ("prompt", "negative_prompt", "num_frames", "tiling", "lora", *MEDIA)
+"""Options that some messages do not call by their names."""
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(GenerationRequest), ids=lambda field: field.name)
+def test_odd_values_are_taken_or_refused(field, monkeypatch, tmp_path):
+    """With a message of this library, of one line for each fault, that names the option; and never beyond `resolve`."""
+    monkeypatch.chdir(tmp_path)
+    manifest, taken = read_manifest(hub.EMBEDDED), []
+    for value in ODD:
+        try:
+            found = resolve(GenerationRequest(**{"prompt": "a red circle", field.name: value}), manifest)
+        except InputError as e:
+            assert len(str(e)) < 1000 and (field.name.split("_")[0] in str(e) or field.name in OTHER_NAMES), str(e)
+            continue
+        assert json.dumps(request_json(found), default=lambda array: array.tolist())
+        taken.append(value)
+    assert len(taken) < len(ODD) / 2, taken
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_frames": "17"}, "num_frames is '17'; expected a whole number"),
+        ({"num_frames": True}, "num_frames is True; expected a whole number"),
+        ({"seed": "1"}, "seed is '1'; expected a whole number"),
+        ({"seed": None}, "seed is None; expected a whole number"),
+        ({"num_inference_steps": 2.5}, "num_inference_steps is 2.5; expected a whole number"),
+        ({"height": "480"}, "height is '480'; expected a whole number"),
+        ({"window": "9"}, "window is '9'; expected a whole number"),
+        ({"fps": "8"}, "fps is '8'; expected a whole number"),
+        ({"timesteps": "abc"}, "timesteps is 'abc'; expected a list of numbers"),
+        ({"step_cache_full": 3}, "step_cache_full is 3; expected a list of whole numbers"),
+        ({"guidance_interval": 0.5}, "guidance_interval is 0.5; expected a list of numbers"),
+        ({"guidance_scale": "6"}, "guidance_scale is '6'; expected a number"),
+        ({"guidance_scale": True}, "guidance_scale is True; expected a number"),
+        ({"skip_layer": "x"}, "skip_layer is 'x'; expected a whole number"),
+        ({"tiling": "no"}, "tiling is 'no'; expected true or false"),
+        ({"prompt": 5}, "prompt is 5; expected a text or a list of texts"),
+        ({"negative_prompt": [None]}, "negative_prompt is [None]; expected a text or a list of texts"),
+        ({"encoder_noise": 5}, "encoder_noise is 5; expected a table"),
+        ({"encoder_noise": {"image": "x"}}, "encoder_noise of 'image' is 'x'; expected an array of numbers"),
+        ({"noise": [[1], 2]}, "noise is [[1], 2]; expected an array of numbers"),
+        ({"latents": "x"}, "latents is 'x'; expected an array of numbers"),
+        ({"latents": [1]}, "latents must be [B, T, h, w, C]"),
+        ({"lora": 5}, "lora holds 5; expected a file"),
+        ({"lora": {"file": 5}}, "lora holds {'file': 5}; expected a file"),
+    ],
+    ids=str,
+)
+def test_values_of_another_type(options, message):
+    with pytest.raises(InputError) as error:
+        resolve(GenerationRequest(**{"prompt": "a", **options}), read_manifest(hub.EMBEDDED))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_values_of_numpy_are_values():
+    """Also tuples, ranges, JAX's arrays, and None for no negative prompt."""
+    manifest = read_manifest(hub.EMBEDDED)
+    shape = resolve(GenerationRequest("a"), manifest)
+    noise = np.zeros(manifest.model.resolve_size().latent_shape(2), np.float16)
+    odd = GenerationRequest(
+        np.array(["a", "b"]), None, num_frames=np.int64(17), height=np.uint16(64), guidance_scale=np.float32(3),
+        seed=np.uint32(7), use_dynamic_cfg=np.bool_(False), num_inference_steps=jnp.int32(9),
+        latents=jnp.asarray(noise), guidance_interval=(0, np.float64(0.5)), fps=np.array(8),
+    )  # fmt: skip
+    plain = GenerationRequest(
+        ["a", "b"], "", num_frames=17, height=64, guidance_scale=3.0, seed=7, use_dynamic_cfg=False,
+        num_inference_steps=9, latents=noise.tolist(), guidance_interval=[0.0, 0.5], fps=8,
+    )  # fmt: skip
+    found, expected = resolve(odd, manifest), resolve(plain, manifest)
+    assert found == expected and found.negative_prompt == ["", ""]
+    assert isinstance(found.latents, jax.Array) and found.latents.dtype == jnp.float16
+    values = request_json(dataclasses.replace(found, latents=None))
+    assert values == request_json(dataclasses.replace(expected, latents=None)) == json.loads(json.dumps(values))
+    cached = {"step_cache": "deepcache", "num_inference_steps": 9}
+    steps = [
+        resolve(GenerationRequest("a", **cached, step_cache_full=full), manifest).step_cache_full
+        for full in (range(0, 9, 2), (0, 2, 4, 6, 8), np.arange(0, 9, 2))
+    ]
+    assert steps == [[0, 2, 4, 6, 8]] * 3 and shape.seed == 0

@@ -83,7 +83,7 @@ class Pipeline(Components):
                 raise TypeError("a prompt is missing")
             prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
         output_type = prompt.output_type
-        if output_type in OUTPUT_TYPES:
+        if isinstance(output_type, str) and output_type in OUTPUT_TYPES:
             prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
         self._said.clear()
         request = self.resolve(prompt)

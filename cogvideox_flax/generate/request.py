@@ -165,7 +165,8 @@ class GenerationRequest:
     """What to generate. None stands for what the release's authors recommend; `resolve` fills it in.
 
     prompt: one prompt or a list, each a video of one batch.
-    negative_prompt: what to steer away from; one for all or one per prompt. Used where guidance is on.
+    negative_prompt: what to steer away from; one for all or one per prompt; None is "". Used where
+        guidance is on.
     latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; extra latent frames count.
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
     lora: adapters of this run, each a file or a hub id, "FILE:SCALE", or a mapping with file and scale; None stands for
@@ -185,7 +186,7 @@ class GenerationRequest:
     """
 
     prompt: str | Sequence[str]
-    negative_prompt: str | Sequence[str] = option(
+    negative_prompt: str | Sequence[str] | None = option(
         "", "what to steer away from", group=WHAT, stage="encode", common=True
     )
     num_frames: int | None = option(

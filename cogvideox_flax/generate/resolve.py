@@ -33,10 +33,11 @@ from cogvideox_flax.generate.request import (
     ResolvedRequest,
     given_options,
     parse_lora,
+    types_of,
 )
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.io.values import is_count, is_finite_number, shown, typed
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 OUTPUT_TYPES = ("uint8", "float", "latent")
 
 MAX_STEPS = 1_000_000
+
+MAX_INT = 2**63 - 1
+"""Of any whole number that is given; each option has limits of its own."""
 
 
 def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | None = None) -> ResolvedRequest:
@@ -65,7 +69,9 @@ def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | Non
     if isinstance(request, ResolvedRequest) and request.manifest == manifest:
         return request
     manifest.check_complete("the model")
-    model, faults, asked = manifest.model, Faults(), given_options(request)
+    model, faults = manifest.model, Faults()
+    request = _typed_fields(request, faults)
+    asked = given_options(request)
     with faults.caught():
         request = with_distillation(request, model)
         if request.distilled is not None:  # which no result records
@@ -85,9 +91,9 @@ def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | Non
         if num_frames is None:
             num_frames = media.frames_of_clips(model, filled, any_length=request.window is not None)
         media.check_image_scale(model, request.image_scale)
+    steps = filled.get("num_inference_steps", request.num_inference_steps)
+    strength, filled["strength"] = filled.get("strength", request.strength), None
     with faults.caught():
-        steps = filled.get("num_inference_steps", request.num_inference_steps)
-        strength = filled.get("strength", request.strength)
         has_video, has_mask = request.video is not None, request.mask_video is not None
         filled["strength"] = media.resolve_strength(strength, has_video, has_mask, steps)
     with faults.caught():
@@ -100,9 +106,8 @@ def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | Non
     with faults.caught():
         _check_sparse(model, request)
     if request.lora is not None:
-        adapters = [request.lora] if isinstance(request.lora, str | os.PathLike) else request.lora
         with faults.caught():
-            filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in adapters]
+            filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in request.lora]
     given = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
     result = ResolvedRequest(**given | filled).checked_for(manifest, asked)
     with faults.caught():
@@ -132,34 +137,87 @@ def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | Non
     return result
 
 
+def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationRequest:
+    """The request with values of its fields' types: numpy's numbers and arrays, and all sequences, become Python's.
+
+    Args:
+        faults: where values of another type go; in the request, the field's default takes their place.
+    """
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(GenerationRequest):
+        name, kind, value = field.name, types_of(GenerationRequest)[field.name], getattr(request, field.name)
+        if kind is Any or (name == "scheduler" and isinstance(value, Scheduler)):  # media are checked when opened
+            continue
+        changes[name] = "" if field.default is dataclasses.MISSING else field.default
+        with faults.caught():
+            changes[name] = _typed_field(name, kind, value)
+    return dataclasses.replace(request, **changes)
+
+
+def _typed_field(name: str, kind: Any, value: Any) -> Any:
+    if name in ("latents", "noise"):
+        return value if value is None else _numbers(name, value)
+    if name == "encoder_noise" and isinstance(value, Mapping):
+        return {key: _numbers(f"{name} of {shown(key)}", each) for key, each in value.items()}
+    plain = _plain(value)
+    if name == "lora" and plain is not None and not isinstance(plain, list):
+        plain = [plain]
+    try:
+        found = typed(kind, plain)
+        if isinstance(found, int) and abs(found) > MAX_INT:
+            raise ValueError(f"a whole number of at most {MAX_INT}")
+    except ValueError as e:
+        expected = str(e).replace(" in quotes", "").removesuffix(" or null")
+        raise InputError(f"{name} is {shown(value)}; expected {expected}") from None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A value of numpy, and what is like it, as one of Python; paths as text, sequences as lists."""
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return [_plain(each) for each in value] if is_list else value
+
+
+def _numbers(name: str, value: Any) -> Any:
+    """An array of numbers; one of JAX stays where it is.
+
+    Raises:
+        InputError: it is something else.
+    """
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as e:
+        raise InputError(f"{name} is {shown(value)}; expected an array of numbers") from e
+    if not (jax.dtypes.issubdtype(array.dtype, np.floating) or jax.dtypes.issubdtype(array.dtype, np.integer)):
+        raise InputError(f"{name} is {shown(value)}; expected an array of numbers")
+    return array
+
+
 def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, Any]:
     """What the release's authors, and the checkpoint, recommend for fields that are None."""
     names = ("fps", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
-    filled: dict[str, Any] = {
-        name: getattr(manifest.model.defaults, name) for name in names if getattr(request, name) is None
-    }
-    if _is_whole(request.seed):
-        filled["seed"] = int(request.seed)
-    if is_finite_number(request.guidance_scale):
-        filled["guidance_scale"] = float(request.guidance_scale)  # type: ignore[arg-type]
-    return filled
+    return {name: getattr(manifest.model.defaults, name) for name in names if getattr(request, name) is None}
 
 
 def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
-    """Timesteps as a list of numbers, and how many they are; {} where none were given.
+    """Timesteps, and how many they are; {} where none were given.
 
     Raises:
-        InputError: they are something else.
+        InputError: there are none in the list, or they are not finite.
     """
-    if request.timesteps is None:
+    steps = request.timesteps
+    if steps is None:
         return {}
-    steps = np.asarray(request.timesteps).tolist()
-    if not isinstance(steps, list) or not steps or not all(map(is_finite_number, steps)):
-        raise InputError(
-            f"timesteps are {shown(request.timesteps)}; expected a list of numbers, such as 999,749,499,249"
-        )
+    if not steps or not all(map(is_finite_number, steps)):
+        raise InputError(f"timesteps are {shown(steps)}; expected a list of numbers, such as 999,749,499,249")
     count = len(steps) if request.num_inference_steps is None else request.num_inference_steps
-    return {"timesteps": steps, "num_inference_steps": count}
+    return {"timesteps": list(steps), "num_inference_steps": count}
 
 
 def _outside(request: ResolvedRequest, domain: Domain) -> list[str]:
@@ -210,20 +268,19 @@ class Faults:
 
 
 def check_prompts(
-    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] = ""
+    prompt: str | Sequence[str], negative_prompt: str | Sequence[str] | None = ""
 ) -> tuple[list[str], list[str]]:
     """Prompts and negative prompts as lists of equal length.
 
     Raises:
-        InputError: no prompt, something that is not a string or not Unicode, or counts that do not agree.
+        InputError: no prompt, something that is not Unicode, or counts that do not agree.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    negative_prompt = "" if negative_prompt is None else negative_prompt
     negatives = [negative_prompt] * len(prompts) if isinstance(negative_prompt, str) else list(negative_prompt)
     if not prompts:
         raise InputError("the list of prompts is empty; give at least one prompt")
     for text in (*prompts, *negatives):
-        if not isinstance(text, str):
-            raise InputError(f"prompts must be strings; got {type(text).__name__}: {text!r}")
         try:
             text.encode()
         except UnicodeEncodeError as e:
@@ -321,18 +378,14 @@ def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Fault
 
 def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     """An adapter's `LoRARecord`, from what a user gives."""
-    record = parse_lora(os.fspath(adapter)) if isinstance(adapter, str | os.PathLike) else adapter
-    if not isinstance(record, Mapping) or "file" not in record:
+    record = parse_lora(adapter) if isinstance(adapter, str) else adapter
+    if not isinstance(record, Mapping) or not isinstance(record.get("file"), str):
         raise InputError(
             f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file, scale and alpha"
         )
     name = manifest.model.lora.component
     scale, alpha = record.get("scale", 1.0), record.get("alpha")
     return dict(describe_lora(manifest.model, record["file"], scale, manifest.configs[name], alpha))
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check_values(request: ResolvedRequest) -> None:
@@ -346,8 +399,6 @@ def _check_values(request: ResolvedRequest) -> None:
         faults.append(
             f"guidance_scale is {shown(request.guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
         )
-    if request.use_dynamic_cfg not in (False, True, "index"):
-        faults.append(f"use_dynamic_cfg is {shown(request.use_dynamic_cfg)}; expected False, True or 'index'")
     for check, value in ((check_num_videos, request.num_videos), (check_fps, request.fps)):
         try:
             check(value)
@@ -355,7 +406,7 @@ def _check_values(request: ResolvedRequest) -> None:
             faults.append(str(e))
     faults += _guidance_faults(request)
     following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
-    if not _is_whole(request.seed) or not 0 <= request.seed <= MAX_SEED - following:
+    if not 0 <= request.seed <= MAX_SEED - following:
         less = f" less the {following} that follow" if following else ""
         faults.append(f"seed is {shown(request.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
     if request.output_type not in OUTPUT_TYPES:
@@ -381,8 +432,7 @@ def _guidance_faults(request: ResolvedRequest) -> list[str]:
     if not is_finite_number(request.guidance_rescale) or not 0 <= request.guidance_rescale <= 1:
         faults.append(f"guidance_rescale is {shown(request.guidance_rescale)}; expected a number from 0 to 1")
     if interval is not None:
-        is_pair = isinstance(interval, list | tuple) and len(interval) == 2 and all(map(is_finite_number, interval))
-        if not is_pair or not 0 <= interval[0] < interval[1] <= 1:
+        if len(interval) != 2 or not 0 <= interval[0] < interval[1] <= 1:
             faults.append(f"guidance_interval is {shown(interval)}; expected two rising shares of the steps, 0 to 1")
         if request.step_cache is not None:
             faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
@@ -476,7 +526,7 @@ def _check_skip_layer(request: ResolvedRequest, size: Size) -> None:
         raise InputError(f"skip_layer_scale is {shown(request.skip_layer_scale)}; expected a number")
     if block is None:
         return
-    if not isinstance(block, int) or not 0 <= block < layers:
+    if not 0 <= block < layers:
         raise InputError(f"skip_layer is {shown(block)}; expected a block from 0 to {layers - 1}")
     for name in ("step_cache", "window", "positions", "sparse_attention"):
         if getattr(request, name) is not None:
@@ -515,7 +565,7 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
     if full is not None:
         if schedule is not None:
             raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
-        known = [each for each in full if isinstance(each, int) and 0 <= each < steps]
+        known = [each for each in full if 0 <= each < steps]
         if 0 not in known or len(known) < len(full):
             raise InputError(
                 f"step_cache_full is {shown(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
@@ -524,8 +574,7 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
         return
     if is_adaptive(form):
         raise InputError(f"{form} decides itself which steps are full; leave step_cache_schedule out")
-    is_three = isinstance(schedule, tuple | list) and len(schedule) == 3
-    if not is_three or not all(is_count(each, MAX_STEPS) for each in schedule):
+    if len(schedule) != 3 or not all(is_count(each, MAX_STEPS) for each in schedule):
         raise InputError(
             f"step_cache_schedule is {shown(schedule)}; expected START, END and INTERVAL, whole numbers of 1 or more: "
             "the first step must be full"

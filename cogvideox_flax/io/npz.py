@@ -8,7 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
-def _read_header(file: BinaryIO) -> tuple[np.dtype, tuple[int, ...], bool]:
+def _read_header(file: IO[bytes]) -> tuple[np.dtype, tuple[int, ...], bool]:
     """The dtype and shape of an npy, and whether it is in Fortran order; `numpy.lib.format` describes the header.
 
     Raises:

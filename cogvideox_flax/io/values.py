@@ -36,7 +36,7 @@ def is_count(value: Any, most: int) -> bool:
 def shown(value: Any, most: int = 80) -> str:
     """A value for a message, truncated to `most` characters."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).splitlines())  # those of arrays are several lines
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         return f"a {type(value).__name__} of thousands of digits or levels"
     return text if len(text) <= most else f"{text[:most]}..."
@@ -105,6 +105,9 @@ def _typed(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         if isinstance(value, dict) and value.keys() >= kind.__required_keys__:
             return {**value, **{key: typed(hint, value[key]) for key, hint in hints.items() if key in value}}
+    elif origin is not None and issubclass(origin, Mapping):
+        if isinstance(value, Mapping):
+            return {typed(parts[0], key): typed(parts[1], each) for key, each in value.items()}
     elif origin is not None and issubclass(origin, Sequence):
         each = parts[:1] if origin is not tuple or parts[1:] == (...,) else parts
         if isinstance(value, list | tuple) and (len(each) == 1 or len(each) == len(value)):
@@ -124,6 +127,8 @@ def expected_of(kind: Any) -> str:
         return " or ".join(map(str, parts))
     if origin is tuple and ... not in typing.get_args(kind):
         return f"a list of {len(parts)}: {', '.join(map(expected_of, parts))}"
+    if origin is not None and issubclass(origin, Mapping):
+        return "a table"
     if origin is not None:
         return f"a list of {expected_of(parts[0]).removeprefix('a ').replace(' in quotes', '')}s"
     return "a table" if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind) else _SIMPLE[kind][1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import InputError, install_extra
 
 
 def find_devices() -> list[jax.Device]:
@@ -20,13 +20,14 @@ def find_devices() -> list[jax.Device]:
         return jax.devices()
     except (AssertionError, RuntimeError) as e:  # AssertionError: no plugin for "cuda" is installed
         config: Any = jax.config  # its attributes are made at run time
-        reason = str(e).partition("\n")[0].partition(" (set JAX_PLATFORMS")[0] or "its plugin is not installed"
-        there = ", ".join(["a CPU", *accelerators()])
+        reason = str(e).partition("\n")[0].partition(" (")[0].rstrip(".") or "its plugin is not installed"
+        here = "this machine has " + ", ".join(["a CPU", *accelerators()])
+        extras = "".join(f"; or, for {name}: {install_extra(extra)}" for name, extra in accelerators().items())
         if not config.jax_platforms:
-            raise InputError(f"JAX cannot use {there}: {reason}. JAX_PLATFORMS=cpu takes the CPU") from e
+            raise InputError(f"JAX finds no devices ({reason}); {here}. Set JAX_PLATFORMS=cpu for the CPU") from e
         raise InputError(
-            f"JAX_PLATFORMS is {config.jax_platforms!r}, and JAX finds no such device ({reason}); this machine has "
-            f"{there}. Leave JAX_PLATFORMS out, or see `cogvideox doctor` then"
+            f"JAX_PLATFORMS is {config.jax_platforms!r}, and JAX finds no such device ({reason}); {here}. Leave "
+            f"JAX_PLATFORMS out for what JAX finds{extras}"
         ) from e
 
 

@@ -121,8 +121,8 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
     """The windows of a request; None where its clip fits into one, or none are asked for.
 
     Raises:
-        InputError: a window that is no frame count of the model; an overlap that is not below the window, or not a
-            whole number of latent frames, or without a window; pictures, which stand at one place of a clip.
+        InputError: a window that is no frame count of the model, or is 1; an overlap that is not below the window, or
+            not a whole number of latent frames, or without a window; pictures, which stand at one place of a clip.
     """
     overlap = request.window_overlap
     if request.window is None:
@@ -132,7 +132,9 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
     window = window_size(model, request, size)
     if window is size:
         return None
-    per_latent = (window.num_frames - 1) // max(window.latent_frames - window.extra_latents - 1, 1)
+    if window.num_frames == 1:
+        raise InputError("window is 1, which has no frame to share with the next one; expected more frames")
+    per_latent = (window.num_frames - 1) // (window.latent_frames - window.extra_latents - 1)
     if overlap is None:
         overlap = max(window.num_frames // (3 * per_latent), 1) * per_latent
     if not is_count(overlap, window.num_frames - 1) or overlap % per_latent:
