@@ -1,4 +1,4 @@
-"""Every feature in every way of running it: a row of FEATURES is a video, and each test is a way that must make the same.
+"""Every feature in every way of running it: a row of FEATURES is a video, and each test is a way of making it again.
 
 What is resumed, done in stages, made again from its recipe or from a line of a queue is the uninterrupted run. A new
 feature that changes a video is a new row.

@@ -157,7 +157,7 @@ def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationReque
 def _typed_field(name: str, kind: Any, value: Any) -> Any:
     if name in ("latents", "noise"):
         return value if value is None else _numbers(name, value)
-    if name == "encoder_noise" and isinstance(value, Mapping):
+    if name in ("encoder_noise", "text_features") and isinstance(value, Mapping):
         return {key: _numbers(f"{name} of {shown(key)}", each) for key, each in value.items()}
     plain = _plain(value)
     if name == "lora" and plain is not None and not isinstance(plain, list):
@@ -307,7 +307,7 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
     if missing := [name for name in shapes if name not in features]:
         if has_negative:
             raise InputError("negative_prompt_embeds go with prompt_embeds; give both, or the negative_prompt as text")
-        raise InputError(f"prompt_embeds lack {', '.join(missing)}")
+        raise InputError(f"text_features lack {', '.join(missing)}")
     for name, text, is_given in (("", request.prompt, True), (NEGATIVE, request.negative_prompt, has_negative)):
         if is_given and any([text] if isinstance(text, str) else text):
             raise InputError(f"{name}prompt and {name}prompt_embeds both say what to make; give one of them")
@@ -419,6 +419,9 @@ def _check_values(request: ResolvedRequest) -> None:
         faults.append(f"image_scale is {shown(request.image_scale)}; expected a number above 0")
     if request.image_scale is not None and request.image is None:
         faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
+    drawn = {stage.input for stage in request.manifest.model.visual if stage.noise is not None}
+    if unused := [name for name in request.encoder_noise or {} if name not in drawn or getattr(request, name) is None]:
+        faults.append(f"encoder_noise is given for {', '.join(unused)}, of which this run encodes none with noise")
     if request.num_videos != 1 and (request.latents is not None or request.noise is not None):
         faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
     if faults:
