@@ -25,6 +25,7 @@ from cogvideox_flax.generate.keywords import ADAPTERS, CALL, METHODS
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.schedulers import DDIMScheduler
 
 PROMPT = "a red circle moves up"
 QUICK = {"num_inference_steps": 2, "progress": False}
@@ -250,3 +251,100 @@ def test_python_starts_quietly():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TPU_"))}
     done = processes.run([sys.executable, "-c", f"{code}; import jax; jax.devices()"], env=env, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 24)\n", "")
+
+
+@pytest.fixture
+def adapters(pipe, tmp_path):
+    """Two files."""
+    files = []
+    for seed in (1, 2):
+        adapted = add_lora(CogVideoX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
+        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
+        files.append(save_lora(CogVideoX, tmp_path / str(seed), adapted))
+    return files
+
+
+@pytest.fixture
+def fresh():
+    return Pipeline.from_pretrained(None, "float32")
+
+
+def latents_of(pipe, prompt=PROMPT, **options):
+    return pipe(
+        GenerationRequest(prompt, output_type="latent", num_inference_steps=2, **options), progress=False
+    ).frames
+
+
+def test_a_pipeline_remembers_nothing_of_a_request(fresh, adapters):
+    """A request that is used again is read again: its prompts, and the adapters and the scheduler of the moment."""
+    prompts = [PROMPT]
+    request = GenerationRequest(prompts, output_type="latent", num_inference_steps=2)
+    first = fresh(request, progress=False).frames
+    prompts[0] = "a blue square moves down"
+    assert fresh.resolve(request).prompt == prompts
+    changed = fresh(request, progress=False).frames
+    assert (changed != first).any() and (changed == latents_of(fresh, prompts[0])).all()
+    plain = fresh.resolve(request)
+    fresh.load_lora(adapters[0])
+    assert not plain.lora and len(fresh.resolve(request).lora) == 1
+    conditioning = fresh.encode(request, progress=False)
+    *_, state = fresh.denoise(conditioning, request)
+    assert (state.latents != changed).any() and (state.latents == fresh(request, progress=False).frames).all()
+
+
+def test_a_module_that_is_used_stays_under_adapters(fresh, adapters):
+    """They are added to it, and taken out again."""
+    own = jax.tree.map(lambda x: 0.5 * x, fresh.transformer)
+    base = latents_of(fresh)
+    fresh.use("transformer", own)
+    used = latents_of(fresh)
+    adapted = latents_of(fresh, lora=[str(adapters[0])])
+    assert len({x.tobytes() for x in (base, used, adapted)}) == 3
+    assert (latents_of(fresh) == used).all()
+    fresh.release("transformer")
+    assert (latents_of(fresh) == base).all()
+    assert (latents_of(fresh, lora=[str(adapters[0])]) != adapted).any()
+
+
+def test_one_file_under_two_names(fresh, adapters):
+    fresh.load_lora(adapters[0], name="one")
+    fresh.load_lora(adapters[0], name="twin")
+    both = latents_of(fresh)
+    fresh.set_adapters("twin")
+    assert fresh.get_active_adapters() == ["twin"] and fresh.get_list_adapters() == ["one", "twin"]
+    assert (latents_of(fresh) != both).any()
+    fresh.load_lora(adapters[1])
+    fresh.load_lora(adapters[1], name="default_1")
+    fresh.load_lora(adapters[1])
+    assert fresh.get_active_adapters() == ["twin", "default_0", "default_1", "default_2"]
+
+
+def test_what_is_assigned_is_used_or_refused(fresh):
+    plain = latents_of(fresh)
+    fresh.scheduler = "dpm"
+    assert fresh.scheduler.kind == "dpm" and (latents_of(fresh) == latents_of(fresh, scheduler="dpm")).all()
+    assert (latents_of(fresh, scheduler="ddim") == plain).all()
+    fresh.scheduler = DDIMScheduler(fresh.manifest.configs["scheduler"])
+    assert (latents_of(fresh) == plain).all()
+    for wrong in (None, 3, "hunyuan", object()):
+        with pytest.raises(InputError):
+            fresh.scheduler = wrong
+    fresh.transformer = jax.tree.map(lambda x: 0.5 * x, fresh.transformer)
+    assert (latents_of(fresh) != plain).any()
+    fresh.transformer = None  # its memory is free; the checkpoint's is loaded again
+    assert (latents_of(fresh) == plain).all()
+    with pytest.raises(InputError, match="expected a Transformer of this package"):
+        fresh.transformer = fresh.vae
+    for name in ("guider", "dtype", "mesh", "vea"):
+        with pytest.raises(AttributeError, match=f"{name} of a pipeline cannot be set"):
+            setattr(fresh, name, 3)
+
+
+def test_a_warning_of_a_request_is_given_once(fresh, caplog):
+    request = GenerationRequest("a purple hexagon", num_inference_steps=2)
+    conditioning = fresh.encode(request, progress=False)
+    list(fresh.denoise(conditioning, request))
+    (said,) = {record.getMessage() for record in caplog.records if "hexagon" in record.getMessage()}
+    assert caplog.text.count(said) == 1
+    fresh(request, progress=False)
+    assert caplog.text.count(said) == 2

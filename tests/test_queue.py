@@ -12,7 +12,7 @@ from commands import PROMPT, QUICK
 from cogvideox_flax.cli import queue as queue_module
 from cogvideox_flax.generate.page import PAGE
 from cogvideox_flax.generate.queue import fields_of
-from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.runtime import compile as compile_module
 
 pytest_plugins = ["commands"]
@@ -280,3 +280,61 @@ def test_a_bad_line_with_an_image_is_a_bad_line(run, tmp_path):
     assert code == 2
     for number, message in enumerate(("no option 'sed'", "it is not JSON", "there is no picture nowhere.png"), 1):
         assert f"line {number}: " in err and message in err
+
+
+def folder_of(tmp_path):
+    return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != PAGE}
+
+
+def test_lines_are_matched_by_what_they_ask_for(queue, tmp_path, cheap_decoder):
+    """A line put first renumbers the others, whose videos stay."""
+    _, names, _ = queue("a", "b")
+    before = folder_of(tmp_path)
+    code, more, _ = queue("new", "a", "b")
+    assert (code, more) == (0, ["v-0001-new-seed0.mp4"])
+    assert folder_of(tmp_path).items() >= before.items()
+    page = (tmp_path / "out" / PAGE).read_text(encoding="utf-8")
+    assert "3 of 3 videos" in page and all(f'src="{name}"' in page for name in [*names, *more])
+    assert queue("b", "new", "a")[1] == []
+
+
+def test_lines_that_ask_for_the_same_have_a_video_each(queue, cheap_decoder):
+    assert queue("a", "a")[1] == ["v-0001-a-seed0.mp4", "v-0002-a-seed0.mp4"]
+    assert queue("a", "a", "a")[1] == ["v-0003-a-seed0.mp4"]
+    assert queue("a", "a", "a")[1] == []
+
+
+def test_other_settings_keep_the_earlier_videos(queue, tmp_path, cheap_decoder):
+    _, names, _ = queue("a", "b")
+    before = folder_of(tmp_path)
+    code, more, _ = queue("a", "b", argv=["--steps", 3])
+    assert (code, more) == (0, ["v-0001-a-seed0-2.mp4", "v-0002-b-seed0-2.mp4"])
+    assert folder_of(tmp_path).items() >= before.items()
+    assert queue("a", "b")[1] == queue("a", "b", argv=["--steps", 3])[1] == []
+    assert names == ["v-0001-a-seed0.mp4", "v-0002-b-seed0.mp4"]
+
+
+def test_somebody_elses_video_stays(queue, tmp_path, cheap_decoder, run, native):
+    """Under the very name of a line's."""
+    (tmp_path / "out").mkdir()
+    save_video(theirs := tmp_path / "out" / "v-0001-a-seed0.mp4", np.zeros((3, 16, 16, 3), np.uint8), 8)
+    data = theirs.read_bytes()
+    assert queue("a")[1] == ["v-0001-a-seed0-2.mp4"]
+    assert theirs.read_bytes() == data
+
+
+def test_the_directory_of_an_earlier_run_stays(queue, copied, tmp_path, cheap_decoder):
+    before = {path.name: path.read_bytes() for path in copied.iterdir()}
+    assert queue("a", argv=["--dir", copied])[0] == 0
+    assert {path.name: path.read_bytes() for path in copied.iterdir() if path.name in before} == before
+
+
+def test_a_step_cache_that_decides_by_the_video_makes_it_alone(queue, tmp_path, cheap_decoder):
+    """A batch would decide once for all."""
+    argv = ["--step-cache", "first_block", "--step-cache-threshold", 0.1, "--steps", 4]
+    one = [np.load(tmp_path / "out" / name)["latents"] for name in queue("a", "b", argv=argv, out="x.npz")[1]]
+    two = [
+        np.load(tmp_path / "out" / name)["latents"]
+        for name in queue("a", "b", argv=[*argv, "--batch", 2], out="y.npz")[1]
+    ]
+    assert all(map(np.array_equal, one, two))

@@ -76,7 +76,7 @@ class Components:
         checkpoint.check_contents(native_dir, self.manifest)
         self.tokenizer: Any = model.make_tokenizer(native_dir)
         self._scheduler: Scheduler | None = None  # in place of the checkpoint's
-        self._said: set[str] = set()  # warnings about the current request
+        self._warned: set[str] = set()  # warnings about the current request
         self._known_loras: dict[str, LoRARecord] = {}  # by name, as they were loaded
         self._active_loras: dict[str, LoRARecord] = {}  # by name, those in use, with their strengths
         self._merged_loras: list[LoRARecord] = []  # in the loaded denoiser: the active ones, or a request's

@@ -85,7 +85,7 @@ class Pipeline(Components):
         output_type = prompt.output_type
         if isinstance(output_type, str) and output_type in OUTPUT_TYPES:
             prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
-        self._said.clear()
+        self._warned.clear()
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
@@ -115,7 +115,7 @@ class Pipeline(Components):
 
     def run(self, request: Request, files: RunFiles | None = None) -> Events[None]:
         """The whole journey, owned by the caller: see `generate.run.run`."""
-        self._said.clear()
+        self._warned.clear()
         return run(self, self.resolve(request), files)
 
     def resolve(self, request: Request) -> ResolvedRequest:
@@ -132,7 +132,7 @@ class Pipeline(Components):
         if not isinstance(request, ResolvedRequest):
             own = {"lora": list(self.loras), "scheduler": self._scheduler}
             request = replace(request, **{name: x for name, x in own.items() if getattr(request, name) is None})
-        resolved = resolve(request, self.manifest, self._said)
+        resolved = resolve(request, self.manifest, self._warned)
         check_run(resolved, self.mesh, self.profiling)
         return resolved
 

@@ -135,10 +135,10 @@ def jobs_of(
     Args:
         options: fields of the request for all lines; a line's own come first.
     """
-    jobs, faults, said = [], {}, set[str]()
+    jobs, faults, warned = [], {}, set[str]()
     for number, line in lines.items():
         try:
-            request = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, said)
+            request = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, warned)
             jobs += [Job(number, one) for one in request.videos()]
         except (OSError, ValueError) as e:  # the line's own, whatever it is, so that the others are made
             faults[number] = InputError("; ".join(str(e).splitlines()))

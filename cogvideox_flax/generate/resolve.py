@@ -55,13 +55,13 @@ MAX_INT = 2**63 - 1
 """Of any whole number that is given; each option has limits of its own."""
 
 
-def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | None = None) -> ResolvedRequest:
+def resolve(request: GenerationRequest, manifest: Manifest, warned: set[str] | None = None) -> ResolvedRequest:
     """Fill every None with the release's recommendation, and check everything that needs no weights.
 
     Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
 
     Args:
-        said: warnings that were given already, and are not given again; new ones are added.
+        warned: warnings that were given already, and are not given again; new ones are added.
 
     Raises:
         InputError: all that this model cannot serve, in one message.
@@ -129,11 +129,11 @@ def resolve(request: GenerationRequest, manifest: Manifest, said: set[str] | Non
     untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
     if manifest.domain is not None:
         untrained += _outside(result, manifest.domain)
-    said = set() if said is None else said
+    warned = set() if warned is None else warned
     for warning in (*untrained, *_unused_media(result, size)):
-        if warning not in said:
+        if warning not in warned:
             log.warning(warning)
-            said.add(warning)
+            warned.add(warning)
     return result
 
 
