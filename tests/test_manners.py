@@ -152,7 +152,7 @@ def test_a_file_of_somebody_else_is_not_replaced(run, paths, native, tmp_path, c
     assert paths(*argv, "--out", tmp_path / "mine.mp4", "--overwrite") == [tmp_path / "mine.mp4"]
     caplog.clear()
     paths(*argv, "--out", tmp_path / "mine.mp4")
-    assert f"{tmp_path / 'mine.mp4'} is replaced" in caplog.text
+    assert f"{tmp_path / 'mine.mp4'} was replaced" in caplog.text
     frames = tmp_path / "frames"
     frames.mkdir()
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(frames / "0001.png")
@@ -246,3 +246,70 @@ def test_a_reader_that_goes_away(tmp_path, native):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.strip() in ("0", "141")
     assert "Traceback" not in done.stderr
+
+
+# --- nothing is lost
+
+
+def test_the_next_prompt_keeps_the_last_video(paths, run, native, tmp_path, cheap_decoder, monkeypatch, caplog):
+    """Without --out, each video has a name of its own."""
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model", native, *QUICK]
+    (first,) = paths("generate", "a", *argv)
+    data = first.read_bytes()
+    (second,) = paths("generate", "b", *argv)
+    (third,) = paths("generate", "a", *argv)
+    assert [str(path) for path in (first, second, third)] == ["video.mp4", "video-2.mp4", "video-3.mp4"]
+    assert first.read_bytes() == data and "replaced" not in caplog.text
+    several = paths("generate", "c c", "d d", *argv)
+    assert [str(path) for path in several] == ["video-0.mp4", "video-1.mp4"]
+    assert [str(path) for path in paths("generate", "e e", "f f", *argv)] == ["video-2-0.mp4", "video-2-1.mp4"]
+
+
+def test_a_run_in_the_middle_keeps_its_name(paths, run, native, tmp_path, cheap_decoder, monkeypatch, work):
+    """The same command goes on; another one takes another name."""
+    from cogvideox_flax.generate.result import GenerationResult
+
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model", native, *QUICK]
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run("generate", "a", "--seed", 2, *argv)[0] == 130
+    assert (tmp_path / "video.mp4.stages").is_dir()
+    assert [str(path) for path in paths("generate", "b", *argv)] == ["video-2.mp4"]
+    assert [str(path) for path in paths("generate", "a", "--seed", 3, *argv)] == ["video-3.mp4"]
+    work.clear()
+    assert [str(path) for path in paths("generate", "a", "--seed", 2, *argv)] == ["video.mp4"]
+    assert work == ["decode"] and not list(tmp_path.glob("*.stages"))
+
+
+def test_replaced_is_said_when_it_happens(paths, run, native, tmp_path, cheap_decoder, caplog):
+    caplog.set_level("INFO")
+    out = tmp_path / "v.mp4"
+    paths("generate", "a", "--model", native, *QUICK, "--out", out)
+    assert run("generate", "a", "--model", native, *QUICK, "--steps", 0, "--out", out)[0] == 2
+    assert "replaced" not in caplog.text
+    paths("generate", "b", "--model", native, *QUICK, "--out", out)
+    assert f"{out} was replaced" in caplog.text
+
+
+def test_a_preview_replaces_previews_alone(paths, run, tmp_path, cheap_decoder):
+    argv = ["generate", "a red circle moves up", "--steps", 1, "--out", tmp_path / "v.webp"]
+    for name in ("p.png", "p.webp"):
+        path = tmp_path / name
+        paths(*argv, "--preview", path)
+        ours = path.read_bytes()
+        paths(*argv, "--seed", 1, "--preview", path)
+        assert path.read_bytes() != ours
+        Image.new("RGB", (9, 9)).save(path)
+        theirs = path.read_bytes()
+        code, _, err = run(*argv, "--preview", path)
+        assert code == 2 and f"{path} is there and is no preview of this program" in err
+        assert path.read_bytes() == theirs
+        paths(*argv, "--preview", path, "--overwrite")
+        assert path.read_bytes() != theirs
+    (tmp_path / "p.png").write_bytes(b"notes")
+    assert run(*argv, "--preview", tmp_path / "p.png")[0] == 2
+    code, _, err = run(*argv, "--preview", tmp_path / "v.webp")
+    assert code == 2 and "is to hold the video" in err

@@ -211,8 +211,8 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument(
         "--out",
         type=_Path,
-        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a directory of PNGs, or .npz (latents); default: video.mp4, "
-        "or video-2.mp4, ... where that is there",
+        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a folder of PNGs, .npz (latents); default: video.mp4, "
+        "video-2.mp4",
     )
     what = "where the stages' files go; default: beside OUT, removed at the end"
     rarely(sub.add_argument("--dir", type=_Path, help=what))

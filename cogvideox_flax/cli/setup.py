@@ -162,7 +162,7 @@ def saying_replaced(paths: Sequence[Path]) -> Iterator[None]:
     there = [path for path in paths if path.exists()]
     yield
     for path in there:
-        log.info("%s was there, and was replaced", path)
+        log.info("%s was replaced", path)
 
 
 def read_like(args: argparse.Namespace) -> dict[str, Any]:
