@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -418,6 +419,18 @@ def test_values_of_another_type(options, message):
     with pytest.raises(InputError) as error:
         resolve(GenerationRequest(**{"prompt": "a", **options}), read_manifest(hub.EMBEDDED))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_noise_of_the_encoder_is_checked_before_anything_is_encoded():
+    manifest, image = read_manifest(hub.EMBEDDED_MODELS["embedded-image-to-video"]), np.zeros((64, 64, 3), np.uint8)
+    for noise, message in (
+        ({"image": np.zeros((1, 1, 8, 8, 16))}, None),
+        ({"image": np.zeros(3)}, r"encoder_noise of 'image' must be \(1, 1, 8, 8, 16\); got \(3,\)"),
+        ({"imge": np.zeros((1, 1, 8, 8, 16))}, "encoder_noise is of 'imge'; expected that of image"),
+        ({"video": np.zeros((1, 1, 8, 8, 16))}, "encoder_noise is of 'video'; expected that of image"),
+    ):
+        with nullcontext() if message is None else pytest.raises(InputError, match=message):
+            resolve(GenerationRequest("a", image=image, encoder_noise=noise), manifest)
 
 
 def test_values_of_numpy_are_values():

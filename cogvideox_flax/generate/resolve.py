@@ -22,6 +22,7 @@ from cogvideox_flax.generate.encode import NEGATIVE
 from cogvideox_flax.generate.predict.forms import cache_of, is_adaptive
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
+from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import (
     DTYPES,
     GUIDANCE,
@@ -446,15 +447,23 @@ def _guidance_faults(request: ResolvedRequest) -> list[str]:
 
 
 def _check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> None:
-    """Refuse initial latents, or noise for the sampler, that do not go with the run.
+    """Refuse initial latents, or noise for the encoders or the sampler, that do not go with the run.
 
     Raises:
-        InputError: another shape, or noise for a sampler that takes none.
+        InputError: another shape, or noise where none is drawn.
     """
     shape = size.latent_shape(request.batch)
     if request.latents is not None and tuple(request.latents.shape) != shape:
         extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
         raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}")
+    run = RunPrograms(request, "float32")  # for its shapes, which are those of every dtype
+    drawn = {stage.input: run.media_shapes(stage)[1] for stage in run.visual if stage.noise is not None}
+    for name, noise in (request.encoder_noise or {}).items():
+        if name not in drawn:
+            known = f"that of {' and '.join(drawn)}" if drawn else "no noise is drawn for what is given"
+            raise InputError(f"encoder_noise is of {shown(name)}; expected {known}")
+        if tuple(noise.shape) != drawn[name]:
+            raise InputError(f"encoder_noise of {name!r} must be {drawn[name]}; got {tuple(noise.shape)}")
     if request.noise is None:
         return
     if not sampler.needs_noise:
