@@ -72,7 +72,7 @@ def test_the_sampler_decides_its_settings():
     assert found.first_step == 0 and not found.guided
     same = {"num_inference_steps": 1, "guidance_scale": 1, "use_dynamic_cfg": False, "strength": 1}
     assert resolve(GenerationRequest("", video=media, **how, **same), MANIFEST).strength == 1
-    wrong = {"num_inference_steps": 50, "guidance_scale": 6, "use_dynamic_cfg": True, "strength": 0.8}
+    wrong = {"num_inference_steps": 50, "guidance_scale": 6.0, "use_dynamic_cfg": True, "strength": 0.8}
     for name, value in wrong.items():
         with pytest.raises(InputError, match=rf"^the one_step sampler needs {name} .* \(got {value}\)[^\n]*$"):
             resolve(GenerationRequest("", video=media, **how, **{name: value}), MANIFEST)
