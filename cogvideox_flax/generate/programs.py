@@ -216,8 +216,6 @@ class RunPrograms:
         given = (request.encoder_noise or {}).get(stage.input)
         if stage.noise is None:
             given = np.zeros(noise, np.float32)
-        elif given is not None and tuple(given.shape) != noise:
-            raise InputError(f"encoder_noise of {stage.input} must be {list(noise)}; got {list(given.shape)}")
         elif given is None:
             rows = 1 if request.same_noise else noise[0]
             given = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))

@@ -420,9 +420,6 @@ def _check_values(request: ResolvedRequest) -> None:
         faults.append(f"image_scale is {shown(request.image_scale)}; expected a number above 0")
     if request.image_scale is not None and request.image is None:
         faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
-    drawn = {stage.input for stage in request.manifest.model.visual if stage.noise is not None}
-    if unused := [name for name in request.encoder_noise or {} if name not in drawn or getattr(request, name) is None]:
-        faults.append(f"encoder_noise is given for {', '.join(unused)}, of which this run encodes none with noise")
     if request.num_videos != 1 and (request.latents is not None or request.noise is not None):
         faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
     if faults:
