@@ -32,6 +32,7 @@ from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
 from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
@@ -195,6 +196,7 @@ class Components:
     def loras(self) -> list[LoRARecord]:
         return list(self._active_loras.values())
 
+    @own_settings()
     def component(self, name: str) -> Any:
         """A component by its name, loaded if it is not there yet; the denoiser with the adapters that it had last."""
         with self._lock:
@@ -340,6 +342,7 @@ class Components:
             self._merge(list(records.values()))
             self._active_loras = records
 
+    @own_settings()
     def _merge(self, records: list[LoRARecord]) -> None:
         """Put these adapters into the denoiser, in place of those that it had.
 

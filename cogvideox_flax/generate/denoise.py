@@ -22,6 +22,7 @@ from cogvideox_flax.generate.predict.plain import At, Predict
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
 
@@ -153,7 +154,7 @@ class InitialNoise(Program):
     name = "initial noise"
 
     def __call__(self, seed: UInt32[Array, ""]) -> tuple[Float32[Array, "B T h w C"], Array]:
-        latent_key, noise_key = jax.random.split(jax.random.key(seed))
+        latent_key, noise_key = jax.random.split(random_key(seed))
         return _noise(self.predict, latent_key, self.shape, self.same_noise), noise_key
 
 
@@ -164,12 +165,12 @@ def _noise(predict: Predict, key: Array, shape: tuple[int, ...], same: bool) -> 
 
 def noise_key(seed: int) -> Array:
     """The key of the sampler's noise, for a run whose initial latents were given."""
-    return jax.random.split(jax.random.key(np.uint32(seed)))[1]
+    return jax.random.split(random_key(seed))[1]
 
 
 def encoder_noise_key(seed: int, index: int) -> Array:
     """The key of the posterior noise of one of the pictures and clips; 0 and 1 are those of `InitialNoise`' split."""
-    return jax.random.fold_in(jax.random.key(np.uint32(seed)), 2 + index)
+    return jax.random.fold_in(random_key(seed), 2 + index)
 
 
 def run_loop(

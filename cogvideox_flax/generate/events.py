@@ -14,6 +14,7 @@ from jaxtyping import Float32
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult
+from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.runtime.terminal import Progress, duration_text, reliable_interrupts, say
 
 T = TypeVar("T")
@@ -88,7 +89,8 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
         try:
             while True:
                 try:
-                    event = next(events)
+                    with own_settings():
+                        event = next(events)
                 except StopIteration as end:
                     return end.value
                 match event:

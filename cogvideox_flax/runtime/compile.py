@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from cogvideox_flax.nn.cpu import unstack_layers
 from cogvideox_flax.nn.platforms import compiling_for, platform_of
 from cogvideox_flax.runtime.compile_cache import CompileCache
+from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.runtime.terminal import out_of_reach
 
 
@@ -162,11 +163,11 @@ class CompiledProgram:
 
     def __call__(self, model: Any, *args: Any, jit: bool = True) -> Any:
         if not jit:
-            with jax.disable_jit(), compiling_on(self.program.mesh_for(self.mesh, model, *args)):
+            with own_settings(), jax.disable_jit(), compiling_on(self.program.mesh_for(self.mesh, model, *args)):
                 return self.program(model, *args)
         args = (self.model_argument(model), *args)
         executable = self._executable(args)
-        with compiling_on(self.program.mesh_for(self.mesh, *args)):
+        with own_settings(), compiling_on(self.program.mesh_for(self.mesh, *args)):
             return executable(*args)
 
 
@@ -174,7 +175,7 @@ def compile_for(jitted: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
     """The executable of a jitted function for these arguments, which may be abstract shapes."""
 
     def compile_it() -> Any:
-        with compiling_on(mesh):
+        with own_settings(), compiling_on(mesh):
             return jitted.lower(*args).compile()
 
     return out_of_reach(compile_it)
@@ -188,7 +189,8 @@ def compiled_once(jitted: Any, mesh: Mesh | None) -> Callable[..., Any]:
         nonlocal executable
         if executable is None:
             executable = compile_for(jitted, args, mesh)
-        return executable(*args)
+        with own_settings():
+            return executable(*args)
 
     return call
 

@@ -57,6 +57,6 @@ def _put_one(x: Any, sharding: Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.device_put(x, sharding)  # a program's result, which may be sharded
     if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_put_one(jax.random.key_data(x), sharding))
+        return jax.random.wrap_key_data(_put_one(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -36,6 +36,7 @@ from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first
+from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
 from cogvideox_flax.training.loop import METRICS_FILE, Trainer, Validation, match_run
@@ -53,6 +54,7 @@ VALIDATION_SAMPLES = 8
 """Noised clips that a validation loss is the mean over, at least."""
 
 
+@own_settings()
 def finetune(
     job: FinetuneJob, *, stop_after: Callable[[int], bool] | None = None, progress: bool = True
 ) -> Path | None:

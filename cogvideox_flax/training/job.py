@@ -27,6 +27,7 @@ from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable,
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.metrics import check_tensorboard
@@ -130,7 +131,7 @@ class FinetuneJob:
 
     def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
         """The denoiser with new adapters, which change nothing yet."""
-        config, rngs = self.config.lora, nnx.Rngs(self.config.seed)
+        config, rngs = self.config.lora, nnx.Rngs(random_key(self.config.seed))
         targets = self.lora_targets
         return lora.add_lora(self.model, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 

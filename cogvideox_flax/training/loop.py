@@ -35,6 +35,7 @@ from cogvideox_flax.io.contents import match_record, write_record
 from cogvideox_flax.io.interrupts import interrupt
 from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options, compiling_on
+from cogvideox_flax.runtime.settings import own_settings, random_key
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
@@ -128,6 +129,7 @@ class Trainer:
         config = self.config
         self._match_run()
         with (
+            own_settings(),
             compiling_on(self.mesh),
             Snapshots(self.folder / "states", config.keep) as snapshots,
         ):
@@ -194,7 +196,7 @@ class Trainer:
 
         def validation_loss(params: Params, frozen: Any, batch: Batch, i: Int32[Array, ""]) -> Float32[Array, ""]:
             batch = jax.tree.map(lambda x: x[0], batch)
-            key = jax.random.fold_in(jax.random.key(_VALIDATION_SEED), i)
+            key = jax.random.fold_in(random_key(_VALIDATION_SEED), i)
             return self.loss(cast(params, dtype), cast(frozen, dtype), batch, key)[0]
 
         one = compiled_once(jax.jit(validation_loss, compiler_options=compiler_options(dtype)), self.mesh)

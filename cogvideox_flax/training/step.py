@@ -16,6 +16,7 @@ from jaxtyping import Array, Float32, Int32, Key
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.runtime.global_arrays import put
+from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.sharding import ParameterRows
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.objectives import Metrics
@@ -91,7 +92,7 @@ def train_step(
         The next state, and the metrics of the step.
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
-    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    key = jax.random.fold_in(random_key(config.seed), state.step)
 
     def gradient(micro: tuple[Batch, Array]) -> tuple[Params, Metrics]:
         batch, i = micro
