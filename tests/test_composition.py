@@ -7,21 +7,21 @@ feature that changes a video is a new row.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from contextlib import closing
 
 import numpy as np
 import pytest
 import xla_options
+from commands import ROOT, python
 from reference import relative_error
+from runs import files_in, latents_of, stop_after
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.events import Denoised, Step, last_of
 from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
 from cogvideox_flax.generate.recipe import fields_of
 from cogvideox_flax.generate.run import recipe_of, run
-from cogvideox_flax.generate.run_files import RunFiles
 from cogvideox_flax.sharding import make_mesh
 
 XLA_OPTIONS = xla_options.AS_USERS
@@ -89,28 +89,10 @@ def whole(pipe):
     def whole(name):
         if name not in made:
             request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
-            made[name] = request, run_with(pipe, request, None)
+            made[name] = request, latents_of(pipe, request)
         return made[name]
 
     return whole
-
-
-def run_with(pipe, request, files, stages=("encode", "denoise")):
-    """The latents of a run without the extra ones; None where the stages leave denoising out."""
-    if files is None:
-        asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
-        return np.asarray(last_of(run(pipe, asked)).result.frames)
-    latents = None
-    for event in run(pipe, request, files, stages):
-        if isinstance(event, Denoised):
-            latents = np.asarray(event.latents)
-    return latents
-
-
-def files_in(pipe, folder):
-    return RunFiles(
-        folder=folder, model_id="embedded", revision=None, dtype="float32", fingerprints=pipe.fingerprints()
-    )
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -119,17 +101,16 @@ def test_killed_and_resumed(pipe, whole, tmp_path, name):
     request, expected = whole(name)
     files = files_in(pipe, tmp_path)
     for stop in range(1, request.num_steps if not request.compiled_loop else 1):
-        with closing(run(pipe, request, files)) as events:
-            next(event for event in events if isinstance(event, Step) and int(event.state.step) == stop)
-    np.testing.assert_array_equal(run_with(pipe, request, files), expected)
+        stop_after(pipe, request, files, stop)
+    np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_stages(pipe, whole, tmp_path, name):
     request, expected = whole(name)
     files = files_in(pipe, tmp_path)
-    run_with(pipe, request, files, ["encode"])
-    np.testing.assert_array_equal(run_with(pipe, request, files, ["denoise"]), expected)
+    latents_of(pipe, request, files, ["encode"])
+    np.testing.assert_array_equal(latents_of(pipe, request, files, ["denoise"]), expected)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -176,7 +157,7 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
     groups = batches(jobs, 2)
     assert len(groups) == (2 if name in ("first_block", "first_block, uni_pc") else 1)
     request = request_of(groups[0])
-    latents = run_with(pipe, request, None)
+    latents = latents_of(pipe, request)
     assert relative_error(latents[:1], expected) < 1e-3
     assert recipe_of(pipe, items_of(request, [0])) == recipe_of(pipe, jobs[0].request)
 
@@ -187,27 +168,36 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
 def test_a_mesh(pipe, whole, name, mesh):
     request, expected = whole(name)
     on_mesh = Pipeline.from_pretrained(None, "float32", make_mesh(*mesh))
-    assert relative_error(run_with(on_mesh, request, None), expected) < 1e-3
+    assert relative_error(latents_of(on_mesh, request), expected) < 1e-3
 
 
 SECOND = """
-import sys, json, hashlib
-import numpy as np
-sys.path[:0] = sys.argv[1:]
-import test_composition as own
+import hashlib, json, sys
+sys.path.insert(0, "tests")
 from cogvideox_flax import GenerationRequest, Pipeline
+from tests.runs import latents_of
+from tests.test_composition import FEATURES, PROMPT, options_of
 pipe = Pipeline.from_pretrained(None, "float32")
-for name in own.FEATURES:
-    request = pipe.resolve(GenerationRequest(own.PROMPT, **own.options_of(name)))
-    print(json.dumps([name, hashlib.sha256(own.run_with(pipe, request, None).tobytes()).hexdigest()]))
+for name in FEATURES:
+    request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
+    print(json.dumps([name, hashlib.sha256(latents_of(pipe, request).tobytes()).hexdigest()]))
 """
+
+
+@pytest.mark.further
+def test_a_second_process(pipe, whole):
+    """Without what the tests of this file set: how XLA compiles is as for users in both."""
+    done = python("-c", SECOND, cwd=ROOT, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    assert done.returncode == 0, done.stderr
+    found = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert found == {name: hashlib.sha256(whole(name)[1].tobytes()).hexdigest() for name in FEATURES}
 
 
 def test_the_next_run_of_a_pipeline_is_the_first(pipe, whole):
     """Whatever ran between: other adapters, other options."""
     for name in FEATURES:
         request, expected = whole(name)
-        np.testing.assert_array_equal(run_with(pipe, request, None), expected, err_msg=name)
+        np.testing.assert_array_equal(latents_of(pipe, request), expected, err_msg=name)
 
 
 def test_two_runs_take_turns(pipe, whole):

@@ -13,14 +13,15 @@ from cogvideox_flax.attention import SparseTiles
 from cogvideox_flax.conversion.configs import read_configs
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import ConversionError, InputError
+from cogvideox_flax.generate.freshness import request_values
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.run_files import request_values
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.hunyuan_video15 import model as family
 from cogvideox_flax.models.hunyuan_video15.tokenizer import TokenizersConfig
 from cogvideox_flax.models.registry import get_family
 from cogvideox_flax.sharding import make_mesh
 from tests.hunyuan_layout import run_reference, save_layout
+from tests.runs import files_in, latents_of, stop_after
 
 pytest_plugins = ["commands"]
 
@@ -322,3 +323,51 @@ def test_guidance_of_the_guider_is_in_the_checkpoint(pipe, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"guidance_rescale": 0.7}))
     with pytest.raises(InputError, match=r"guider config.*\n.*guidance_rescale"):
         cogvideox_flax.Pipeline.from_pretrained(folder)
+
+
+WAYS = {
+    "flow_match": {},
+    "uni_pc": {"scheduler": "uni_pc"},
+    "dpmpp_2m_sde": {"scheduler": "dpmpp_2m_sde"},
+    "euler_ancestral": {"scheduler": "euler_ancestral"},
+    "no guidance": {"guidance_scale": 1.0},
+    "taylorseer": {"step_cache": "taylorseer"},
+    "first_block": {"step_cache": "first_block", "step_cache_threshold": 0.2, "scheduler": "uni_pc"},
+    "pab": {"step_cache": "pab"},
+    "residual": {"step_cache": "residual"},
+}
+"""Name -> options; CogVideoX's are in test_composition."""
+
+
+@pytest.fixture(scope="module")
+def ways(pipe):
+    """Name -> the request, and the latents of the uninterrupted run."""
+    requests = {
+        name: pipe.resolve(GenerationRequest(PROMPTS[1], num_inference_steps=6, **SIZE, **how))
+        for name, how in WAYS.items()
+    }
+    return {name: (request, latents_of(pipe, request)) for name, request in requests.items()}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_killed_and_resumed(pipe, ways, tmp_path, name):
+    """After each step, one after the other."""
+    request, expected = ways[name]
+    files = files_in(pipe, tmp_path)
+    for stop in range(1, request.num_steps):
+        stop_after(pipe, request, files, stop)
+    np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+
+
+def test_one_folder_after_other_schedulers(pipe, ways, tmp_path):
+    """What another scheduler or step cache left there, finished or in the middle, is not taken."""
+    files = files_in(pipe, tmp_path)
+    for request, expected in ways.values():
+        np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+    (tmp_path / "stage2_latents.safetensors").unlink()
+    for request, _ in ways.values():
+        stop_after(pipe, request, files, 4)
+    for request, expected in ways.values():
+        stop_after(pipe, ways["flow_match"][0], files, 3)
+        np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+        (tmp_path / "stage2_latents.safetensors").unlink()

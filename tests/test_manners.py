@@ -272,16 +272,23 @@ def test_a_run_in_the_middle_keeps_its_name(paths, run, native, tmp_path, cheap_
     from cogvideox_flax.generate.result import GenerationResult
 
     monkeypatch.chdir(tmp_path)
-    argv = ["--model", native, *QUICK]
+    argv, how = ["--model", native, *QUICK], ("--seed", 2, "--negative-prompt", "c", "--guidance-interval", "0,0.6")
     with monkeypatch.context() as patch:
         patch.setattr(GenerationResult, "save_items", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert run("generate", "a", "--seed", 2, *argv)[0] == 130
+        assert run("generate", "a", *how, *argv)[0] == 130
     assert (tmp_path / "video.mp4.stages").is_dir()
     assert [str(path) for path in paths("generate", "b", *argv)] == ["video-2.mp4"]
     assert [str(path) for path in paths("generate", "a", "--seed", 3, *argv)] == ["video-3.mp4"]
     work.clear()
-    assert [str(path) for path in paths("generate", "a", "--seed", 2, *argv)] == ["video.mp4"]
+    assert [str(path) for path in paths("generate", "a", *how, *argv)] == ["video.mp4"]
     assert work == ["decode"] and not list(tmp_path.glob("*.stages"))
+    like = ["--like", "video.mp4", "--model", native]
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run("generate", *like, "--seed", 5)[0] == 130
+    work.clear()
+    assert [str(path) for path in paths("generate", *like, "--seed", 5)] == ["video-4.mp4"]
+    assert work == ["decode"]
 
 
 def test_replaced_is_said_when_it_happens(paths, run, native, tmp_path, cheap_decoder, caplog):

@@ -75,16 +75,20 @@ def read_settings(args: argparse.Namespace, *, asked: bool = False) -> dict[str,
 
 def default_output(args: argparse.Namespace) -> Path:
     """Return video.mp4, or the first of video-2.mp4, ... that replaces no video and no stages of another run."""
-    from cogvideox_flax.generate.recipe import read_recipe
-    from cogvideox_flax.generate.resolve import check_num_videos
+    from cogvideox_flax.generate.recipe import fields_of, read_recipe
+    from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
     from cogvideox_flax.io.paths import item_paths
 
-    prompts = [read_recipe(args.like).get("prompt")] if args.like and not args.prompt else read_prompts(args)
+    like = fields_of(read_recipe(args.like), args.like) if args.like else {}
+    prompts = check_prompts(like["prompt"])[0] if like and not args.prompt else read_prompts(args)
+    given = later_options(like, given_options(args))
+    both = check_prompts(prompts, given.get("negative_prompt", ""))
+    given |= dict(zip(("prompt", "negative_prompt"), both, strict=True))
     check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
     for i in itertools.count(1):
         path = Path("video.mp4" if i == 1 else f"video-{i}.mp4")
         is_free = not any(os.path.lexists(each) for each in item_paths(path, len(prompts) * videos))
-        if is_free and (args.dir is not None or _is_run_of(args, stages_folder(path), prompts)):
+        if is_free and (args.dir is not None or _may_go_on(stages_folder(path), given)):
             return path
     raise AssertionError
 
@@ -94,8 +98,11 @@ def stages_folder(out: Path) -> Path:
     return out.with_name(out.name + ".stages")
 
 
-def _is_run_of(args: argparse.Namespace, folder: Path, prompts: Sequence[Any]) -> bool:
-    """Whether a folder holds no run in the middle, or one that was asked for the same."""
+def _may_go_on(folder: Path, given: Mapping[str, Any]) -> bool:
+    """Whether a folder holds no run in the middle, or one that was asked for with the same options.
+
+    Adapters, pictures and clips are not compared.
+    """
     from cogvideox_flax.generate import run_files
     from cogvideox_flax.generate.freshness import plain
     from cogvideox_flax.generate.media import MEDIA
@@ -106,10 +113,10 @@ def _is_run_of(args: argparse.Namespace, folder: Path, prompts: Sequence[Any]) -
         settings = run_files.read_settings(folder)
     except InputError:
         return False
-    names = {*settings.get("asked", ())} & settings.keys() - {*MEDIA, "lora"}
-    stored = {name: settings[name] for name in names}
-    given = {name: plain(value) for name, value in given_options(args).items() if name in settings}
-    return settings["prompt"] == list(prompts) and stored.items() <= given.items() <= settings.items()
+    names = settings.keys() - {*MEDIA, "lora"}
+    asked = {name: settings[name] for name in ("prompt", *settings.get("asked", ())) if name in names}
+    now = {name: plain(value) for name, value in given.items() if name in names}
+    return asked.items() <= now.items() <= settings.items()
 
 
 def check_output(

@@ -296,8 +296,8 @@ class RunPrograms:
             kept = predict.kept(denoiser, tokens, latents, len(self.steps))
             return step_cache.kept_shapes(kept, mesh)
 
-    def check_state(self, state: DenoiseState) -> None:
-        """Refuse a state that no loop of this request can have.
+    def check_state(self, state: DenoiseState, mesh: Mesh | None) -> None:
+        """Refuse a state that no loop of this request, on a mesh, can have.
 
         Raises:
             InputError: with what is expected.
@@ -310,7 +310,7 @@ class RunPrograms:
             raise InputError(f"the state is after step {int(state.step)}; this run has {len(self.steps)} steps")
         if _shapes(state.sampler) != _shapes(self.sampler_state()):
             raise InputError("the state is of another scheduler; go on with the one that it was made with")
-        if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(None)):
+        if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(mesh)):
             raise InputError("the state is of another step cache; go on with the one that it was made with")
 
     def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:

@@ -319,7 +319,7 @@ def denoising(
     if request.compiled_loop and state is not None:
         raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
     if state is not None:
-        run.check_state(state)
+        run.check_state(state, pipe.mesh)
     latents, noise_source = yield from _start_noise(pipe, run)
     inputs, first = run.start(conditioning.on_host(), latents, noise_source)
     first = run.with_cache(state or first, pipe.mesh)
