@@ -348,3 +348,19 @@ def test_a_warning_of_a_request_is_given_once(fresh, caplog):
     assert caplog.text.count(said) == 1
     fresh(request, progress=False)
     assert caplog.text.count(said) == 2
+
+
+def test_wrong_arguments_are_one_line(pipe):
+    for wrong in ([1], np.zeros((1, 2, 3)), np.zeros((1, 5, 8, 8, 3)), "x"):
+        with pytest.raises(InputError, match=r"latents must be a state or \[B, T, h, w, 16\]; got "):
+            pipe.decode(wrong)
+    with pytest.raises(TypeError, match="callback is 5; expected a function"):
+        pipe(PROMPT, callback=5, **QUICK)
+    with pytest.raises(InputError, match="mesh is '1,1,1'; expected"):
+        Pipeline.from_pretrained(mesh="1,1,1")
+    with pytest.raises(InputError, match=r"prompt_embeds must be \[1, 24, 128\] for 1 prompts; got \[\]"):
+        pipe(prompt_embeds=5, guidance_scale=1, **QUICK)
+    with pytest.raises(InputError, match="text_features of 'prompt_embeds' is 'x'"):
+        pipe(prompt_embeds="x", guidance_scale=1, **QUICK)
+    with pytest.raises(InputError):
+        pipe.load_lora("x" * 5000)

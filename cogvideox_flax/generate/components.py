@@ -124,6 +124,8 @@ class Components:
         for name in others:
             answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision and progress")
             raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise InputError(f"mesh is {shown(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device")
         libtpu.quiet_without_tpu()
         manifest = hub.peek(where, revision, progress=progress)
         dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float, Float32
 from PIL import Image
 
@@ -25,6 +26,7 @@ from cogvideox_flax.generate.resolve import check_run, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import decoding, denoising, encoding, finish, run
 from cogvideox_flax.generate.run_files import RunFiles
+from cogvideox_flax.io.values import shown
 from cogvideox_flax.runtime.terminal import say
 
 Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
@@ -70,8 +72,9 @@ class Pipeline(Components):
             TypeError: a keyword that is no option; one of diffusers' is answered with the name to use.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        features = {name: named.pop(name) for name in self._feature_names() & named.keys()}
-        features = {name: x for name, x in features.items() if x is not None}
+        names = self._feature_names()
+        features = {name: x for name, x in named.items() if name in names and x is not None}
+        named = {name: x for name, x in named.items() if name not in names}
         if isinstance(prompt, GenerationRequest):
             if options or named or features:
                 raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
@@ -85,6 +88,8 @@ class Pipeline(Components):
         output_type = prompt.output_type
         if isinstance(output_type, str) and output_type in OUTPUT_TYPES:
             prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
+        if callback is not None and not callable(callback):
+            raise TypeError(f"callback is {shown(callback)}; expected a function of step, timestep and latents")
         self._warned.clear()
         request = self.resolve(prompt)
         if callback is not None and (request.compiled_loop or request.one_program):
@@ -208,6 +213,9 @@ class Pipeline(Components):
         """
         if isinstance(latents, DenoiseState):
             latents = latents.video_latents
+        channels = self.manifest.model.codec.latent_channels
+        if np.ndim(latents) != 5 or np.shape(latents)[-1] != channels:
+            raise InputError(f"latents must be a state or [B, T, h, w, {channels}]; got {list(np.shape(latents))}")
         how: Any = {"output_type": output_type, "tiling": tiling, "in_pieces": in_pieces}
         return result_of(decoding(self, latents, **how), progress)
 

@@ -313,7 +313,8 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
         if is_given and any([text] if isinstance(text, str) else text):
             raise InputError(f"{name}prompt and {name}prompt_embeds both say what to make; give one of them")
     arrays = {name: np.shape(x) for name, x in features.items()}
-    batch = next((shape[0] for shape in arrays.values() if shape), 1)
+    first = arrays[next(iter(shapes))]
+    batch = first[0] if first else 1
     for name, found in arrays.items():
         expected = model.feature_shapes(batch)[name.removeprefix(NEGATIVE)]
         if found != expected:
