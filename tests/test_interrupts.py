@@ -140,6 +140,19 @@ def test_a_program_goes_on_with_the_same_pipeline(tmp_path):
     np.testing.assert_array_equal(np.load(paths[2]), pipe(PROMPT, num_inference_steps=2, progress=False).frames)
 
 
+def test_ctrl_c_after_the_end_of_a_command_changes_nothing():
+    """As when the interpreter's teardown takes its time."""
+    code = """
+import atexit, signal, sys
+atexit.register(signal.raise_signal, signal.SIGINT)
+from cogvideox_flax.cli import main
+sys.argv[1:] = ["info"]
+sys.exit(main())
+"""
+    done = processes.run([sys.executable, "-c", code], env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 EAGER = """
 import signal, sys, threading
 import jax, jax.numpy as jnp

@@ -17,7 +17,7 @@ from typing import Any
 from cogvideox_flax.cli.arguments import expand_paths, make_parser
 from cogvideox_flax.cli.commands import TRAINING_OPTIONS
 from cogvideox_flax.errors import InputError, describe_file_error
-from cogvideox_flax.io.interrupts import EXIT_CODE, is_interrupt
+from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt
 from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import Place, find_place
@@ -34,6 +34,7 @@ log = logging.getLogger("cogvideox_flax")
 @reliable_interrupts()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    is_process = argv is None  # it is this command's and ends with it
     args = make_parser().read(sys.argv[1:] if argv is None else argv)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
@@ -50,12 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(e, BrokenPipeError) and _reader_is_gone():
             return CLOSED_PIPE
         code, message = _outcome(e)
+        if code == EXIT_CODE and is_process:
+            ended()
         if message is None:
             raise
         print(printable(message), file=sys.stderr)
-        if code == EXIT_CODE and argv is None:  # the process is this command's
+        if code == EXIT_CODE and is_process:
             leave(code)
         return code
+    if is_process:
+        ended()
     return 0
 
 

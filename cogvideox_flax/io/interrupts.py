@@ -56,6 +56,11 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     send_later()
 
 
+def ended() -> None:
+    """The command has ended: another Ctrl-C breaks neither its last line nor the interpreter's teardown."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def send_later() -> None:
     """Send Ctrl-C to the main thread a moment later."""
     main = threading.main_thread().ident
