@@ -220,7 +220,8 @@ def test_like(paths, run, native, tmp_path, cheap_decoder):
 def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_decoder, caplog):
     out = tmp_path / "v.mp4"
     save_video(tmp_path / "foreign.mp4", np.zeros((2, 16, 16, 3), np.uint8), 8, {"prompt": "x"})
-    assert "does not say how it was made" in run("generate", "--like", tmp_path / "foreign.mp4", "--out", out)[2]
+    for more in (["--out", out], []):
+        assert "does not say how it was made" in run("generate", "--like", tmp_path / "foreign.mp4", *more)[2]
     (first,) = paths("generate", PROMPT, "--model", native, *QUICK, "--out", tmp_path / "first.mp4")
     assert "name that checkpoint with --model" in run("generate", "--like", first, "--out", out)[2]
     clip = tmp_path / "clip.mp4"

@@ -79,18 +79,23 @@ def default_output(args: argparse.Namespace) -> Path:
     from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
     from cogvideox_flax.io.paths import item_paths
 
-    like = fields_of(read_recipe(args.like), args.like) if args.like else {}
+    path, like = Path("video.mp4"), {}
+    if args.like is not None:
+        if not (recipe := read_recipe(args.like)):
+            return path  # which `read_like` refuses
+        like = fields_of(recipe, args.like)
     prompts = check_prompts(like["prompt"])[0] if like and not args.prompt else read_prompts(args)
     given = later_options(like, given_options(args))
     both = check_prompts(prompts, given.get("negative_prompt", ""))
     given |= dict(zip(("prompt", "negative_prompt"), both, strict=True))
     check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
-    for i in itertools.count(1):
-        path = Path("video.mp4" if i == 1 else f"video-{i}.mp4")
-        is_free = not any(os.path.lexists(each) for each in item_paths(path, len(prompts) * videos))
-        if is_free and (args.dir is not None or _may_go_on(stages_folder(path), given)):
-            return path
-    raise AssertionError
+    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2)))
+    return next(
+        name
+        for name in names
+        if not any(os.path.lexists(each) for each in item_paths(name, len(prompts) * videos))
+        and (args.dir is not None or _may_go_on(stages_folder(name), given))
+    )
 
 
 def stages_folder(out: Path) -> Path:

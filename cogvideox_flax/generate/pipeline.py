@@ -135,7 +135,7 @@ class Pipeline(Components):
         if not isinstance(request, GenerationRequest):
             request = GenerationRequest(request)
         if not isinstance(request, ResolvedRequest):
-            own = {"lora": list(self.loras), "scheduler": self._scheduler}
+            own: dict[str, Any] = {"lora": list(self.loras), "scheduler": self._scheduler}
             request = replace(request, **{name: x for name, x in own.items() if getattr(request, name) is None})
         resolved = resolve(request, self.manifest, self._warned)
         check_run(resolved, self.mesh, self.profiling)

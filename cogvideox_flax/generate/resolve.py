@@ -310,7 +310,7 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
             raise InputError("negative_prompt_embeds go with prompt_embeds; give both, or the negative_prompt as text")
         raise InputError(f"text_features lack {', '.join(missing)}")
     for name, text, is_given in (("", request.prompt, True), (NEGATIVE, request.negative_prompt, has_negative)):
-        if is_given and any([text] if isinstance(text, str) else text):
+        if is_given and any([text] if isinstance(text, str) else text or ()):
             raise InputError(f"{name}prompt and {name}prompt_embeds both say what to make; give one of them")
     arrays = {name: np.shape(x) for name, x in features.items()}
     first = arrays[next(iter(shapes))]
