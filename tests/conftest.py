@@ -89,18 +89,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: order.get(item.path.stem.removeprefix("test_"), len(order)))
 
 
-LONG_FILES = (
-    "hunyuan_pipeline",
-    "composition",
-    "autoencoder",
-    "hunyuan_vae",
-    "sharding",
-    "hosts",
-    "media",
-    "training",
-    "tpu",
-)
-LONG_FILES += ("causal_conv", "attention", "pipeline", "long_clips", "step_cache", "hunyuan_transformer", "finetune")
+LONG_FILES = ("hunyuan_pipeline", "composition", "autoencoder", "hunyuan_vae", "sharding", "hosts", "media")
+LONG_FILES += ("training", "tpu", "causal_conv", "attention", "pipeline", "long_clips", "step_cache")
+LONG_FILES += ("hunyuan_transformer", "finetune")
 """The files that take longest: a worker takes whole files, and none should begin its longest last."""
 
 QUICK = "not slow and not further", "further"

@@ -35,6 +35,12 @@ class Halved(DDIMScheduler):
         return x / 2, state
 
 
+@pytest.fixture
+def run_command(request):
+    """The fixture `run` of commands, beside the function of that name."""
+    return request.getfixturevalue("run")
+
+
 @pytest.fixture(scope="module")
 def pipe(native):
     return Pipeline.from_pretrained(native, "float32")
@@ -121,6 +127,14 @@ def test_like_says_what_only_python_can_make(run, pipe, native, tmp_path, name):
     assert any(each in read_recipe(tmp_path / "v.mp4")["settings"] for each in UNREPEATABLE)
     code, _, err = run("generate", "--like", tmp_path / "v.mp4", "--model", native, "--out", tmp_path / "w.mp4")
     assert code == 2 and "was made in Python with more than options" in err and err.count("\n") == 1
+
+
+def test_a_directory_of_pythons_is_gone_on_with_there(run_command, pipe, tmp_path):
+    how = {"model_id": "embedded", "revision": None, "dtype": "float32", "fingerprints": pipe.fingerprints()}
+    request = request_of(pipe, variants(pipe)["embeds"])
+    list(run(pipe, request, RunFiles(folder=tmp_path, **how), ["encode"]))
+    code, _, err = run_command("denoise", "--dir", tmp_path)
+    assert code == 2 and "with more than options (arrays" in err and "go on with it there" in err
 
 
 @pytest.fixture(scope="module")

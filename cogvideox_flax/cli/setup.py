@@ -65,6 +65,7 @@ def read_settings(args: argparse.Namespace, *, asked: bool = False) -> dict[str,
 
     before = run_files.read_settings(args.dir)
     if asked:
+        _refuse_unrepeatable(before, args.dir, "go on with it there")
         before = run_files.asked_settings(before)
     model, revision = before.pop("model_id"), before.pop("revision", None)
     if args.model is None:
@@ -183,7 +184,6 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InputError: the file holds no usable recipe, or inputs that are not given again.
     """
-    from cogvideox_flax.generate.freshness import UNREPEATABLE
     from cogvideox_flax.generate.media import MEDIA
     from cogvideox_flax.generate.recipe import fields_of, read_recipe
     from cogvideox_flax.generate.request import THRESHOLDS
@@ -194,9 +194,7 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     found = fields_of(recipe, path)
     use_model(args, recipe, path)
     settings = recipe.get("settings", {})
-    if stated := [name for name in UNREPEATABLE if name in settings]:
-        said = ", ".join(f"{name} {json.dumps(settings[name])}" for name in stated)
-        raise InputError(f"{path} was made in Python with more than options ({said}); the command line cannot make it")
+    _refuse_unrepeatable(settings, path, "the command line cannot make it again")
     if recipe.get("row") is not None and settings.get("step_cache") in THRESHOLDS:
         log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
     elif recipe.get("row"):
@@ -206,6 +204,18 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
             files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
             raise InputError(f"{path} was made with more than words; give it again: {files}")
     return found
+
+
+def _refuse_unrepeatable(settings: Mapping[str, Any], path: Path, instead: str) -> None:
+    """Refuse settings that hold what only Python can give.
+
+    Raises:
+        InputError: they do; with `instead`, what to do.
+    """
+    from cogvideox_flax.generate.freshness import UNREPEATABLE
+
+    if stated := [f"{name} {json.dumps(settings[name])}" for name in UNREPEATABLE if name in settings]:
+        raise InputError(f"{path} was made in Python with more than options ({', '.join(stated)}); {instead}")
 
 
 def use_model(args: argparse.Namespace, recipe: Mapping[str, Any], path: Path) -> None:
