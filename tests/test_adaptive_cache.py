@@ -443,7 +443,8 @@ def test_the_releases_have_what_needs_their_blocks(release):
     picture = {"image": [np.zeros((480, 720, 3), np.uint8)]} if release.endswith("i2v") else {}
     for form in ("pab", "teacache", "dbcache"):
         run = RunPrograms(resolve(GenerationRequest(PROMPT, step_cache=form, **picture), manifest), "bfloat16")
-        assert (run.full_steps is None and run.may_resume(17)) or form == "pab"
+        # what a step decides, nobody knows before it: a loop goes on from the cache alone
+        assert (run.full_steps is None and not run.may_resume(17)) or form == "pab"
         ((program, args, _),) = run.abstract("denoise")
         state, _ = jax.eval_shape(program, *args)
         assert jax.tree.structure(state) == jax.tree.structure(args[2])
