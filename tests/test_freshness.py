@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from commands import PROMPT, SIZE, generate
@@ -124,9 +125,10 @@ def test_like_says_what_only_python_can_make(run, pipe, native, tmp_path, name):
     stop = {"callback": lambda step, t, x: True} if name == "stopped" else {}
     prompt = options.pop("prompt")
     pipe(GenerationRequest(prompt, **options), progress=False, **stop).save(tmp_path / "v.mp4")
-    assert any(each in read_recipe(tmp_path / "v.mp4")["settings"] for each in UNREPEATABLE)
+    recipe = read_recipe(tmp_path / "v.mp4")
+    assert any(each in recipe | recipe["settings"] for each in UNREPEATABLE)
     code, _, err = run("generate", "--like", tmp_path / "v.mp4", "--model", native, "--out", tmp_path / "w.mp4")
-    assert code == 2 and "was made in Python with more than options" in err and err.count("\n") == 1
+    assert code == 2 and "was made with more than the options of a run" in err and err.count("\n") == 1
 
 
 def test_a_directory_of_pythons_is_gone_on_with_there(run_command, pipe, tmp_path):
@@ -134,7 +136,7 @@ def test_a_directory_of_pythons_is_gone_on_with_there(run_command, pipe, tmp_pat
     request = request_of(pipe, variants(pipe)["embeds"])
     list(run(pipe, request, RunFiles(folder=tmp_path, **how), ["encode"]))
     code, _, err = run_command("denoise", "--dir", tmp_path)
-    assert code == 2 and "with more than options (arrays" in err and "go on with it there" in err
+    assert code == 2 and "with more than the options of a run (arrays" in err and "go on with it there" in err
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,39 @@ def test_another_models_decoder_is_said_and_recorded(paths, native, other, tmp_p
     caplog.clear()
     paths("generate", "--like", mixed, "--model", native, "--out", tmp_path / "again.mp4")
     assert f"{mixed} was made by" in caplog.text and "with another vae than this model's" in caplog.text
+
+
+def test_another_dtype_of_decoding_is_recorded(paths, run, native, tmp_path):
+    (npz,) = paths(*generate(native, tmp_path / "x.npz"))
+    (video,) = paths("decode", npz, "--model", native, "--dtype", "bfloat16", "--out", tmp_path / "v.mp4")
+    settings = read_recipe(video)["settings"]
+    assert (settings["dtype"], settings["decode_dtype"]) == ("float32", "bfloat16")
+
+
+def test_a_run_that_is_stopped_later_says_so(pipe):
+    """Of several videos, the one that was stopped."""
+    count = []
+    stop = lambda step, t, x: count.append(step) or len(count) == 3  # noqa: E731
+    result = pipe(PROMPT, num_videos=2, callback=stop, progress=False, **QUICK)
+    assert result.metadata["seed"] == [0, 1] and result.metadata["steps_done"] == [None, 1]
+
+
+def test_a_module_of_the_users_is_used_in_every_stage(pipe, tmp_path):
+    """Also where the weights of a stage leave when the next begins."""
+    how = {"model_id": "x", "revision": None, "dtype": "float32"}
+    request = request_of(pipe, {})
+    plain = [
+        e.latents
+        for e in run(pipe, request, RunFiles(folder=tmp_path / "a", **how, fingerprints=pipe.fingerprints()))
+        if isinstance(e, Denoised)
+    ]
+    pipe.use("transformer", jax.tree.map(lambda x: 0.5 * x, pipe.transformer))
+    try:
+        files = RunFiles(folder=tmp_path / "b", **how, fingerprints=pipe.fingerprints())
+        used = [e.latents for e in run(pipe, request, files) if isinstance(e, Denoised)]
+        assert np.abs(used[0] - plain[0]).max() > 0.1
+    finally:
+        pipe.release("transformer")
 
 
 def test_a_directory_decoded_with_another_model(paths, copied, other, caplog):
@@ -209,7 +244,8 @@ def test_a_state_of_something_else_is_refused(pipe):
     conditioning = pipe.encode(request, progress=False)
     *_, state = pipe.denoise(conditioning, request)
     wrong = {
-        "of another scheduler": (state, {"scheduler": "ddim"}),
+        "of another scheduler, uni_pc; this run's is ddim": (state, {"scheduler": "ddim"}),
+        "of another scheduler, uni_pc; this run's is euler": (state, {"scheduler": "euler"}),
         "the state has latents": (state, {"num_frames": 17}),
         "after step 7; this run has 2 steps": (dataclasses.replace(state, step=np.int32(7)), {}),
         "of another step cache": (dataclasses.replace(state, cache=np.zeros(3)), {"step_cache": "residual"}),

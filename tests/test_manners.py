@@ -13,6 +13,7 @@ import pytest
 from commands import PROMPT, QUICK, ROOT
 from PIL import Image
 
+from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.doctor import _fits, _unused
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.models.registry import RELEASES
@@ -321,3 +322,38 @@ def test_a_preview_replaces_previews_alone(paths, run, tmp_path, cheap_decoder):
     assert run(*argv, "--preview", tmp_path / "p.png")[0] == 2
     code, _, err = run(*argv, "--preview", tmp_path / "v.webp")
     assert code == 2 and "is to hold the video" in err
+
+
+def test_videos_that_are_there_are_the_runs_own(paths, run, native, tmp_path, cheap_decoder, monkeypatch, work):
+    """A run that was stopped between its videos goes on under its name."""
+    from cogvideox_flax.generate.result import GenerationResult
+
+    monkeypatch.chdir(tmp_path)
+    argv = ["generate", "a", "--model", native, *QUICK, "--num-videos", 2]
+    save, saved = GenerationResult.save_items, []
+
+    def stopped(self, names):
+        if saved:
+            raise KeyboardInterrupt
+        saved.append(save(self, names))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", stopped)
+        assert run(*argv)[0] == 130
+    assert (tmp_path / "video-0.mp4").exists() and not (tmp_path / "video-1.mp4").exists()
+    work.clear()
+    assert [str(path) for path in paths(*argv)] == ["video-0.mp4", "video-1.mp4"]
+    assert "denoise" not in work and not list(tmp_path.glob("*.stages"))
+
+
+def test_a_name_is_taken_when_it_is_chosen(run, native, tmp_path, monkeypatch):
+    """Another command that is still loading its model has it; a command that is refused leaves nothing."""
+    from cogvideox_flax.cli import setup
+
+    monkeypatch.chdir(tmp_path)
+    args = make_parser().read(["generate", "a", "--seed", "1"])
+    other = make_parser().read(["generate", "b"])
+    with setup.output_of(args) as first, setup.output_of(other) as second, setup.output_of(args) as again:
+        assert [str(path) for path in (first, second, again)] == ["video.mp4", "video-2.mp4", "video.mp4"]
+    assert run("generate", "a", "--model", native, *QUICK, "--steps", 0)[0] == 2
+    assert list(tmp_path.iterdir()) == []

@@ -364,3 +364,55 @@ def test_wrong_arguments_are_one_line(pipe):
         pipe(prompt_embeds="x", guidance_scale=1, **QUICK)
     with pytest.raises(InputError):
         pipe.load_lora("x" * 5000)
+
+
+def test_a_request_leaves_no_adapter_behind(fresh, adapters):
+    own = fresh.transformer.blocks.attn.q.kernel[...]
+    latents_of(fresh, lora=[str(adapters[0])])
+    assert (fresh.transformer.blocks.attn.q.kernel[...] == own).all()
+
+
+def test_an_assigned_scheduler_and_few_steps(fresh):
+    """The settings of an adapter that is known come first, as they do where nothing is assigned."""
+    request = GenerationRequest(PROMPT, lora=["embedded-four-steps"])
+    expected = fresh.resolve(request)
+    fresh.scheduler = "dpm"
+    found = fresh.resolve(request)
+    assert (found.num_inference_steps, found.guidance_scale, found.scheduler) == (
+        expected.num_inference_steps,
+        expected.guidance_scale,
+        expected.scheduler,
+    )
+    assert fresh.resolve(PROMPT).sampler.kind == "dpm"
+
+
+def test_a_subclass_has_attributes_of_its_own():
+    class Mine(Pipeline):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.seen = 0
+
+    pipe = Mine.from_pretrained(None, "float32")
+    pipe.seen += 1
+    with pytest.raises(AttributeError, match="mesh of a pipeline cannot be set"):
+        pipe.mesh = 3
+
+
+def test_settings_of_the_caller_hold_between_steps(fresh):
+    """And not in them."""
+    request = GenerationRequest(PROMPT, num_inference_steps=2, step_cache="taylorseer")
+    *_, plain = fresh.run(request)
+    with jax.numpy_rank_promotion("raise"), jax.transfer_guard("disallow"):
+        events = fresh.run(request)
+        for event in events:
+            assert jax.config.jax_numpy_rank_promotion == "raise", event
+    assert (event.result.frames == plain.result.frames).all()
+
+
+def test_the_default_device_of_the_caller(fresh):
+    device = jax.devices()[1]
+    with jax.default_device(device):
+        fresh.release()
+        request = GenerationRequest(PROMPT, num_inference_steps=1, num_frames=9, force=True)
+        *_, state = fresh.denoise(fresh.encode(request, progress=False), request)
+    assert state.latents.devices() == {device}

@@ -21,13 +21,13 @@ from cogvideox_flax.cli.setup import (
     automatic_mesh,
     check_like,
     check_output,
-    default_output,
     explicit_mesh,
     given_mesh,
     given_options,
     load,
     named_model,
     open_run,
+    output_of,
     peek,
     placed_model,
     preview_of,
@@ -68,6 +68,17 @@ def generate(args: argparse.Namespace) -> None:
     if args.prompt_file is not None:
         generate_queue(args)
         return
+    import cogvideox_flax.generate.run  # noqa: F401  (before Ctrl-C is an exception)
+
+    loaded()
+    if args.batch is not None:
+        raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
+    with output_of(args) as out:
+        _generate_one(args, out)
+
+
+def _generate_one(args: argparse.Namespace, out: Path) -> None:
+    """`generate` of the prompts on the command line."""
     from cogvideox_flax.generate.events import Denoised, Finished, show
     from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
@@ -76,17 +87,12 @@ def generate(args: argparse.Namespace) -> None:
     from cogvideox_flax.generate.run_files import check_folder, run_dir_lock
     from cogvideox_flax.io.paths import check_name, item_paths
 
-    loaded()
-    if args.batch is not None:
-        raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
-    if args.out is None:
-        args.out = Path(hosts.from_first(lambda: str(default_output(args))))
-    check_name(args.out)
-    folder = args.dir or stages_folder(args.out)
-    latents_only = args.out.suffix.lower() == ".npz"
+    check_name(out)
+    folder = args.dir or stages_folder(out)
+    latents_only = out.suffix.lower() == ".npz"
 
     def paths(prompts: int, videos: int) -> list[Path]:
-        return item_paths(args.out, (1 if latents_only else prompts) * videos)  # an npz holds all prompts
+        return item_paths(out, (1 if latents_only else prompts) * videos)  # an npz holds all prompts
 
     def read() -> dict[str, Any]:
         like = {} if args.like is None else read_like(args)
@@ -223,7 +229,7 @@ def decode(args: argparse.Namespace) -> None:
             made_of = {name: value for name, value in settings.items() if name not in ("fingerprints", "asked")}
             stored = recipe(made_of, pipe.manifest, pipe.native_dir.name, made_with)
         warn_of_other_model(pipe, stored, args.latents or args.dir, [pipe.manifest.model.decoder])
-        how_decoded = {"fps": decided["fps"], "tiling": decided["tiling"]}
+        how_decoded: Any = {"dtype": pipe.dtype, "fps": decided["fps"], "tiling": decided["tiling"]}
         metadata = decoded_recipe(stored, pipe.fingerprints(), pipe.manifest.model.decoder, **how_decoded)
     saved = GenerationResult(frames, decided["fps"], metadata)
     with saying_replaced(item_paths(out, len(latents))):

@@ -12,12 +12,12 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.paths import expand_user
+from cogvideox_flax.io.paths import expand_user, read_text
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
@@ -31,6 +31,9 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from cogvideox_flax.runtime.profiling import ProfilingOptions
 
 log = logging.getLogger("cogvideox_flax")
+
+COMMAND_FILE = "command.json"
+"""In a folder of stages whose name the command chose: what was asked for."""
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
@@ -74,55 +77,63 @@ def read_settings(args: argparse.Namespace, *, asked: bool = False) -> dict[str,
     return before
 
 
-def default_output(args: argparse.Namespace) -> Path:
-    """Return video.mp4, or the first of video-2.mp4, ... that replaces no video and no stages of another run."""
-    from cogvideox_flax.generate.recipe import fields_of, read_recipe
-    from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
+@contextmanager
+def output_of(args: argparse.Namespace) -> Iterator[Path]:
+    """The path of --out; without it, video.mp4 or the first of video-2.mp4, ... that no other run has.
+
+    Its folder of stages is the run's from then on, so that two commands never take one name, and says what was asked
+    for, so that the same command goes on there. What fails before anything is finished leaves no folder.
+    """
+    from cogvideox_flax.generate.run_files import finished
+
+    chosen = Path(hosts.from_first(lambda: str(args.out or _choose_output(args))))
+    folder = stages_folder(chosen)
+    try:
+        yield chosen
+    finally:
+        if args.out is None and args.dir is None and hosts.is_first() and not finished(folder):
+            with suppress(OSError):
+                (folder / COMMAND_FILE).unlink(missing_ok=True)
+                folder.rmdir()
+
+
+def _choose_output(args: argparse.Namespace) -> Path:
+    from cogvideox_flax.generate.recipe import read_recipe
+    from cogvideox_flax.generate.resolve import check_num_videos
     from cogvideox_flax.io.paths import item_paths
 
-    path, like = Path("video.mp4"), {}
-    if args.like is not None:
-        if not (recipe := read_recipe(args.like)):
-            return path  # which `read_like` refuses
-        like = fields_of(recipe, args.like)
-    prompts = check_prompts(like["prompt"])[0] if like and not args.prompt else read_prompts(args)
-    given = later_options(like, given_options(args))
-    both = check_prompts(prompts, given.get("negative_prompt", ""))
-    given |= dict(zip(("prompt", "negative_prompt"), both, strict=True))
+    like = None if args.like is None else read_recipe(args.like)
+    prompts = read_prompts(args) if like is None or args.prompt else like.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) else 1
     check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
-    names = itertools.chain([path], (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2)))
-    return next(
-        name
-        for name in names
-        if not any(os.path.lexists(each) for each in item_paths(name, len(prompts) * videos))
-        and (args.dir is not None or _may_go_on(stages_folder(name), given))
-    )
+    where = {name: getattr(args, name) for name in ("prompt", "model", "revision", "dtype")}
+    asked = json.dumps({**where, **given_options(args), "like": like}, default=str, sort_keys=True)
+    first = Path("video.mp4")
+    for path in itertools.chain([first], (first.with_stem(f"{first.stem}-{i}") for i in itertools.count(2))):
+        is_there = any(os.path.lexists(each) for each in item_paths(path, count * videos))
+        if args.dir is not None:
+            if not is_there:
+                return path
+            continue
+        folder = stages_folder(path)
+        try:
+            if not is_there:
+                folder.mkdir()
+                (folder / COMMAND_FILE).write_text(asked, encoding="utf-8")
+                return path
+        except FileExistsError:
+            pass
+        except OSError as e:
+            raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
+        with suppress(OSError, ValueError, InputError):
+            if read_text(folder / COMMAND_FILE) == asked:
+                return path
+    raise AssertionError
 
 
 def stages_folder(out: Path) -> Path:
     """Where a run keeps its stages until OUT is written."""
     return out.with_name(out.name + ".stages")
-
-
-def _may_go_on(folder: Path, given: Mapping[str, Any]) -> bool:
-    """Whether a folder holds no run in the middle, or one that was asked for with the same options.
-
-    Adapters, pictures and clips are not compared.
-    """
-    from cogvideox_flax.generate import run_files
-    from cogvideox_flax.generate.freshness import plain
-    from cogvideox_flax.generate.media import MEDIA
-
-    if not (folder / run_files.CONFIG_FILE).exists():
-        return True
-    try:
-        settings = run_files.read_settings(folder)
-    except InputError:
-        return False
-    names = settings.keys() - {*MEDIA, "lora"}
-    asked = {name: settings[name] for name in ("prompt", *settings.get("asked", ())) if name in names}
-    now = {name: plain(value) for name, value in given.items() if name in names}
-    return asked.items() <= now.items() <= settings.items()
 
 
 def check_output(
@@ -194,8 +205,9 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     found = fields_of(recipe, path)
     use_model(args, recipe, path)
     settings = recipe.get("settings", {})
-    _refuse_unrepeatable(settings, path, "the command line cannot make it again")
-    if recipe.get("row") is not None and settings.get("step_cache") in THRESHOLDS:
+    _refuse_unrepeatable({**recipe, **settings}, path, "the command line cannot make it again")
+    decides = settings.get("step_cache") in {*THRESHOLDS} - {"magcache"} and "step_cache_full" not in settings
+    if recipe.get("row") is not None and decides:
         log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
     elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
@@ -214,8 +226,8 @@ def _refuse_unrepeatable(settings: Mapping[str, Any], path: Path, instead: str) 
     """
     from cogvideox_flax.generate.freshness import UNREPEATABLE
 
-    if stated := [f"{name} {json.dumps(settings[name])}" for name in UNREPEATABLE if name in settings]:
-        raise InputError(f"{path} was made in Python with more than options ({', '.join(stated)}); {instead}")
+    if stated := [f"{name} {json.dumps(settings[name])}" for name in UNREPEATABLE if settings.get(name) is not None]:
+        raise InputError(f"{path} was made with more than the options of a run ({', '.join(stated)}); {instead}")
 
 
 def use_model(args: argparse.Namespace, recipe: Mapping[str, Any], path: Path) -> None:

@@ -85,7 +85,7 @@ class Components:
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
         self._compiled = Programs(dtype, mesh, programs)
-        self._is_open = True
+        self._fixed = frozenset(self.__dict__)  # what cannot be set from now on
 
     @classmethod
     def _check_model(cls, manifest: checkpoint.Manifest, where: object, dtype: str, mesh: Mesh | None) -> None:
@@ -165,10 +165,16 @@ class Components:
         if name.startswith("_") or "manifest" not in self.__dict__ or name not in self.manifest.model.components:
             hint = f"; diffusers' {name} is here: {METHODS[name]}" if name in METHODS else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+        if name == self.manifest.model.denoiser:
+            with self._lock:
+                self._merge(self.loras)
         return self.component(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in ("profiling", "scheduler") or not self.__dict__.get("_is_open", False):
+        is_own = name.startswith("_") or name in ("profiling", "scheduler")
+        is_of_a_subclass = type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
+        is_new = not hasattr(Components, name) and name not in self.__dict__.get("_fixed", ())
+        if is_own or "_fixed" not in self.__dict__ or (is_of_a_subclass and is_new):
             super().__setattr__(name, value)
         elif name not in self.manifest.model.components:
             raise AttributeError(
@@ -253,6 +259,11 @@ class Components:
                 self._loaded.pop(name, None)
                 self._replaced.pop(name, None)
                 self._replaced_names.pop(name, None)
+
+    def unload(self) -> None:
+        """Let go of all loaded components' memory; unlike `release`, modules of `use` are used on."""
+        with self._lock:
+            self._loaded.clear()
 
     def fits_at_once(self) -> bool:
         """Whether all components take less than half of each device's memory; of the host's, for CPUs."""

@@ -64,6 +64,7 @@ class DenoiseState:
     sampler: its own state, from `Scheduler.step`: a pytree of arrays.
     cache: what `predict` keeps from step to step.
     extra_latents: latent frames at the start that are not decoded.
+    scheduler: the kind of the one that made it.
     """
 
     step: Int32[Any, ""]
@@ -71,6 +72,7 @@ class DenoiseState:
     sampler: Any
     cache: Any = None
     extra_latents: int = field(default=0, metadata={"static": True})
+    scheduler: str = field(default="", metadata={"static": True})
 
     @property
     def video_latents(self) -> Float32[Any, "B T-extra h w C"]:

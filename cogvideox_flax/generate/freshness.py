@@ -16,9 +16,9 @@ from cogvideox_flax.generate.request import ResolvedRequest, Stage, recorded
 
 log = logging.getLogger(__name__)
 
-UNREPEATABLE = ("arrays", "noise_schedule", "steps_done")
-"""Values beside the options that only Python can give: SHA-256 of arrays, a scheduler object that is not the
-checkpoint's, and how many steps a callback let pass."""
+UNREPEATABLE = ("arrays", "noise_schedule", "steps_done", "decode_dtype")
+"""Values that no option of a run gives: SHA-256 of arrays, a scheduler object that is not the checkpoint's, how many
+steps a callback let pass, and the dtype of decoding where that is another one."""
 
 ENCODER_ARRAYS = ("text_features", "encoder_noise")
 """Fields of the request that hold arrays for the encoders, by name."""

@@ -27,6 +27,7 @@ from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import decoding, denoising, encoding, finish, run
 from cogvideox_flax.generate.run_files import RunFiles
 from cogvideox_flax.io.values import shown
+from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
 
 Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
@@ -121,7 +122,7 @@ class Pipeline(Components):
     def run(self, request: Request, files: RunFiles | None = None) -> Events[None]:
         """The whole journey, owned by the caller: see `generate.run.run`."""
         self._warned.clear()
-        return run(self, self.resolve(request), files)
+        return in_own_settings(run(self, self.resolve(request), files))
 
     def resolve(self, request: Request) -> ResolvedRequest:
         """The request with every None filled, checked for this model and mesh; a resolved one stays as it is.
@@ -134,10 +135,9 @@ class Pipeline(Components):
         """
         if not isinstance(request, GenerationRequest):
             request = GenerationRequest(request)
-        if not isinstance(request, ResolvedRequest):
-            own: dict[str, Any] = {"lora": list(self.loras), "scheduler": self._scheduler}
-            request = replace(request, **{name: x for name, x in own.items() if getattr(request, name) is None})
-        resolved = resolve(request, self.manifest, self._warned)
+        if request.lora is None and not isinstance(request, ResolvedRequest):
+            request = replace(request, lora=list(self.loras))
+        resolved = resolve(request, self.manifest, self._warned, self._scheduler)
         check_run(resolved, self.mesh, self.profiling)
         return resolved
 
@@ -187,7 +187,8 @@ class Pipeline(Components):
             InputError: an argument that cannot be served.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        return result_of(denoising(self, conditioning, self.resolve(request), state=state), progress)
+        loop = result_of(denoising(self, conditioning, self.resolve(request), state=state), progress)
+        return in_own_settings(loop)
 
     def decode(
         self,

@@ -269,7 +269,8 @@ class RunPrograms:
         if conditioning is not None and conditioning.video is not None:
             latents = self.sampler.start_from(conditioning.video, latents, timesteps[0])
         sampler_state = self.sampler.init_state(latents)
-        return inputs, DenoiseState(np.int32(0), latents, sampler_state, extra_latents=self.size.extra_latents)
+        static: Any = {"extra_latents": self.size.extra_latents, "scheduler": self.sampler.kind}
+        return inputs, DenoiseState(np.int32(0), latents, sampler_state, **static)
 
     def sampler_state(self) -> Any:
         """The sampler's own state as shapes."""
@@ -308,8 +309,9 @@ class RunPrograms:
             raise InputError(f"the state has latents {list(found[0])}, {found[1]} of them extra; expected {expected}")
         if not 0 <= int(state.step) <= len(self.steps):
             raise InputError(f"the state is after step {int(state.step)}; this run has {len(self.steps)} steps")
-        if _shapes(state.sampler) != _shapes(self.sampler_state()):
-            raise InputError("the state is of another scheduler; go on with the one that it was made with")
+        kind = self.sampler.kind
+        if state.scheduler != kind or _shapes(state.sampler) != _shapes(self.sampler_state()):
+            raise InputError(f"the state is of another scheduler, {state.scheduler}; this run's is {kind}")
         if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(mesh)):
             raise InputError("the state is of another step cache; go on with the one that it was made with")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -171,15 +172,10 @@ def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> li
 
 def _made(path: Path) -> dict[str, Any]:
     """The metadata of a video that this library wrote; {} of anything else."""
-    return read_recipe(path) if is_whole(path) else {}
-
-
-def is_whole(path: Path) -> bool:
-    """Whether there is a file, and it is not damaged."""
     try:
-        return path.exists() and read_recipe(path) is not None
-    except InputError:
-        return False
+        return read_recipe(path) if path.exists() else {}
+    except InputError:  # damaged, or somebody else's
+        return {}
 
 
 def _key(recipe: Mapping[str, Any]) -> str:
@@ -188,9 +184,9 @@ def _key(recipe: Mapping[str, Any]) -> str:
 
 
 def free_path(path: Path, taken: Collection[Path]) -> Path:
-    """The path, or the first of NAME-2, NAME-3, ... that is not taken; one that is there is, unless it is damaged."""
+    """The path, or the first of NAME-2, NAME-3, ... that is neither there nor taken."""
     names = itertools.chain([path], (path.with_stem(f"{path.stem}-{i}") for i in itertools.count(2)))
-    return next(name for name in names if name not in taken and not is_whole(name))
+    return next(name for name in names if name not in taken and not os.path.lexists(name))
 
 
 def batches(jobs: Iterable[Job], most: int) -> list[list[Job]]:

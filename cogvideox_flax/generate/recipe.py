@@ -26,7 +26,7 @@ from cogvideox_flax.version import __version__
 
 log = logging.getLogger(__name__)
 
-PER_ITEM = ("prompt", "negative_prompt", "seed", "row")
+PER_ITEM = ("prompt", "negative_prompt", "seed", "row", "steps_done")
 """What the items of a result may differ in."""
 
 SHORT = 12
@@ -49,6 +49,7 @@ class Recipe(TypedDict, total=False):
     negative_prompt: str | list[str]
     seed: int | list[int] | None
     row: int | list[int]
+    steps_done: int | list[int | None] | None
     release: str
     version: str
     settings: dict
@@ -68,7 +69,8 @@ def recipe(
 
     Returns:
         prompt, negative_prompt, seed, release, checkpoint (part -> the first digits of its fingerprint), version and
-        settings; of videos that were not made as each alone also `row`, which of the batch's rows each was.
+        settings; of videos that were not made as each alone also `row`, which of the batch's rows each was; of videos
+        that a callback stopped `steps_done`.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(GenerationRequest)}
     settings = {
@@ -77,11 +79,11 @@ def recipe(
         if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
     }
     prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
-    rows = {} if made_of.get("row") is None else {"row": made_of["row"]}
+    more = {name: made_of[name] for name in ("row", "steps_done") if made_of.get(name) is not None}
     return {
         **{key: texts if len(texts) > 1 else texts[0] for key, texts in prompts.items()},
         "seed": made_of.get("seed"),
-        **rows,
+        **more,
         "release": manifest.release.name if manifest.release else name,
         **({} if fingerprints is None else {"checkpoint": short_fingerprints(fingerprints)}),
         "version": f"{_PROGRAM} {__version__}",
@@ -90,7 +92,7 @@ def recipe(
 
 
 def decoded_recipe(
-    latents: Mapping[str, Any], fingerprints: Mapping[str, str], decoder: str, *, fps: int, tiling: bool
+    latents: Mapping[str, Any], fingerprints: Mapping[str, str], decoder: str, *, dtype: str, fps: int, tiling: bool
 ) -> dict[str, Any]:
     """The recipe of a video whose latents were made before.
 
@@ -98,9 +100,12 @@ def decoded_recipe(
         latents: their recipe.
         fingerprints: of the parts of the model that decoded them.
         decoder: the part that did.
+        dtype: that it did it in.
     """
     settings = {name: value for name, value in latents.get("settings", {}).items() if name != "tiling"}
     settings |= {"fps": fps} | ({"tiling": True} if tiling else {})
+    if settings.setdefault("dtype", dtype) != dtype:
+        settings["decode_dtype"] = dtype
     made_with = latents.get("checkpoint")
     if isinstance(made_with, dict):
         made_with = made_with | short_fingerprints({decoder: fingerprints[decoder]})
@@ -190,7 +195,8 @@ def fields_of(recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kinds: dict[str, Any] = {name: json_type(name) for name in recorded("encode", "denoise", "decode")}
     kinds |= dict.fromkeys(MEDIA, list[MediaRecord])
     kinds |= dict.fromkeys(("prompt", "negative_prompt"), str | list[str]) | {"dtype": str}
-    given = {name: recipe[name] for name in PER_ITEM if name in recipe and name != "row"} | recipe.get("settings", {})
+    per_item = {name: recipe[name] for name in ("prompt", "negative_prompt", "seed") if name in recipe}
+    given = per_item | recipe.get("settings", {})
     if other := [name for name in given if name not in (*kinds, *UNREPEATABLE)]:
         log.warning("%s states %s, which is no option of a run; it is left out", path, ", ".join(other))
     found = _typed(path, kinds, given)

@@ -56,13 +56,19 @@ MAX_INT = 2**63 - 1
 """Of any whole number that is given; each option has limits of its own."""
 
 
-def resolve(request: GenerationRequest, manifest: Manifest, warned: set[str] | None = None) -> ResolvedRequest:
+def resolve(
+    request: GenerationRequest,
+    manifest: Manifest,
+    warned: set[str] | None = None,
+    scheduler: Scheduler | None = None,
+) -> ResolvedRequest:
     """Fill every None with the release's recommendation, and check everything that needs no weights.
 
     Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
 
     Args:
         warned: warnings that were given already, and are not given again; new ones are added.
+        scheduler: in place of the release's, where neither the request nor a distillation names one.
 
     Raises:
         InputError: all that this model cannot serve, in one message.
@@ -77,6 +83,8 @@ def resolve(request: GenerationRequest, manifest: Manifest, warned: set[str] | N
         request = with_distillation(request, model)
         if request.distilled is not None:  # which no result records
             asked |= given_options(request)
+    if request.scheduler is None and scheduler is not None:
+        request = dataclasses.replace(request, scheduler=scheduler)
     filled = _recommended(request, manifest)
     filled["timesteps"] = None
     with faults.caught():

@@ -113,8 +113,8 @@ def join(results: Sequence[GenerationResult]) -> GenerationResult:
     if len(results) == 1:
         return dataclasses.replace(results[0], frames=frames[0])
     metadata = dict(results[0].metadata)
-    for key in (name for name in PER_ITEM if name in metadata):
-        each = [(result.metadata[key], len(own)) for result, own in zip(results, frames, strict=True)]
+    for key in (name for name in PER_ITEM if any(name in result.metadata for result in results)):
+        each = [(result.metadata.get(key), len(own)) for result, own in zip(results, frames, strict=True)]
         metadata[key] = [x for value, n in each for x in (value if isinstance(value, list) else [value] * n)]
     return GenerationResult(np.concatenate(frames), results[0].fps, metadata)
 

@@ -108,7 +108,7 @@ def make_videos(
     before = stages[0]
     for stage, video in order:
         if not keep and stage != before:
-            pipe.release()
+            pipe.unload()
         before = stage
         match stage:
             case "encode":

@@ -284,7 +284,7 @@ class StateKeeper:
         run, step = self._run, np.int32(int(metadata["step"]))
         cache = read("cache", run.cache_shapes(mesh)) if self._keeps_cache else None
         sampler = read("sampler", run.sampler_state())
-        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents)
+        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents, run.sampler.kind)
         return run.with_empty_cache(state, mesh)
 
     def keep(self, state: DenoiseState) -> None:

@@ -174,8 +174,11 @@ class CompiledProgram:
 def compile_for(jitted: Any, args: tuple[Any, ...], mesh: Mesh | None) -> Any:
     """The executable of a jitted function for these arguments, which may be abstract shapes."""
 
+    config: Any = jax.config  # its attributes are made at run time
+    device = config.jax_default_device  # of this thread; the one that compiles has none of its own
+
     def compile_it() -> Any:
-        with own_settings(), compiling_on(mesh):
+        with jax.default_device(device), own_settings(), compiling_on(mesh):
             return jitted.lower(*args).compile()
 
     return out_of_reach(compile_it)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, UInt32
 
 from cogvideox_flax.errors import InputError
+
+T, R = TypeVar("T"), TypeVar("R")
 
 _PRNG = "threefry2x32"
 
@@ -55,6 +57,20 @@ def own_settings() -> Iterator[None]:
         ):
             context.enter_context(setting)
         yield
+
+
+def in_own_settings(steps: Generator[T, None, R]) -> Generator[T, None, R]:
+    """The same generator, advanced in `own_settings`; between its steps the caller's settings hold."""
+    try:
+        while True:
+            with own_settings():
+                try:
+                    step = next(steps)
+                except StopIteration as end:
+                    return end.value
+            yield step
+    finally:
+        steps.close()
 
 
 def random_key(seed: int | UInt32[Array, ""]) -> Key[Array, ""]:
