@@ -12,7 +12,8 @@ from jaxtyping import Array, Key, UInt32
 
 from cogvideox_flax.errors import InputError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _PRNG = "threefry2x32"
 
