@@ -89,7 +89,7 @@ class AdaptiveCache(UpdateCache):
         full = fetch(kept.full)
         steps = np.flatnonzero(full == FULL).tolist()
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
-        return f"{len(steps)} of {len(full)} steps were full{again}"
+        return f"{len(steps)} of {(full != UNKNOWN).sum()} steps were full{again}"
 
     def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
         """What is compared."""
