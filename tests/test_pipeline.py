@@ -191,7 +191,7 @@ def test_callback_reads_latents_and_stops_the_run(pipe):
     video = generate(pipe, num_inference_steps=5, callback=callback, output_type="latent")
     assert [(s, t) for s, t, _ in seen] == [(0, 999), (1, 799)]
     assert (video.frames == seen[-1][2]).all()
-    assert video.metadata["settings"]["steps_done"] == 2
+    assert video.metadata["steps_done"] == 2
 
 
 def test_progress_says_when_it_compiles(native, capfd):

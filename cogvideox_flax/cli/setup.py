@@ -87,14 +87,15 @@ def output_of(args: argparse.Namespace) -> Iterator[Path]:
     from cogvideox_flax.generate.run_files import finished
 
     chosen = Path(hosts.from_first(lambda: str(args.out or _choose_output(args))))
-    folder = stages_folder(chosen)
     try:
         yield chosen
     finally:
-        if args.out is None and args.dir is None and hosts.is_first() and not finished(folder):
-            with suppress(OSError):
-                (folder / COMMAND_FILE).unlink(missing_ok=True)
-                folder.rmdir()
+        if args.out is None and args.dir is None and hosts.is_first():
+            folder = stages_folder(chosen)
+            if not finished(folder):
+                with suppress(OSError):
+                    (folder / COMMAND_FILE).unlink(missing_ok=True)
+                    folder.rmdir()
 
 
 def _choose_output(args: argparse.Namespace) -> Path:
