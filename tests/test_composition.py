@@ -6,18 +6,25 @@ feature that changes a video is a new row.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import xla_options
 from commands import ROOT, python
+from PIL import Image
 from reference import relative_error
 from runs import files_in, latents_of, stop_after
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
 from cogvideox_flax.generate.recipe import fields_of
 from cogvideox_flax.generate.run import recipe_of, run
@@ -62,8 +69,16 @@ FEATURES = {
     "compiled loop": {"compiled_loop": True},
     "adapter": {"lora": ["embedded-four-steps:0.5"], "distilled": "off"},
     "four steps": {"lora": ["embedded-four-steps"], "num_inference_steps": None, "scheduler": None},
+    "video": {"video": [str(ROOT / "docs/images/seeds.gif")], "strength": 0.6},
+    "video, dpm, taylorseer": {"video": [str(ROOT / "docs/images/seeds.gif")], "strength": 0.9, "scheduler": "dpm"}
+    | {"step_cache": "taylorseer"},
+    "image": {"image": ["IMAGE"]},
+    "image, stretched": {"image": ["IMAGE"], "fit": "stretch", "image_scale": 0.8, "step_cache": "residual"},
 }
-"""Name -> options beside those of `options_of`."""
+"""Name -> options beside those of `options_of`; those with an image are the image-to-video model's."""
+
+MODELS = {name: "embedded-image-to-video" for name, how in FEATURES.items() if "image" in how}
+"""Name -> the model, where it is not the embedded one of text to video."""
 
 PROMPT = "a large green square moves to the left"
 OTHER = "a small red circle stays still"
@@ -72,21 +87,39 @@ OTHER = "a small red circle stays still"
 def options_of(name):
     how = {"num_inference_steps": STEPS, "scheduler": "ddim", "seed": 3, "num_frames": 17}
     given = {**how, "force": True, **FEATURES[name]}
+    if "image" in given:
+        given["image"] = [image_file()]
     return {key: value for key, value in given.items() if value is not None}
 
 
-@pytest.fixture(scope="module")
-def pipe():
-    return Pipeline.from_pretrained(None, "float32")
+@cache
+def image_file():
+    """A PNG of another aspect ratio than the model's."""
+    path = Path(tempfile.mkdtemp(prefix="cogvideox-tests-")) / "image.png"
+    Image.linear_gradient("L").resize((96, 64)).convert("RGB").save(path)
+    atexit.register(shutil.rmtree, path.parent)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
-def whole(pipe):
+def pipes():
+    """Name of a feature -> its pipeline."""
+    return cache(lambda model: Pipeline.from_pretrained(model, "float32"))
+
+
+@pytest.fixture
+def pipe(pipes, name):
+    return pipes(MODELS.get(name))
+
+
+@pytest.fixture(scope="module")
+def whole(pipes):
     """Name -> the request, and the latents of the uninterrupted run."""
     made = {}
 
     def whole(name):
         if name not in made:
+            pipe = pipes(MODELS.get(name))
             request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
             made[name] = request, latents_of(pipe, request)
         return made[name]
@@ -134,6 +167,7 @@ def test_made_again_from_its_recipe(pipe, whole, name):
     recipe = json.loads(json.dumps(recipe_of(pipe, request)))
     fields = fields_of(recipe, "the recipe")
     fields.pop("dtype")
+    fields |= {key: options_of(name)[key] for key in MEDIA if key in fields}  # by their contents in the recipe
     again = pipe.resolve(GenerationRequest(**{"lora": [], **fields, "distilled": "off"}))
     assert recipe_of(pipe, again) == recipe
     assert pipe.programs(again).denoise == pipe.programs(request).denoise or request.compiled_loop
@@ -166,7 +200,7 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_mesh(pipe, whole, name, mesh):
     request, expected = whole(name)
-    on_mesh = Pipeline.from_pretrained(None, "float32", make_mesh(*mesh))
+    on_mesh = Pipeline.from_pretrained(MODELS.get(name), "float32", make_mesh(*mesh))
     assert relative_error(latents_of(on_mesh, request), expected) < 1e-3
 
 
@@ -175,10 +209,12 @@ import hashlib, json, pathlib, sys
 sys.path.insert(0, "tests")
 from cogvideox_flax import GenerationRequest, Pipeline
 from tests.runs import latents_of
-from tests.test_composition import FEATURES, PROMPT, options_of
-pipe = Pipeline.from_pretrained(None, "float32")
-pipe.keep_programs(pathlib.Path(sys.argv[1]))
+from tests.test_composition import FEATURES, MODELS, PROMPT, options_of
+pipes = {model: Pipeline.from_pretrained(model, "float32") for model in {None, *MODELS.values()}}
+for pipe in pipes.values():
+    pipe.keep_programs(pathlib.Path(sys.argv[1]))
 for name in FEATURES:
+    pipe = pipes[MODELS.get(name)]
     request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
     print(json.dumps([name, hashlib.sha256(latents_of(pipe, request).tobytes()).hexdigest()]))
 """
@@ -193,21 +229,21 @@ def test_a_second_process(tmp_path):
     assert first == second and len(first) == len(FEATURES)
 
 
-def test_the_next_run_of_a_pipeline_is_the_first(pipe, whole):
+def test_the_next_run_of_a_pipeline_is_the_first(pipes, whole):
     """Whatever ran between: other adapters, other options."""
     for name in FEATURES:
         request, expected = whole(name)
-        np.testing.assert_array_equal(latents_of(pipe, request), expected, err_msg=name)
+        np.testing.assert_array_equal(latents_of(pipes(MODELS.get(name)), request), expected, err_msg=name)
 
 
-def test_two_runs_take_turns(pipe, whole):
+def test_two_runs_take_turns(pipes, whole):
     """Each has its own adapters."""
     names = "adapter", "ddim", "four steps"
     turns = {}
     for name in names:
         request, _ = whole(name)
         asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
-        turns[name] = run(pipe, asked), []
+        turns[name] = run(pipes(None), asked), []
     while any(events is not None for events, _ in turns.values()):
         for name, (events, seen) in turns.items():
             if events is not None and (event := next(events, None)) is not None:

@@ -335,6 +335,7 @@ WAYS = {
     "first_block": {"step_cache": "first_block", "step_cache_threshold": 0.2, "scheduler": "uni_pc"},
     "pab": {"step_cache": "pab"},
     "residual": {"step_cache": "residual"},
+    "sliding": {"sparse_attention": "sliding"},
 }
 """Name -> options; CogVideoX's are in test_composition."""
 

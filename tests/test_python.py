@@ -182,13 +182,20 @@ def test_torch_dtype_is_answered():
         Pipeline.from_pretrained(torch_dtype=jnp.bfloat16)
 
 
-def test_adapters_by_name(pipe, tmp_path):
-    """Taken out again, they leave no trace: the same bits as before."""
+@pytest.fixture
+def adapters(pipe, tmp_path):
+    """Two files."""
     files = []
     for seed in (1, 2):
         adapted = add_lora(CogVideoX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
         adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
         files.append(save_lora(CogVideoX, tmp_path / str(seed), adapted))
+    return files
+
+
+def test_adapters_by_name(pipe, adapters):
+    """Taken out again, they leave no trace: the same bits as before."""
+    files = adapters
 
     def latents():
         return pipe(PROMPT, output_type="latent", **QUICK).frames
@@ -251,17 +258,6 @@ def test_python_starts_quietly():
     env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "TPU_"))}
     done = processes.run([sys.executable, "-c", f"{code}; import jax; jax.devices()"], env=env, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 24)\n", "")
-
-
-@pytest.fixture
-def adapters(pipe, tmp_path):
-    """Two files."""
-    files = []
-    for seed in (1, 2):
-        adapted = add_lora(CogVideoX, pipe.transformer, 2, rngs=nnx.Rngs(seed))
-        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
-        files.append(save_lora(CogVideoX, tmp_path / str(seed), adapted))
-    return files
 
 
 @pytest.fixture

@@ -86,23 +86,32 @@ def output_of(args: argparse.Namespace) -> Iterator[Path]:
     """
     from cogvideox_flax.generate.run_files import finished
 
-    chosen = Path(hosts.from_first(lambda: str(args.out or _choose_output(args))))
+    name, is_new = hosts.from_first(lambda: _choose_output(args))
+    folder = stages_folder(Path(name))
+
+    def leave() -> None:
+        if args.out is None and args.dir is None and hosts.is_first() and not finished(folder):
+            with suppress(OSError):
+                (folder / COMMAND_FILE).unlink(missing_ok=True)
+                folder.rmdir()
+
     try:
-        yield chosen
-    finally:
-        if args.out is None and args.dir is None and hosts.is_first():
-            folder = stages_folder(chosen)
-            if not finished(folder):
-                with suppress(OSError):
-                    (folder / COMMAND_FILE).unlink(missing_ok=True)
-                    folder.rmdir()
+        yield Path(name)
+    except BaseException:
+        if is_new:
+            leave()
+        raise
+    leave()
 
 
-def _choose_output(args: argparse.Namespace) -> Path:
+def _choose_output(args: argparse.Namespace) -> list[Any]:
+    """The path of the output, and whether its folder of stages was made for it now."""
     from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.generate.resolve import check_num_videos
     from cogvideox_flax.io.paths import item_paths
 
+    if args.out is not None:
+        return [str(args.out), False]
     like = None if args.like is None else read_recipe(args.like)
     prompts = read_prompts(args) if like is None or args.prompt else like.get("prompt")
     count = len(prompts) if isinstance(prompts, list) else 1
@@ -114,21 +123,21 @@ def _choose_output(args: argparse.Namespace) -> Path:
         is_there = any(os.path.lexists(each) for each in item_paths(path, count * videos))
         if args.dir is not None:
             if not is_there:
-                return path
+                return [str(path), False]
             continue
         folder = stages_folder(path)
         try:
             if not is_there:
                 folder.mkdir()
                 (folder / COMMAND_FILE).write_text(asked, encoding="utf-8")
-                return path
+                return [str(path), True]
         except FileExistsError:
             pass
         except OSError as e:
             raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
         with suppress(OSError, ValueError, InputError):
             if read_text(folder / COMMAND_FILE) == asked:
-                return path
+                return [str(path), False]
     raise AssertionError
 
 
@@ -220,7 +229,7 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_unrepeatable(settings: Mapping[str, Any], path: Path, instead: str) -> None:
-    """Refuse settings that hold what only Python can give.
+    """Refuse settings that hold what no option of a run gives.
 
     Raises:
         InputError: they do; with `instead`, what to do.

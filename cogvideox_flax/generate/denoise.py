@@ -22,7 +22,7 @@ from cogvideox_flax.generate.predict.plain import At, Predict
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
-from cogvideox_flax.runtime.settings import own_settings, random_key
+from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
 
@@ -165,13 +165,11 @@ def _noise(predict: Predict, key: Array, shape: tuple[int, ...], same: bool) -> 
     return jnp.broadcast_to(predict.noise(key, (1, *shape[1:])), shape) if same else predict.noise(key, shape)
 
 
-@own_settings()
 def noise_key(seed: int) -> Array:
     """The key of the sampler's noise, for a run whose initial latents were given."""
     return jax.random.split(random_key(seed))[1]
 
 
-@own_settings()
 def encoder_noise_key(seed: int, index: int) -> Array:
     """The key of the posterior noise of one of the pictures and clips; 0 and 1 are those of `InitialNoise`' split."""
     return jax.random.fold_in(random_key(seed), 2 + index)

@@ -14,7 +14,7 @@ from jaxtyping import Float32
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.request import ResolvedRequest
 from cogvideox_flax.generate.result import GenerationResult
-from cogvideox_flax.runtime.settings import own_settings
+from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import Progress, duration_text, reliable_interrupts, say
 
 T = TypeVar("T")
@@ -84,13 +84,12 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
     progress: whether anything is shown; else what is compiled is logged.
     bar: whether the steps are.
     """
-    steps, start, compiling = None, time.monotonic(), 0.0
+    steps, start, compiling, events = None, time.monotonic(), 0.0, in_own_settings(events)
     with reliable_interrupts():
         try:
             while True:
                 try:
-                    with own_settings():
-                        event = next(events)
+                    event = next(events)
                 except StopIteration as end:
                     return end.value
                 match event:

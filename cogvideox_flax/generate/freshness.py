@@ -55,18 +55,16 @@ def _noise_schedule(request: ResolvedRequest) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: a NumPy scalar as a number, a tuple as a list."""
-    if isinstance(value, np.generic):
-        return value.item()
+    """The value as JSON has it: a list for a tuple."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _arrays(request: ResolvedRequest) -> dict[str, str]:
     """Name -> SHA-256 of each array that the request holds."""
-    found = {name: getattr(request, name) for name in DENOISER_ARRAYS}
+    arrays = {name: getattr(request, name) for name in DENOISER_ARRAYS}
     for field in ENCODER_ARRAYS:
-        found |= {f"{field}.{name}": x for name, x in (getattr(request, field) or {}).items()}
-    return {name: array_hash(x) for name, x in found.items() if x is not None}
+        arrays |= {f"{field}.{name}": x for name, x in (getattr(request, field) or {}).items()}
+    return {name: array_hash(x) for name, x in arrays.items() if x is not None}
 
 
 def array_hash(x: Any) -> str:
@@ -82,14 +80,14 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
     Args:
         values: from `request_values`, or `run_files.read_settings`.
     """
-    found: dict[str, Any] = {name: plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
-    found |= {name: [media.sha256 for media in found[name]] for name in MEDIA if found.get(name)}
+    decisive: dict[str, Any] = {name: plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
+    decisive |= {name: [media.sha256 for media in decisive[name]] for name in MEDIA if decisive.get(name)}
     arrays = values.get("arrays") or {}
     if "denoise" in stages:
-        found["noise_schedule"] = values.get("noise_schedule")
+        decisive["noise_schedule"] = values.get("noise_schedule")
     else:
         arrays = {name: digest for name, digest in arrays.items() if name.startswith(ENCODER_ARRAYS)}
-    return found | {"arrays": arrays or None}
+    return decisive | {"arrays": arrays or None}
 
 
 def unhashed(request: ResolvedRequest) -> dict[str, Any]:

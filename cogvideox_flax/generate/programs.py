@@ -50,7 +50,6 @@ from cogvideox_flax.generate.whole_run import WholeRun
 from cogvideox_flax.models.model import TextStage, VideoModel, VisualStage
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import Program
-from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
 ProgramCall = tuple[Program, tuple[Any, ...], int]
@@ -210,7 +209,6 @@ class RunPrograms:
 
     # --- arguments
 
-    @own_settings()
     def media(self, stage: VisualStage) -> tuple[Any, Any]:
         """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
         request, (frames, noise) = self.request, self.media_shapes(stage)

@@ -138,12 +138,16 @@ def resolve(
     untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
     if manifest.domain is not None:
         untrained += _outside(result, manifest.domain)
-    warned = set() if warned is None else warned
-    for warning in (*untrained, *_unused_media(result, size)):
+    _warn_once([*untrained, *_unused_media(result, size)], set() if warned is None else warned)
+    return result
+
+
+def _warn_once(warnings: Sequence[str], warned: set[str]) -> None:
+    """Log those of the warnings that were not given yet."""
+    for warning in warnings:
         if warning not in warned:
             log.warning(warning)
             warned.add(warning)
-    return result
 
 
 def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationRequest:
