@@ -85,9 +85,8 @@ def _generate_one(args: argparse.Namespace, out: Path) -> None:
     from cogvideox_flax.generate.result import save_latents
     from cogvideox_flax.generate.run import run
     from cogvideox_flax.generate.run_files import check_folder, run_dir_lock
-    from cogvideox_flax.io.paths import check_name, item_paths
+    from cogvideox_flax.io.paths import item_paths
 
-    check_name(out)
     folder = args.dir or stages_folder(out)
     latents_only = out.suffix.lower() == ".npz"
 

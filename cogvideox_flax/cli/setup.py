@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.paths import expand_user, read_text
+from cogvideox_flax.io.paths import check_name, expand_user, read_text
 from cogvideox_flax.runtime import hosts
 
 if TYPE_CHECKING:  # imported where needed, as by the commands
@@ -142,7 +142,12 @@ def _choose_output(args: argparse.Namespace) -> list[Any]:
 
 
 def stages_folder(out: Path) -> Path:
-    """Where a run keeps its stages until OUT is written."""
+    """Where a run keeps its stages until OUT is written.
+
+    Raises:
+        InputError: OUT ends in no name.
+    """
+    check_name(out)
     return out.with_name(out.name + ".stages")
 
 
