@@ -21,7 +21,6 @@ import jax
 from benchmarks.gpu_target import GPUS, device, prepare
 from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
@@ -61,7 +60,7 @@ def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> Iterator[di
     release, height, width, frames = CASES[case]
     manifest = Manifest.of_release(get_release(release))
     request = GenerationRequest("", num_frames=frames, height=height, width=width)
-    for program, args, _ in RunPrograms(resolve(request, manifest), "bfloat16").abstract(stage):
+    for program, args, _ in resolve(request, manifest, "bfloat16").abstract(stage):
         yield {"stage": program.name} | _compiled(program, args, where)
 
 

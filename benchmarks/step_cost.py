@@ -96,7 +96,7 @@ class Runner:
         conditioning = self.pipe.encode(asked, progress=False)
         states = self.pipe.denoise(conditioning, asked, progress=False)  # compiled when this returns
         last, seconds = timed(lambda: jax.block_until_ready(list(states)[-1]))
-        run = self.pipe.programs(asked)
+        run = self.pipe.resolve(asked)
         full = np.ones(len(run.steps)) if run.full_steps is None else run.full_steps
         if isinstance(last.cache, Decided):
             full = fetch(last.cache.full) == FULL

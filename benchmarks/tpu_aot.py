@@ -81,7 +81,6 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     from benchmarks import attention
     from cogvideox_flax import plan
     from cogvideox_flax.checkpoint import Manifest
-    from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
@@ -91,7 +90,7 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
     manifest = Manifest.of_release(release)
     sampler = "ddim" if release.family == "cogvideox" else None
     request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler=sampler)
-    run = RunPrograms(resolve(request, manifest), "bfloat16")
+    run = resolve(request, manifest, "bfloat16")
     rows = []
     for stage in plan.forecast(run, case.topology, case.mesh, stages):
         row: dict[str, Any] = asdict(case) | asdict(stage)

@@ -15,7 +15,7 @@ from reference import save_layout
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.pipeline import Pipeline
 
 PROMPT = "a small red circle moves to the left"
@@ -92,7 +92,7 @@ def work(monkeypatch):
         return record
 
     for name, stage in (("encode", "encoding"), ("denoise", "denoising"), ("decode", "decoding")):
-        monkeypatch.setattr(run_module, stage, recorded(name, getattr(run_module, stage)))
+        monkeypatch.setattr(journey, stage, recorded(name, getattr(journey, stage)))
     return done
 
 
@@ -105,7 +105,7 @@ def cheap_decoder(monkeypatch):
         frames = np.repeat(np.asarray(latents)[..., :1], 4, 1)[:, 3 * (latents.shape[1] % 2) :]
         return np.clip(60 * np.repeat(frames.repeat(8, 2).repeat(8, 3), 3, -1) + 128, 0, 255).astype(np.uint8)
 
-    monkeypatch.setattr(run_module, "decoding", decoding)
+    monkeypatch.setattr(journey, "decoding", decoding)
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:

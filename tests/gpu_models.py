@@ -168,7 +168,7 @@ def embedded(steps: int) -> np.ndarray:
 
     pipe = Pipeline.from_pretrained(None, "float32")
     prompt = "a red circle moves to the right on a white background"
-    shape = pipe.programs(GenerationRequest(prompt)).size.latent_shape(1)
+    shape = pipe.resolve(GenerationRequest(prompt)).size.latent_shape(1)
     latents = np.random.default_rng(0).standard_normal(shape, np.float32)
     return pipe(prompt, latents=latents, num_inference_steps=steps, progress=False).frames
 

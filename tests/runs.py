@@ -8,14 +8,13 @@ from contextlib import closing
 import numpy as np
 
 from cogvideox_flax.generate.events import Denoised, Step, last_of
-from cogvideox_flax.generate.run import run
-from cogvideox_flax.generate.run_files import RunFiles
+from cogvideox_flax.generate.store import RunDirectory
 
 
 def files_in(pipe, folder):
     """What a run of the pipeline keeps in a folder."""
     model = {"model_id": "the model", "revision": None, "dtype": pipe.dtype}
-    return RunFiles(folder=folder, **model, fingerprints=pipe.fingerprints())
+    return RunDirectory(folder=folder, **model, fingerprints=pipe.fingerprints())
 
 
 def latents_of(pipe, request, files=None, stages=("encode", "denoise")):
@@ -24,7 +23,7 @@ def latents_of(pipe, request, files=None, stages=("encode", "denoise")):
         events = list(run(pipe, request, files, stages))
         return next((np.asarray(event.latents) for event in events if isinstance(event, Denoised)), None)
     asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
-    return np.asarray(last_of(run(pipe, asked)).result.frames)[:, pipe.programs(request).size.extra_latents :]
+    return np.asarray(last_of(run(pipe, asked)).result.frames)[:, pipe.resolve(request).size.extra_latents :]
 
 
 def stop_after(pipe, request, files, step):

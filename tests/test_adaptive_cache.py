@@ -27,14 +27,12 @@ from test_transformer import Rope
 from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
 from cogvideox_flax.checkpoint import Manifest, load_transformer
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run as run_module
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.predict import taylor
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf, half_steps, pab_steps
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -261,7 +259,7 @@ def test_magcache_measures_and_is_replayed(pipe, caplog):
     ratios = [float(x) for x in found.split(",")]
     assert len(ratios) == 8 and ratios[0] == 1
     asked = request("magcache", step_cache_ratios=ratios, step_cache_threshold=0.5)
-    assert not pipe.programs(asked).full_steps.all()
+    assert not pipe.resolve(asked).full_steps.all()
     assert relative_error(pipe(asked, progress=False).frames, exact) > 1e-3
 
 
@@ -392,7 +390,7 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
     full, _ = decisions(pipe, request(step_cache_threshold=0.7))
     whole = tmp_path / "whole.npz"
     assert cli.main([*COMMAND, "--out", str(whole)]) == 0
-    keep, began, started = run_files.StateKeeper.keep, run_module.LoopBegan, []
+    keep, began, started = store.StateKeeper.keep, journey.LoopBegan, []
     stop = 7
 
     def interrupted(self, state):
@@ -400,8 +398,8 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
         if int(state.step) == stop and len(started) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_files.StateKeeper, "keep", interrupted)
-    monkeypatch.setattr(run_module, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
+    monkeypatch.setattr(store.StateKeeper, "keep", interrupted)
+    monkeypatch.setattr(journey, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
     parts = tmp_path / "parts.npz"
     assert cli.main([*COMMAND, "--out", str(parts)]) == 130
     real, said = FirstBlocks.said, []
@@ -442,7 +440,7 @@ def test_the_releases_have_what_needs_their_blocks(release):
     manifest = Manifest.of_release(RELEASES[release])
     picture = {"image": [np.zeros((480, 720, 3), np.uint8)]} if release.endswith("i2v") else {}
     for form in ("pab", "teacache", "dbcache"):
-        run = RunPrograms(resolve(GenerationRequest(PROMPT, step_cache=form, **picture), manifest), "bfloat16")
+        run = resolve(GenerationRequest(PROMPT, step_cache=form, **picture), manifest, "bfloat16")
         # what a step decides, nobody knows before it: a loop goes on from the cache alone
         assert (run.full_steps is None and not run.may_resume(17)) or form == "pab"
         ((program, args, _),) = run.abstract("denoise")
@@ -453,6 +451,6 @@ def test_the_releases_have_what_needs_their_blocks(release):
 
 def test_a_forecast_asks_for_the_full_steps():
     manifest = Manifest.of_release(RELEASES["cogvideox-2b"])
-    run = RunPrograms(resolve(GenerationRequest("", step_cache="first_block"), manifest), "bfloat16")
+    run = resolve(GenerationRequest("", step_cache="first_block"), manifest, "bfloat16")
     with pytest.raises(InputError, match=re.escape("(--step-cache-full)")):
         list(forecast(run, "v6e:2x2", (1, 2, 1), ["denoise"]))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from cogvideox_flax.checkpoint import Manifest
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.chunks import chunk_sizes
@@ -32,7 +31,7 @@ class Run:
 
     def __init__(self, release: str):
         manifest = Manifest.of_release(RELEASES[release])
-        self.run = run = RunPrograms(resolve(GenerationRequest("a panda"), manifest), "bfloat16")
+        self.run = run = resolve(GenerationRequest("a panda"), manifest, "bfloat16")
         self.config = manifest.configs[run.model.denoiser]
         self.texts = [(args[1], jax.eval_shape(program, *args)) for program, args, _ in run.abstract("encode")]
         ((step, (self.transformer, inputs, self.state), self.steps),) = run.abstract("denoise")

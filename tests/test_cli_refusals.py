@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.cli.setup import read_prompts
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.paths import expand_user
@@ -206,16 +206,16 @@ def test_named_pipes_in_folders(refused, layout, native, tmp_path):
 
 def test_named_pipes_in_a_run_directory(refused, paths, native, copied):
     """What another command must have left is refused; what a run keeps for itself is written again."""
-    for name in (run_files.LATENTS_FILE, run_files.EMBEDDINGS_FILE, run_files.CONFIG_FILE):
+    for name in (store.LATENTS_FILE, store.EMBEDDINGS_FILE, store.CONFIG_FILE):
         (copied / name).unlink()
         os.mkfifo(copied / name)
         for command in ("denoise", "decode"):
-            if (command, name) != ("denoise", run_files.LATENTS_FILE):
+            if (command, name) != ("denoise", store.LATENTS_FILE):
                 assert "a named pipe" in refused(command, "--dir", copied), (command, name)
-    (copied / run_files.CONFIG_FILE).unlink()
-    os.mkfifo(copied / run_files.STATE_FILE)
+    (copied / store.CONFIG_FILE).unlink()
+    os.mkfifo(copied / store.STATE_FILE)
     paths(*generate(native, copied / "x.npz", "--dir", copied))
-    assert all((copied / name).is_file() for name in (run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE))
+    assert all((copied / name).is_file() for name in (store.EMBEDDINGS_FILE, store.LATENTS_FILE))
 
 
 def test_a_pipe_of_the_shell_may_hold_prompts():
@@ -604,12 +604,12 @@ def test_nan_in_the_text_encoder(run, layout, tmp_path):
 
 
 def test_stages_that_are_not_there(refused, copied, tmp_path):
-    (copied / run_files.LATENTS_FILE).unlink()
+    (copied / store.LATENTS_FILE).unlink()
     assert "stage2_latents.safetensors is missing; run `cogvideox denoise` first" in refused("decode", "--dir", copied)
-    (copied / run_files.EMBEDDINGS_FILE).unlink()
+    (copied / store.EMBEDDINGS_FILE).unlink()
     message = refused("denoise", "--dir", copied)
     assert "stage1_embeddings.safetensors is missing; run `cogvideox encode` first" in message
-    (copied / run_files.CONFIG_FILE).unlink()
+    (copied / store.CONFIG_FILE).unlink()
     for command in ("denoise", "decode"):
         assert "run `cogvideox encode` first" in refused(command, "--dir", copied)
         assert "run `cogvideox encode` first" in refused(command, "--dir", tmp_path / "nowhere")
@@ -632,7 +632,7 @@ def test_stages_that_are_not_there(refused, copied, tmp_path):
     ],
 )
 def test_damaged_settings(refused, copied, text, message):
-    (copied / run_files.CONFIG_FILE).write_bytes(text.encode("latin-1"))
+    (copied / store.CONFIG_FILE).write_bytes(text.encode("latin-1"))
     for command in ("denoise", "decode"):
         assert message in refused(command, "--dir", copied)
 
@@ -640,7 +640,7 @@ def test_damaged_settings(refused, copied, text, message):
 @pytest.mark.parametrize("spoil", ["cut", "header", "pickle", "directory", "names", "shape", "nan"])
 @pytest.mark.parametrize(
     ("file", "command", "maker"),
-    [(run_files.EMBEDDINGS_FILE, "denoise", "encode"), (run_files.LATENTS_FILE, "decode", "denoise")],
+    [(store.EMBEDDINGS_FILE, "denoise", "encode"), (store.LATENTS_FILE, "decode", "denoise")],
 )
 def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
     path = copied / file
@@ -669,14 +669,14 @@ def test_damaged_stage_files(refused, copied, file, command, maker, spoil):
 
 
 def test_a_damaged_stage_is_made_again_by_generate(paths, native, copied, work, caplog):
-    (copied / run_files.EMBEDDINGS_FILE).write_bytes((copied / run_files.EMBEDDINGS_FILE).read_bytes()[:-10])
+    (copied / store.EMBEDDINGS_FILE).write_bytes((copied / store.EMBEDDINGS_FILE).read_bytes()[:-10])
     paths(*generate(native, copied / "x.npz", "--dir", copied))
     assert work == ["encode"]  # its latents were made from the very same embeddings
     assert "making stage1_embeddings.safetensors again" in caplog.text
 
 
 def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
-    config = copied / run_files.CONFIG_FILE
+    config = copied / store.CONFIG_FILE
     before = config.read_text()
     config.write_text(json.dumps(json.loads(before) | {"prompt": "something else"}))
     assert "'something else'" in refused("denoise", "--dir", copied)
@@ -690,12 +690,12 @@ def test_stages_of_another_run_are_not_mixed(run, refused, native, copied):
 
 
 def test_two_runs_do_not_share_a_directory(refused, native, copied):
-    with file_lock(copied / run_files.LOCK_FILE, busy=""):
+    with file_lock(copied / store.LOCK_FILE, busy=""):
         assert "another run is at work" in refused(*generate(native, copied / "x.npz", "--dir", copied))
 
 
 def test_the_model_of_a_run_is_gone(refused, copied, tmp_path):
-    config = copied / run_files.CONFIG_FILE
+    config = copied / store.CONFIG_FILE
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_id": str(tmp_path / "gone")}))
     for command in ("denoise", "decode"):
         assert "gone does not exist" in refused(command, "--dir", copied)
@@ -717,7 +717,7 @@ def test_a_disk_that_fills_up_keeps_what_is_done(run, native, tmp_path, monkeypa
     assert code == 2
     assert "No space left on device" in err
     kept = {p.name for p in (tmp_path / "x.npz.stages").iterdir()} - {".lock"}
-    assert kept == {run_files.CONFIG_FILE, run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE}
+    assert kept == {store.CONFIG_FILE, store.EMBEDDINGS_FILE, store.LATENTS_FILE}
     assert not (tmp_path / "x.npz").exists()
 
 
@@ -795,7 +795,7 @@ def test_a_model_of_millions_of_layers(refused, layout, damaged, tmp_path):
 def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     data = len(header).to_bytes(8, "little") + header.encode() + bytes(4)
     for path, argv in (
-        (copied / run_files.LATENTS_FILE, ("decode", "--dir", copied)),
+        (copied / store.LATENTS_FILE, ("decode", "--dir", copied)),
         (tmp_path / "lora.safetensors", generate(native, tmp_path / "x.mp4", "--lora", tmp_path / "lora.safetensors")),
     ):
         path.write_bytes(data)
@@ -814,7 +814,7 @@ def test_headers_that_are_none(refused, copied, tmp_path, native, header):
     ],
 )
 def test_settings_beyond_all_numbers(refused, copied, text, message):
-    path = copied / run_files.CONFIG_FILE
+    path = copied / store.CONFIG_FILE
     kept = {k: v for k, v in json.loads(path.read_text()).items() if k in ("prompt", "negative_prompt", "model_id")}
     path.write_text(json.dumps(kept)[:-1] + f", {text}}}")
     for command in ("denoise", "decode"):

@@ -27,7 +27,6 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
 from cogvideox_flax.generate.recipe import fields_of
-from cogvideox_flax.generate.run import recipe_of, run
 from cogvideox_flax.sharding import make_mesh
 
 XLA_OPTIONS = xla_options.AS_USERS
@@ -164,13 +163,13 @@ def test_a_loop_goes_on_from_each_state(pipe, whole, name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_made_again_from_its_recipe(pipe, whole, name):
     request, _ = whole(name)
-    recipe = json.loads(json.dumps(recipe_of(pipe, request)))
+    recipe = json.loads(json.dumps(pipe.recipe(request)))
     fields = fields_of(recipe, "the recipe")
     fields.pop("dtype")
     fields |= {key: options_of(name)[key] for key in MEDIA if key in fields}  # by their contents in the recipe
     again = pipe.resolve(GenerationRequest(**{"lora": [], **fields, "distilled": "off"}))
-    assert recipe_of(pipe, again) == recipe
-    assert pipe.programs(again).denoise == pipe.programs(request).denoise or request.compiled_loop
+    assert pipe.recipe(again) == recipe
+    assert pipe.resolve(again).denoise == pipe.resolve(request).denoise or request.compiled_loop
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -178,7 +177,7 @@ def test_a_line_of_a_queue(pipe, whole, name):
     request, _ = whole(name)
     line = json.dumps({"prompt": PROMPT, **options_of(name)})
     (job,), faults = jobs_of({1: line}, {"lora": []}, pipe.manifest)
-    assert not faults and recipe_of(pipe, job.request) == recipe_of(pipe, request)
+    assert not faults and pipe.recipe(job.request) == pipe.recipe(request)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -192,7 +191,7 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
     request = request_of(groups[0])
     latents = latents_of(pipe, request)
     assert relative_error(latents[:1], expected) < 1e-3
-    assert recipe_of(pipe, items_of(request, [0])) == recipe_of(pipe, jobs[0].request)
+    assert pipe.recipe(items_of(request, [0])) == pipe.recipe(jobs[0].request)
 
 
 @pytest.mark.further

@@ -220,7 +220,7 @@ def test_in_python(native, adapter):
     pipe = Pipeline.from_pretrained(native, dtype="float32")
     request = GenerationRequest(PROMPT, **SMALL, distilled="tdm")
     assert settings(pipe.resolve(request)) == TDM
-    assert isinstance(pipe.programs(request).guidance, Unguided)
+    assert isinstance(pipe.resolve(request).guidance, Unguided)
     video = pipe(PROMPT, **SMALL, distilled="tdm", output_type="latent", progress=False)
     again = pipe(PROMPT, **SMALL, **TDM, use_dynamic_cfg=False, output_type="latent", progress=False)
     assert (video.frames == again.frames).all()

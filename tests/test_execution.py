@@ -74,7 +74,7 @@ def test_operation_by_operation_gives_the_same(pipe, monkeypatch):
     expected = pipe("red", **one_step, output_type="float").frames
     pipe.profiling = ProfilingOptions(jit=False)
     seen = []
-    plan = pipe.programs(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
+    plan = pipe.resolve(GenerationRequest("red", **{name: SMALL[name] for name in ("num_frames", "height", "width")}))
     program = pipe._compiled.get(plan.encode(pipe.manifest.model.text[0]))
     kind, function = type(program.program), type(program.program).__call__
     monkeypatch.setattr(kind, "__call__", lambda *args: seen.append(args[2]) or function(*args))
@@ -209,7 +209,7 @@ def test_layers_are_unstacked_only_where_that_helps(pipe, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_LAYER_BYTES", 0)
 
     def plan(frames):
-        return pipe.programs(GenerationRequest("red", num_frames=frames, height=448, width=448))
+        return pipe.resolve(GenerationRequest("red", num_frames=frames, height=448, width=448))
 
     for mesh in (None, sharding.make_mesh(1, 2, 1)):
         program = CompiledProgram(plan(1).encode(pipe.manifest.model.text[0]), mesh=mesh)

@@ -21,7 +21,6 @@ from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.conversion.tables import TABLES as ALL_TABLES
 from cogvideox_flax.conversion.tables import register_tables
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
@@ -330,7 +329,7 @@ def test_it_is_fine_tuned(native, tmp_path, capsys):
 
 def test_its_stages_are_planned(native):
     manifest = checkpoint.read_manifest(native)
-    run = RunPrograms(resolve(GenerationRequest(""), manifest), "float32")
+    run = resolve(GenerationRequest(""), manifest, "float32")
     for stage in (*STAGES, "run"):
         ((program, args, runs),) = run.abstract(stage)
         assert (count_flops(program, *args).total > 0) == (stage != "encode")  # which only looks words up

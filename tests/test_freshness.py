@@ -16,9 +16,9 @@ from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.events import Denoised, Finished, last_of
 from cogvideox_flax.generate.freshness import UNREPEATABLE, deciding, request_values
+from cogvideox_flax.generate.journey import generate
 from cogvideox_flax.generate.recipe import read_recipe
-from cogvideox_flax.generate.run import recipe_of, run
-from cogvideox_flax.generate.run_files import RunFiles
+from cogvideox_flax.generate.store import RunDirectory
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.schedulers import DDIMScheduler
 from tests.reference import make_vae, save_layout
@@ -53,7 +53,7 @@ def array(shape, seed):
 
 def variants(pipe):
     """Requests of which no two make the same video."""
-    shape = pipe.programs(GenerationRequest(PROMPT, **QUICK)).size.latent_shape(1)
+    shape = pipe.resolve(GenerationRequest(PROMPT, **QUICK)).size.latent_shape(1)
     config, features = pipe.manifest.configs["scheduler"], pipe.manifest.model.feature_shapes(1)["prompt_embeds"]
     text = [{"prompt_embeds": array(features, 0), "negative_prompt_embeds": array(features, n)} for n in (1, 2)]
     return {
@@ -80,7 +80,7 @@ def request_of(pipe, how):
 def test_no_two_videos_have_one_recipe(pipe):
     seen = {}
     for name, how in variants(pipe).items():
-        stored = json.dumps(recipe_of(pipe, request_of(pipe, how)), sort_keys=True)
+        stored = json.dumps(pipe.recipe(request_of(pipe, how)), sort_keys=True)
         assert stored not in seen, f"{name} is recorded as {seen[stored]}"
         seen[stored] = name
 
@@ -89,7 +89,7 @@ def test_kept_results_are_of_the_same_arrays_and_schedulers(pipe, tmp_path, capl
     """In one folder one after the other, each makes what it makes alone."""
     caplog.set_level("INFO")
     how = {"model_id": "x", "revision": None, "dtype": "float32", "fingerprints": pipe.fingerprints()}
-    files = RunFiles(folder=tmp_path, **how)
+    files = RunDirectory(folder=tmp_path, **how)
     for name, options in variants(pipe).items():
         request = request_of(pipe, options)
         alone = last_of(run(pipe, dataclasses.replace(request, output_type="latent").checked_for(pipe.manifest, set())))
@@ -134,7 +134,7 @@ def test_like_says_what_only_python_can_make(run, pipe, native, tmp_path, name):
 def test_a_directory_of_pythons_is_gone_on_with_there(run_command, pipe, tmp_path):
     how = {"model_id": "embedded", "revision": None, "dtype": "float32", "fingerprints": pipe.fingerprints()}
     request = request_of(pipe, variants(pipe)["embeds"])
-    list(run(pipe, request, RunFiles(folder=tmp_path, **how), ["encode"]))
+    list(run(pipe, request, RunDirectory(folder=tmp_path, **how), ["encode"]))
     code, _, err = run_command("denoise", "--dir", tmp_path)
     assert code == 2 and "with more than the options of a run (arrays" in err and "go on with it there" in err
 
@@ -182,12 +182,12 @@ def test_a_module_of_the_users_is_used_in_every_stage(pipe, tmp_path):
     request = request_of(pipe, {})
     plain = [
         e.latents
-        for e in run(pipe, request, RunFiles(folder=tmp_path / "a", **how, fingerprints=pipe.fingerprints()))
+        for e in run(pipe, request, RunDirectory(folder=tmp_path / "a", **how, fingerprints=pipe.fingerprints()))
         if isinstance(e, Denoised)
     ]
     pipe.use("transformer", jax.tree.map(lambda x: 0.5 * x, pipe.transformer))
     try:
-        files = RunFiles(folder=tmp_path / "b", **how, fingerprints=pipe.fingerprints())
+        files = RunDirectory(folder=tmp_path / "b", **how, fingerprints=pipe.fingerprints())
         used = [e.latents for e in run(pipe, request, files) if isinstance(e, Denoised)]
         assert np.abs(used[0] - plain[0]).max() > 0.1
     finally:
@@ -201,16 +201,16 @@ def test_a_directory_decoded_with_another_model(paths, copied, other, caplog):
 
 def test_tiling_is_part_of_a_video(paths, native, tmp_path, monkeypatch):
     """It is in the recipe, of `decode` and of --like; and a directory's later stages have it."""
-    from cogvideox_flax.generate import run as run_module
+    from cogvideox_flax.generate import journey
 
     tiled = []
-    real = run_module.decoding
+    real = journey.decoding
 
     def decoding(*args, tiling=False, **how):
         tiled.append(tiling)
         return (yield from real(*args, tiling=False, **how))
 
-    monkeypatch.setattr(run_module, "decoding", decoding)
+    monkeypatch.setattr(journey, "decoding", decoding)
     monkeypatch.setattr("cogvideox_flax.models.codec.Codec.check_tiling", lambda self: None)
     (video,) = paths(*generate(native, tmp_path / "v.mp4", "--tiling"))
     assert read_recipe(video)["settings"]["tiling"] is True

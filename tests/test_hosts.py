@@ -22,7 +22,7 @@ from reference import save_layout
 from safetensors.numpy import load_file
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.runtime import rendezvous
@@ -104,14 +104,14 @@ def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
             (printed,) = hosts.succeed()
     assert printed == "frames"
     run = hosts.folders[0] / "run"
-    names = (run_files.CONFIG_FILE, run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE)
+    names = (store.CONFIG_FILE, store.EMBEDDINGS_FILE, store.LATENTS_FILE)
     assert {path.name for path in run.iterdir()} == set(names)
     assert not (hosts.folders[1] / "run").exists()
     assert all(len(list(folder.glob("cache/*/config.json"))) == 1 for folder in hosts.folders)
 
     alone = ["--dir", tmp_path / "alone", "--out", tmp_path / "frames"]
     (folder,) = paths("generate", PROMPT, "--model", layout, *model, *size, *alone)
-    latents = [load_file(folder / run_files.LATENTS_FILE)["latents"] for folder in (run, tmp_path / "alone")]
+    latents = [load_file(folder / store.LATENTS_FILE)["latents"] for folder in (run, tmp_path / "alone")]
     np.testing.assert_allclose(*latents, atol=1e-4)
     frames = [read_video(path)[0].astype(int) for path in (hosts.folders[0] / "frames", folder)]
     assert np.abs(frames[0] - frames[1]).max() <= 1
@@ -190,7 +190,7 @@ def test_killed_and_interrupted_hosts_end_the_run_which_goes_on(tmp_path):
     assert codes == [1, -signal.SIGKILL] and outputs == ["", ""]
     assert "process 1 of 2: ended without a message" in hosts.said(0)
     assert "Traceback" not in hosts.said(0)
-    assert (hosts.folders[0] / "long.npz.stages" / run_files.STATE_FILE).exists()
+    assert (hosts.folders[0] / "long.npz.stages" / store.STATE_FILE).exists()
     assert not (hosts.folders[1] / "long.npz.stages").exists()
 
     with Hosts(tmp_path, *LONG) as hosts:

@@ -85,7 +85,7 @@ def picture():
 
 
 def noise_for(pipe, prompts, **options):
-    shape = pipe.programs(GenerationRequest(prompts, **options)).size.latent_shape(len(prompts))
+    shape = pipe.resolve(GenerationRequest(prompts, **options)).size.latent_shape(len(prompts))
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 

@@ -22,7 +22,7 @@ from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, save_video
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
@@ -290,13 +290,13 @@ def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 13, "--height", HEIGHT, "--width", WIDTH, "--seed", 3]
     paths("encode", PROMPTS[0], "--model", model, *common, *size, "--video", clip, "--mask-video", mask)
-    with TensorFile(run / run_files.EMBEDDINGS_FILE) as file:
+    with TensorFile(run / store.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"inpaint_latents": (1, 17, 4, 4, 6), "video_latents": (1, 16, 4, 4, 6)}
     assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
     paths("denoise", *common, "--steps", 4, "--strength", 0.6)
     (video,) = paths("decode", "--dtype", "float32", "--dir", run)
-    with TensorFile(run / run_files.LATENTS_FILE) as file:
+    with TensorFile(run / store.LATENTS_FILE) as file:
         latents = file.read("latents").transpose(0, 2, 3, 4, 1)
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -310,7 +310,7 @@ def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
         ({"video": clip, "mask_video": mask}, ["mask_video", "video"]),
         ({"image": picture}, ["image"]),
     ):
-        run = pipe.programs(GenerationRequest(PROMPTS[:1], **RUN, **media))
+        run = pipe.resolve(GenerationRequest(PROMPTS[:1], **RUN, **media))
         assert [stage.input for stage in run.visual] == inputs
         planned = [args[1:] for _, args, _ in run.abstract("encode")][-len(inputs) :]
         for stage, shapes in zip(run.visual, planned, strict=True):

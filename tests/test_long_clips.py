@@ -144,7 +144,7 @@ def test_windows_of_a_prediction_that_looks_at_each_frame_alone():
 def test_a_long_clip_in_every_kind_of_run(pipe, native, tmp_path, paths):
     """57 frames in windows of 25: at once, as one program, in stages on disk with the frames streamed to the file."""
     options = {"num_frames": 57, "window": 25, "window_overlap": 8, **SMALL}
-    programs = pipe.programs(GenerationRequest(PROMPT, **{k: v for k, v in options.items() if k != "progress"}))
+    programs = pipe.resolve(GenerationRequest(PROMPT, **{k: v for k, v in options.items() if k != "progress"}))
     assert programs.windows == Windows(16, 8, 2) and programs.size.latent_frames == 16
     stepped = pipe(PROMPT, **options, output_type="float").frames
     assert stepped.shape == (1, 57, 32, 48, 3)
@@ -163,7 +163,7 @@ def test_memory_of_a_step_does_not_grow_with_the_clip(pipe):
 
     def needed(num_frames, window):
         size = {"num_frames": num_frames, "height": 32, "width": 48, "num_inference_steps": 2}
-        run = pipe.programs(GenerationRequest(PROMPT, window=window, **size))
+        run = pipe.resolve(GenerationRequest(PROMPT, window=window, **size))
         ((spec, args, _),) = run.abstract("denoise")
         memory = pipe._compiled.get(spec).prepare(*args).memory_analysis()
         return memory.temp_size_in_bytes, 4 * np.prod(run.size.latent_shape(1))

@@ -21,7 +21,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import read_metadata
@@ -465,7 +465,7 @@ def cheap_loop(monkeypatch):
     def denoising(pipe, conditioning, request, **_):
         yield from ()
         denoiser = pipe.denoiser(request)
-        size = pipe.programs(request).size
+        size = pipe.resolve(request).size
         calls.append(size)
         total = sum(np.abs(x).sum() for x in parameters(denoiser).values())
         latents = np.full(size.latent_shape(conditioning.batch), total / 1e3, np.float32)
@@ -474,7 +474,7 @@ def cheap_loop(monkeypatch):
     def iter_of(state):
         yield state
 
-    monkeypatch.setattr(run_module, "denoising", denoising)
+    monkeypatch.setattr(journey, "denoising", denoising)
     return calls
 
 

@@ -25,8 +25,7 @@ from transformers import T5EncoderModel
 
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import media, run_files
-from cogvideox_flax.generate import run as run_module
+from cogvideox_flax.generate import journey, media, store
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 
@@ -99,7 +98,7 @@ def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypat
     pipe = Pipeline.from_pretrained(image_layout, dtype="float32")
     random = np.random.default_rng(0)
     pictures = [Image.fromarray(smooth(1, 50, 75)), Image.fromarray(smooth(2, 32, 48))]
-    size = pipe.programs(GenerationRequest(PROMPTS, image=pictures, **SIZE)).size
+    size = pipe.resolve(GenerationRequest(PROMPTS, image=pictures, **SIZE)).size
     shape = size.latent_shape(2)
     assert shape[1] == (4 if "1.5" in str(image_layout) else 3)
     latents = random.normal(size=shape).astype(np.float32)
@@ -143,7 +142,7 @@ def test_video_to_video_against_diffusers(text_layout, sampler, strength, monkey
     random = np.random.default_rng(0)
     clips = [smooth(seed, 9, 40, 60) for seed in (1, 2)]
     request = GenerationRequest(PROMPTS, video=clips, strength=strength, **SIZE, **options)
-    run = pipe.programs(request)
+    run = pipe.resolve(request)
     shape = run.size.latent_shape(2)
     latents, posterior = random.normal(size=(2, *shape)).astype(np.float32)
     noise = random.normal(size=(len(run.steps), *shape)).astype(np.float32)
@@ -272,14 +271,14 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
     run, common = tmp_path / "run", ["--dtype", "float32", "--dir", tmp_path / "run"]
     size = ["--num-frames", 9, "--height", 32, "--width", 48, "--seed", 3]
     paths("encode", PROMPTS[0], "--model", model, *common, *size, f"--{kind}", given[kind])
-    with TensorFile(run / run_files.EMBEDDINGS_FILE) as file:
+    with TensorFile(run / store.EMBEDDINGS_FILE) as file:
         shapes = {name: info.shape for name, info in file.tensors.items()}
     latents = {"image": {"image_latents": (1, 16, 1, 4, 6)}, "video": {"video_latents": (1, 16, 4, 4, 6)}}[kind]
     assert shapes == {"prompt_embeds": (1, 10, 40), "negative_prompt_embeds": (1, 10, 40)} | latents
     strength = [] if kind == "image" else ["--strength", 0.6]
     paths("denoise", *common, "--steps", 4, *strength)
     (video,) = paths("decode", "--dtype", "float32", "--dir", run)
-    with TensorFile(run / run_files.LATENTS_FILE) as file:
+    with TensorFile(run / store.LATENTS_FILE) as file:
         latents = file.read("latents").transpose(0, 2, 3, 4, 1)
     found = pipe.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -312,8 +311,8 @@ def test_a_clip_that_is_saved_again_while_a_model_loads(text_model, tmp_path, ru
         patch.setattr(Pipeline, "component", load)
         code, _, err = run(*argv)
     assert code == 2 and f"error: {path} changed while this run was under way; start it again" in err
-    assert not (folder / run_files.EMBEDDINGS_FILE).exists()
-    assert run(*argv)[0] == 0 and (folder / run_files.EMBEDDINGS_FILE).exists()
+    assert not (folder / store.EMBEDDINGS_FILE).exists()
+    assert run(*argv)[0] == 0 and (folder / store.EMBEDDINGS_FILE).exists()
 
 
 @pytest.mark.parametrize("kind", ["a.mp4", "a.gif", "folder", "%d.png", "cut.mp4"])
@@ -380,7 +379,7 @@ def test_stages_of_another_picture_are_not_taken_over(image_model, picture, path
     paths(*encode(moved))
     paths("decode", *folder)  # the same picture in another place
     with monkeypatch.context() as patch:  # the new settings are written, its latents are not
-        patch.setattr(run_module, "encoding", interrupted)
+        patch.setattr(journey, "encoding", interrupted)
         assert run(*encode(other))[0] == 130
     assert "was made before image changed; run `cogvideox encode` again" in refused("denoise")
     assert "was made before image changed; run `cogvideox denoise` again" in refused("decode")
@@ -434,9 +433,9 @@ def test_the_picture_and_its_options_matter(image_model, picture):
 
 def test_a_video_is_resampled_and_repeated(text_model, clip, caplog):
     pipe = Pipeline.from_pretrained(text_model, "float32")  # 16 frames per second, as the clip
-    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, height=32, width=48))
+    run = pipe.resolve(GenerationRequest(PROMPTS[0], video=clip, height=32, width=48))
     assert run.size.num_frames == 9 and "the last 11 of 20 frames are not used" in caplog.text  # trained on 9
-    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, num_frames=25, height=32, width=48))
+    run = pipe.resolve(GenerationRequest(PROMPTS[0], video=clip, num_frames=25, height=32, width=48))
     assert "its last frame is repeated 5 times" in caplog.text
     (found,) = run.request.video
     frames = found.read(25, 32, 48, "crop")
@@ -453,7 +452,7 @@ def test_all_of_the_strength_is_text_to_video(text_model, clip):
 def test_noise_is_drawn_apart(text_model, clip):
     """The posterior's noise is not the initial one."""
     pipe = Pipeline.from_pretrained(text_model, "float32")
-    run = pipe.programs(GenerationRequest(PROMPTS[0], video=clip, **I2V))
+    run = pipe.resolve(GenerationRequest(PROMPTS[0], video=clip, **I2V))
     _, posterior = run.media(run.visual[0])
     initial, _ = run.initial_noise(np.uint32(0))
     assert abs(np.corrcoef(posterior.ravel(), initial[:, 1:].ravel())[0, 1]) < 0.1

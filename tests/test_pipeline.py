@@ -91,7 +91,7 @@ def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=Fa
 def test_against_diffusers(layout, kind, options, monkeypatch):
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype="float32")
     random = np.random.default_rng(0)
-    shape = pipe.programs(cogvideox_flax.GenerationRequest(PROMPTS, **SIZE)).size.latent_shape(2)
+    shape = pipe.resolve(cogvideox_flax.GenerationRequest(PROMPTS, **SIZE)).size.latent_shape(2)
     assert shape[1] == (4 if "1.5" in str(layout) else 3)
     latents = random.normal(size=shape).astype(np.float32)
     noise = random.normal(size=(options["num_inference_steps"], *shape)).astype(np.float32)
@@ -163,7 +163,7 @@ def test_tiled_against_diffusers(tmp_path, monkeypatch):
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(layout, dtype="float32")
     size = {"num_frames": 9, "height": 64, "width": 96}
     options = {"num_inference_steps": 2, "guidance_scale": 6.0}
-    shape = pipe.programs(cogvideox_flax.GenerationRequest(PROMPTS[0], **size)).size.latent_shape(1)
+    shape = pipe.resolve(cogvideox_flax.GenerationRequest(PROMPTS[0], **size)).size.latent_shape(1)
     latents = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     runs = [
         pipe(PROMPTS[0], latents=latents, tiling=tiling, output_type="float", progress=False, **size, **options).frames

@@ -15,7 +15,6 @@ from cogvideox_flax.attention import attend, splash
 from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -195,7 +194,7 @@ def test_an_update_in_place_moves_the_update():
 
 def run_of(manifest, dtype="bfloat16", prompts=1, **options):
     """A run as the planner takes it."""
-    return RunPrograms(resolve(GenerationRequest([""] * prompts, **options), manifest), dtype)
+    return resolve(GenerationRequest([""] * prompts, **options), manifest, dtype)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from PIL import Image
 from reference import convert_component, make_vae, relative_error
 
 from cogvideox_flax.checkpoint import load_vae
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.generate.preview import fit_linear_map
 from cogvideox_flax.io.video import read_video
 
@@ -72,9 +72,9 @@ def test_media(path, shape, fps):
 
 @needs(CLIP, LATENTS)
 def test_latents_are_read_as_the_released_autoencoder_wrote_them(tmp_path):
-    (tmp_path / run_files.LATENTS_FILE).symlink_to(LATENTS)
+    (tmp_path / store.LATENTS_FILE).symlink_to(LATENTS)
     one = {"prompt": [""], "negative_prompt": [""]}
-    latents = run_files.read_latents(tmp_path, one, channels=16)
+    latents = store.read_latents(tmp_path, one, channels=16)
     assert latents.shape == (1, 13, 60, 90, 16)
     assert fit_linear_map(latents[0], read_video(CLIP)[0])[1] > RIGHT
 

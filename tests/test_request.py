@@ -27,13 +27,12 @@ from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run as run_module
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import Finished, LoopBegan, Step
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.request import json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.run_files import request_json
+from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.lora import add_lora, save_lora
@@ -156,7 +155,7 @@ def test_several_videos_are_those_of_the_following_seeds(paths, native, tmp_path
 
 def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native, tmp_path, monkeypatch, work):
     command = generate(native, tmp_path / "x.npz", "--num-videos", 3)
-    real, calls = run_module.denoising, []
+    real, calls = journey.denoising, []
 
     def second_is_interrupted(*args, **kwargs):
         calls.append(args)
@@ -165,10 +164,10 @@ def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native
         return (yield from real(*args, **kwargs))
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "denoising", second_is_interrupted)
+        patch.setattr(journey, "denoising", second_is_interrupted)
         assert run(*command)[0] == 130
     folder = tmp_path / "x.npz.stages"
-    assert run_files.finished(folder) == [run_files.EMBEDDINGS_FILE, f"seed-0/{run_files.LATENTS_FILE}"]
+    assert store.finished(folder) == [store.EMBEDDINGS_FILE, f"seed-0/{store.LATENTS_FILE}"]
     work.clear()
     assert [path.name for path in paths(*command)] == ["x-0.npz", "x-1.npz", "x-2.npz"]
     assert work == ["denoise", "denoise"] and not folder.exists()
@@ -181,7 +180,7 @@ def test_the_loop_belongs_to_the_caller(tmp_path):
     states = list(pipe.denoise(conditioning, request))
     assert [int(state.step) for state in states] == [1, 2, 3]
     expected = pipe(request, progress=False)
-    extra = pipe.programs(request).size.extra_latents
+    extra = pipe.resolve(request).size.extra_latents
     assert (np.asarray(pipe.decode(states[-1].latents[:, extra:], progress=False)) == expected.frames).all()
     resumed = list(pipe.denoise(conditioning, request, state=states[0]))
     assert [int(state.step) for state in resumed] == [2, 3]
@@ -202,20 +201,20 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     frames = np.concatenate([event.result.frames for event in seen if isinstance(event, Finished)])
     np.testing.assert_array_equal(frames, expected.frames)
 
-    monkeypatch.setattr(run_files.StateKeeper, "MIN_INTERVAL_S", 1e9)  # written when it is closed, not before
+    monkeypatch.setattr(store.StateKeeper, "MIN_INTERVAL_S", 1e9)  # written when it is closed, not before
     folder = tmp_path / "run"
     folder.mkdir()
     named = {"model_id": str(native), "revision": None}
-    files = run_files.RunFiles(folder=folder, **named, dtype=pipe.dtype, fingerprints=pipe.fingerprints())
+    files = store.RunDirectory(folder=folder, **named, dtype=pipe.dtype, fingerprints=pipe.fingerprints())
     events = pipe.run(request, files)
     for event in events:
         if isinstance(event, Step) and (event.request.seed, int(event.state.step)) == (5, 2):
             break
     events.close()
-    assert run_files.finished(folder) == [
-        run_files.EMBEDDINGS_FILE,
-        f"seed-4/{run_files.LATENTS_FILE}",
-        f"seed-5/{run_files.STATE_FILE}",
+    assert store.finished(folder) == [
+        store.EMBEDDINGS_FILE,
+        f"seed-4/{store.LATENTS_FILE}",
+        f"seed-5/{store.STATE_FILE}",
     ]
     seen = list(pipe.run(request, files))
     assert [event.done for event in seen if isinstance(event, LoopBegan)] == [2]
@@ -286,7 +285,7 @@ from cogvideox_flax.cli import main
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.setup import given_options
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.run_files import request_json
+from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import expected_of
 from cogvideox_flax.io.video import read_metadata
 

@@ -22,7 +22,7 @@ from cogvideox_flax.attention import TileSizes, attend, xla
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.programs import decode_programs
+from cogvideox_flax.generate.run import decode_programs
 from cogvideox_flax.plan.collectives import collectives
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group

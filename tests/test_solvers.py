@@ -29,7 +29,7 @@ from cogvideox_flax.generate.events import Step
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.run_files import StateKeeper
+from cogvideox_flax.generate.store import StateKeeper
 from cogvideox_flax.schedulers import (
     FLOW_SCHEDULERS,
     SCHEDULERS,
@@ -407,7 +407,7 @@ def test_equal_schedulers_are_one_program(pipe):
     config = pipe.scheduler.config
     other = dataclasses.replace(config, snr_shift_scale=0.05)
     schedulers = "ddim", DDIMScheduler(config), DDIMScheduler(other), Mine(config), Mine(config)
-    found = [pipe.programs(GenerationRequest(PROMPT, scheduler=each)).denoise for each in schedulers]
+    found = [pipe.resolve(GenerationRequest(PROMPT, scheduler=each)).denoise for each in schedulers]
     assert found[0] == found[1] and hash(found[0]) == hash(found[1])
     assert len(set(found)) == 4
 

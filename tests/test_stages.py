@@ -18,8 +18,7 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.generate import run as run_module
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
@@ -30,11 +29,11 @@ pytest_plugins = ["commands"]
 
 def test_three_stages_are_one_run(paths, native, staged, tmp_path):
     (npz,) = paths(*generate(native, tmp_path / "x.npz"))
-    latents = load_file(staged / run_files.LATENTS_FILE)["latents"]
+    latents = load_file(staged / store.LATENTS_FILE)["latents"]
     assert (latents.transpose(0, 2, 3, 4, 1) == np.load(npz)["latents"]).all()
     (video,) = paths(*generate(native, tmp_path / "v.mp4"))
-    assert (read_video(video)[0] == read_video(staged / run_files.VIDEO_FILE)[0]).all()
-    assert read_metadata(video) == read_metadata(staged / run_files.VIDEO_FILE)
+    assert (read_video(video)[0] == read_video(staged / store.VIDEO_FILE)[0]).all()
+    assert read_metadata(video) == read_metadata(staged / store.VIDEO_FILE)
 
 
 def test_stage_files_are_the_reference_systems(staged, native):
@@ -71,7 +70,7 @@ def test_the_extra_frame_of_1_5_is_dropped(paths, tmp_path):
     paths("encode", PROMPT, "--model", layout, "--dir", run, "--dtype", "float32")
     paths("denoise", "--dir", run, *SIZE, "--steps", 2)
     pipe = CogVideoXPipeline.from_pretrained(layout, dtype="float32")
-    assert pipe.programs(GenerationRequest(PROMPT, num_frames=9, height=32, width=48)).size.latent_frames == 4
+    assert pipe.resolve(GenerationRequest(PROMPT, num_frames=9, height=32, width=48)).size.latent_frames == 4
     assert load_file(run / "stage2_latents.safetensors")["latents"].shape == (1, 16, 3, 4, 6)
     assert json.loads((run / "generation_config.json").read_text())["fps"] == 16
 
@@ -134,7 +133,7 @@ def test_interrupted_runs_go_on(run, paths, native, tmp_path, monkeypatch, caplo
 
     command = generate(native, tmp_path / "v.mp4")
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, stage.removesuffix("e") + "ing", interrupt)
+        patch.setattr(journey, stage.removesuffix("e") + "ing", interrupt)
         code, out, err = run(*command)
     assert code == 130
     assert out == ""
@@ -188,7 +187,7 @@ def test_another_checkpoint_makes_the_stages_again(paths, layout, native, copied
 
 
 def test_replaced_embeddings_are_noticed(paths, copied, work):
-    file = copied / run_files.EMBEDDINGS_FILE
+    file = copied / store.EMBEDDINGS_FILE
     with TensorFile(file) as old:
         metadata = old.metadata
     del metadata["checksum"]  # which only this library writes

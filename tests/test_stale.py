@@ -21,7 +21,7 @@ from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion import convert as conversion_module
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.contents import is_as_written
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -115,7 +115,7 @@ def test_weights_that_are_replaced_while_a_run_goes_on(own, tmp_path):
 
 def test_a_flipped_bit_in_a_finished_stage_is_noticed(paths, own, tmp_path, work):
     first = latents(paths, own, tmp_path)
-    for name, made_again in ((run_files.LATENTS_FILE, ["denoise"]), (run_files.EMBEDDINGS_FILE, ["encode"])):
+    for name, made_again in ((store.LATENTS_FILE, ["denoise"]), (store.EMBEDDINGS_FILE, ["encode"])):
         path = tmp_path / "run" / name
         data = bytearray(path.read_bytes())
         data[-1001] ^= 4
@@ -129,15 +129,15 @@ def test_a_flipped_bit_in_a_finished_stage_is_noticed(paths, own, tmp_path, work
 
 RUN = """
 import os, signal, sys
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.cli import main
-run_files.StateKeeper.MIN_INTERVAL_S, run_files.StateKeeper.MAX_TIME_SHARE = 0.0, float("inf")  # each step is written
-keep, steps = run_files.StateKeeper.keep, int(sys.argv.pop(1))
+store.StateKeeper.MIN_INTERVAL_S, store.StateKeeper.MAX_TIME_SHARE = 0.0, float("inf")  # each step is written
+keep, steps = store.StateKeeper.keep, int(sys.argv.pop(1))
 def kept(self, state):
     keep(self, state)
     if state.step == steps:
         os.kill(os.getpid(), signal.SIGKILL)
-run_files.StateKeeper.keep = kept
+store.StateKeeper.keep = kept
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -149,8 +149,8 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
     command = generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", *more)
     killed = python("-c", RUN, "4", *command)
     assert killed.returncode == -9, killed.stderr
-    state = tmp_path / "run" / run_files.STATE_FILE
-    assert state.exists() and not (tmp_path / "run" / run_files.LATENTS_FILE).exists()
+    state = tmp_path / "run" / store.STATE_FILE
+    assert state.exists() and not (tmp_path / "run" / store.LATENTS_FILE).exists()
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
     assert "going on after step 4" in caplog.text
@@ -177,14 +177,14 @@ def test_a_samplers_state_of_several_arrays_is_gone_on_from(paths, run, native, 
         if state.step == 3:
             raise KeyboardInterrupt
 
-    keep = run_files.StateKeeper.keep
+    keep = store.StateKeeper.keep
     monkeypatch.setitem(CogVideoX.samplers, "averaging", Averaging)
     more = ("--steps", 4, "--scheduler", "averaging")
     expected = latents(paths, native, tmp_path / "whole", *more)
     with monkeypatch.context() as patch:
-        patch.setattr(run_files.StateKeeper, "keep", stop)
+        patch.setattr(store.StateKeeper, "keep", stop)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", *more))
-    assert code == 130 and (tmp_path / "run" / run_files.STATE_FILE).exists()
+    assert code == 130 and (tmp_path / "run" / store.STATE_FILE).exists()
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, *more), expected)
     assert "going on after step 3" in caplog.text
@@ -200,22 +200,22 @@ def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
             raise KeyboardInterrupt
 
     def save(path, *args):
-        if path.name == run_files.LATENTS_FILE:
+        if path.name == store.LATENTS_FILE:
             raise KeyboardInterrupt
         real(path, *args)
 
-    real = run_files.stage_files.save
+    real = store.stage_files.save
     with monkeypatch.context() as patch:
         if stopped_in == "the last step":
-            patch.setattr(run_files.StateKeeper, "keep", stop)
+            patch.setattr(store.StateKeeper, "keep", stop)
         else:
-            patch.setattr(run_files.stage_files, "save", save)
+            patch.setattr(store.stage_files, "save", save)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 3))
-    assert code == 130 and (tmp_path / "run" / run_files.STATE_FILE).exists()
+    assert code == 130 and (tmp_path / "run" / store.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 3)
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, "--steps", 3), expected)
-    assert "going on after step 3" in caplog.text and not (tmp_path / "run" / run_files.STATE_FILE).exists()
+    assert "going on after step 3" in caplog.text and not (tmp_path / "run" / store.STATE_FILE).exists()
 
 
 def test_a_state_of_other_settings_is_not_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
@@ -225,13 +225,13 @@ def test_a_state_of_other_settings_is_not_gone_on_from(paths, run, native, tmp_p
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_files.StateKeeper, "keep", interrupt)
+        patch.setattr(store.StateKeeper, "keep", interrupt)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 4))
-    assert code == 130 and (tmp_path / "run" / run_files.STATE_FILE).exists()
+    assert code == 130 and (tmp_path / "run" / store.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 4, "--seed", 5)
     caplog.clear()
     assert np.array_equal(latents(paths, native, tmp_path, "--steps", 4, "--seed", 5), expected)
-    assert "going on" not in caplog.text and not (tmp_path / "run" / run_files.STATE_FILE).exists()
+    assert "going on" not in caplog.text and not (tmp_path / "run" / store.STATE_FILE).exists()
 
 
 # --- conversion ---

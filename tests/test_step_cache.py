@@ -16,12 +16,10 @@ from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
 from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run as run_module
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import result_of
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.predict.step_cache import SCOPE, default_schedule, full_steps
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import parse_schedule
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
@@ -116,9 +114,9 @@ def test_refused(pipe, options, message):
 
 def by_hand(pipe, asked):
     """The loop with the transformer's own methods."""
-    run, conditioning = pipe.programs(asked), pipe.encode(asked, progress=False)
+    run, conditioning = pipe.resolve(asked), pipe.encode(asked, progress=False)
     guided, form = run.request.guided, run.request.step_cache
-    x, noise = result_of(run_module._start_noise(pipe, run))
+    x, noise = result_of(journey._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
     x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
     embed = jax.jit(CogVideoX.embed)
@@ -137,10 +135,10 @@ def by_hand(pipe, asked):
             scale = run.start(conditioning, x, noise)[0].guidance[i]
             v = v[:1] + scale * (v[1:] - v[:1])
         draw = None
-        if run.sampler.needs_noise:
+        if run.scheduler.needs_noise:
             key = jax.random.fold_in(jax.random.fold_in(noise, i), 0)
             draw = jax.random.normal(key, x.shape[1:], jnp.float32)[None]
-        x, sampler_state = run.sampler.step(run.steps, i, v, x, sampler_state, draw)
+        x, sampler_state = run.scheduler.step(run.steps, i, v, x, sampler_state, draw)
     return np.asarray(x)
 
 
@@ -165,7 +163,7 @@ def test_full_steps_alone_are_the_exact_run(pipe, form, scheduler, guidance):
 
 def test_without_a_cache_there_is_no_choice_in_the_program(pipe):
     def text(asked):
-        ((program, args, _),) = pipe.programs(asked).abstract("denoise")
+        ((program, args, _),) = pipe.resolve(asked).abstract("denoise")
         return str(jax.make_jaxpr(program)(*args)), args
 
     (without, args), (cached, cached_args) = text(request()), text(request("residual"))
@@ -216,7 +214,7 @@ def test_a_mesh_computes_the_same(pipe, mesh):
     assert state.cache.sharding.spec == PartitionSpec("dp", "sp")
     expected = latents_of(pipe, asked)
     np.testing.assert_allclose(state.latents, expected, atol=1e-3 * expected.std())
-    shapes = spread.programs(asked).cache_shapes(on)
+    shapes = spread.resolve(asked).cache_shapes(on)
     assert (shapes.shape, shapes.sharding.spec) == (state.cache.shape, PartitionSpec("dp", "sp", None))
 
 
@@ -238,7 +236,7 @@ def test_a_loop_goes_on_from_each_of_its_states(pipe, form):
     for state in found[:-1]:
         *_, last = pipe.denoise(conditioning, asked, state=state)
         np.testing.assert_array_equal(last.latents, found[-1].latents)
-    run = pipe.programs(asked)
+    run = pipe.resolve(asked)
     assert [run.may_resume(done) for done in range(STEPS + 1)] == [True, True, False, False, True, True]
     for done, state in enumerate(found[:-1], 1):
         bare = dataclasses.replace(state, cache=None)
@@ -258,19 +256,19 @@ COMMAND += ["--step-cache", "deepcache", "--step-cache-schedule", "1,6,3"]  # fu
 def test_a_stopped_run_goes_on_before_a_full_step(tmp_path, monkeypatch, capsys, stopped_after):
     whole, parts = tmp_path / "whole.npz", tmp_path / "parts.npz"
     assert cli.main([*COMMAND, "--out", str(whole)]) == 0
-    keep, began, started = run_files.StateKeeper.keep, run_module.LoopBegan, []
+    keep, began, started = store.StateKeeper.keep, journey.LoopBegan, []
 
     def interrupted(self, state):
         keep(self, state)
         if int(state.step) == stopped_after and len(started) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_files.StateKeeper, "keep", interrupted)
-    monkeypatch.setattr(run_module, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
+    monkeypatch.setattr(store.StateKeeper, "keep", interrupted)
+    monkeypatch.setattr(journey, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
     assert cli.main([*COMMAND, "--out", str(parts)]) == 130
     folder = tmp_path / "parts.npz.stages"
     full_next = 1 if stopped_after < 4 else 4
-    with TensorFile(folder / run_files.STATE_FILE) as file:
+    with TensorFile(folder / store.STATE_FILE) as file:
         assert set(file.tensors) <= {"latents", "sampler"}  # what the cache keeps is not written
         assert int(file.metadata["step"]) == full_next
     capsys.readouterr()
@@ -285,11 +283,11 @@ def test_stage_files_know_the_cache(tmp_path, capsys):
     assert cli.main(["encode", PROMPT, "--num-frames", "9", "--force", *how]) == 0
     cached = ["denoise", "--steps", "4", "--step-cache", "residual", "--step-cache-schedule", "1,4,3"]
     assert cli.main([*cached, *how]) == 0
-    latents = (tmp_path / "run" / run_files.LATENTS_FILE).read_bytes()
+    latents = (tmp_path / "run" / store.LATENTS_FILE).read_bytes()
     assert cli.main(["denoise", *how]) == 0  # the directory's settings
-    assert (tmp_path / "run" / run_files.LATENTS_FILE).read_bytes() == latents
+    assert (tmp_path / "run" / store.LATENTS_FILE).read_bytes() == latents
     assert cli.main(["decode", *how]) == 0
-    settings = read_metadata(tmp_path / "run" / run_files.VIDEO_FILE)["settings"]
+    settings = read_metadata(tmp_path / "run" / store.VIDEO_FILE)["settings"]
     assert (settings["step_cache"], settings["step_cache_schedule"]) == ("residual", [1, 4, 3])
     assert cli.main(["denoise", "--step-cache-schedule", "1,9,3", *how]) == 2
     assert "START <= END <= 4" in capsys.readouterr().err
@@ -346,7 +344,7 @@ def test_the_planner_counts_cached_steps():
     manifest = read_manifest(EMBEDDED)
 
     def work(**options):
-        run = RunPrograms(resolve(GenerationRequest("", **options), manifest), "float32")
+        run = resolve(GenerationRequest("", **options), manifest, "float32")
         (stage,) = forecast(run, "v6e:2x2", (1, 2, 1), ["denoise"])
         return stage
 

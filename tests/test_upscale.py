@@ -331,5 +331,5 @@ def test_a_film_that_is_saved_again_midway_leaves_no_file(run, model, tmp_path, 
 def test_what_was_planned_is_what_is_run(pipe, film):
     """The memory check compiles the program of the visual encoder that then runs: float32 frames."""
     plan = plan_upscale(pipe.manifest, open_video(film).info, UpscaleOptions(scale=1))
-    ((_, arguments, _),) = pipe.programs(plan.request).abstract("encode")[1:]
+    ((_, arguments, _),) = pipe.resolve(plan.request).abstract("encode")[1:]
     assert arguments[1].dtype == np.float32 and arguments[1].shape == (1, *plan.window, 3)

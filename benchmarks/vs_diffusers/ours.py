@@ -34,7 +34,7 @@ def build(case: Case, folder: Path) -> Callable[[], Any]:
         request = GenerationRequest(
             "", "", case.frames, case.height, case.width, STEPS, 6.0, False, "ddim", latents=given["latents"]
         )
-        extra = pipe.programs(request).size.extra_latents
+        extra = pipe.resolve(request).size.extra_latents
         encode = _program("text encoder", FUNCTIONS["text_encoder"], case, given["ids"].size)
 
         def video() -> Any:

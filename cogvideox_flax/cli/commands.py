@@ -49,8 +49,8 @@ from cogvideox_flax.runtime import hosts
 if TYPE_CHECKING:
     from cogvideox_flax.generate.events import Events
     from cogvideox_flax.generate.pipeline import Pipeline
-    from cogvideox_flax.generate.request import ResolvedRequest
-    from cogvideox_flax.generate.run_files import RunFiles
+    from cogvideox_flax.generate.run import Run
+    from cogvideox_flax.generate.store import RunDirectory
     from cogvideox_flax.sharding import MeshShape
 
 TRAINING_OPTIONS = {
@@ -68,7 +68,7 @@ def generate(args: argparse.Namespace) -> None:
     if args.prompt_file is not None:
         generate_queue(args)
         return
-    import cogvideox_flax.generate.run  # noqa: F401  (before Ctrl-C is an exception)
+    import cogvideox_flax.generate.journey  # noqa: F401  (before Ctrl-C is an exception)
 
     loaded()
     if args.batch is not None:
@@ -80,11 +80,11 @@ def generate(args: argparse.Namespace) -> None:
 def _generate_one(args: argparse.Namespace, out: Path) -> None:
     """`generate` of the prompts on the command line."""
     from cogvideox_flax.generate.events import Denoised, Finished, show
+    from cogvideox_flax.generate.journey import generate as journey
     from cogvideox_flax.generate.recipe import read_recipe
     from cogvideox_flax.generate.resolve import check_num_videos, check_prompts
     from cogvideox_flax.generate.result import save_latents
-    from cogvideox_flax.generate.run import run
-    from cogvideox_flax.generate.run_files import check_folder, run_dir_lock
+    from cogvideox_flax.generate.store import check_folder, run_dir_lock
     from cogvideox_flax.io.paths import item_paths
 
     folder = args.dir or stages_folder(out)
@@ -102,26 +102,26 @@ def _generate_one(args: argparse.Namespace, out: Path) -> None:
         check_folder(folder)
         return like | {"prompt": prompts}
 
-    def check(_: RunFiles, request: ResolvedRequest) -> None:
+    def check(_: RunDirectory, run: Run) -> None:
         if args.like is not None:
-            check_like(args, request)
+            check_like(args, run)
 
-    pipe, request, files = open_run(args, folder, read, check)
+    pipe, run, store = open_run(args, folder, read, check)
     if args.like is not None and hosts.is_first():
         warn_of_other_model(pipe, read_recipe(args.like), args.like)
-    each = paths(request.batch, request.num_videos)
-    batch = len(each) // request.num_videos
+    each = paths(run.batch, run.request.num_videos)
+    batch = len(each) // run.request.num_videos
     stages = STAGES[:-1] if latents_only else STAGES
-    events = show(_previewed(args, pipe, run(pipe, request, files, stages)), not args.quiet)
+    events = show(_previewed(args, pipe, journey(pipe, run, store, stages)), not args.quiet)
     with run_dir_lock(folder, temporary=args.dir is None), closing(events):
         for event in events:
             match event:
                 case Denoised(one, latents, metadata) if latents_only:
-                    path = each[one.seed - request.seed]
+                    path = each[one.request.seed - run.request.seed]
                     with saying_replaced([path]):
                         save_latents(path, latents, metadata)
                 case Finished(one, result):
-                    first = (one.seed - request.seed) * batch
+                    first = (one.request.seed - run.request.seed) * batch
                     with saying_replaced(own := each[first : first + batch]):
                         result.save_items(own)
     print("\n".join(map(str, each)))
@@ -129,7 +129,7 @@ def _generate_one(args: argparse.Namespace, out: Path) -> None:
 
 def encode(args: argparse.Namespace) -> None:
     """Stage 1 alone."""
-    from cogvideox_flax.generate.run_files import EMBEDDINGS_FILE, check_folder
+    from cogvideox_flax.generate.store import EMBEDDINGS_FILE, check_folder
 
     loaded()
 
@@ -143,20 +143,20 @@ def encode(args: argparse.Namespace) -> None:
 
 def denoise(args: argparse.Namespace) -> None:
     """Stage 2 alone, with the directory's model and settings unless told otherwise."""
-    from cogvideox_flax.generate.run_files import LATENTS_FILE, RunFiles
+    from cogvideox_flax.generate.store import LATENTS_FILE, RunDirectory
 
     loaded()
-    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args, asked=True), RunFiles.read_features))
+    _run_stage(args, *open_run(args, args.dir, lambda: read_settings(args, asked=True), RunDirectory.read_features))
     print(args.dir / LATENTS_FILE)
 
 
-def _run_stage(args: argparse.Namespace, pipe: Pipeline, request: ResolvedRequest, files: RunFiles) -> None:
+def _run_stage(args: argparse.Namespace, pipe: Pipeline, run: Run, store: RunDirectory) -> None:
     from cogvideox_flax.generate.events import result_of
-    from cogvideox_flax.generate.run import run
-    from cogvideox_flax.generate.run_files import run_dir_lock
+    from cogvideox_flax.generate.journey import generate as journey
+    from cogvideox_flax.generate.store import run_dir_lock
 
     with run_dir_lock(args.dir):
-        result_of(_previewed(args, pipe, run(pipe, request, files, [args.command])), not args.quiet)
+        result_of(_previewed(args, pipe, journey(pipe, run, store, [args.command])), not args.quiet)
 
 
 def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -> Events[None]:
@@ -168,13 +168,13 @@ def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -
 def decode(args: argparse.Namespace) -> None:
     """Stage 3 alone: of a directory's latents, whatever system wrote them; or of an npz of `generate`."""
     from cogvideox_flax.generate.events import result_of
+    from cogvideox_flax.generate.journey import decode as decode_latents
     from cogvideox_flax.generate.predict.windows import in_pieces
-    from cogvideox_flax.generate.programs import decode_programs
     from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
     from cogvideox_flax.generate.resolve import check_fps, check_model, check_pieces, check_prompts
     from cogvideox_flax.generate.result import GenerationResult
-    from cogvideox_flax.generate.run import decoding
-    from cogvideox_flax.generate.run_files import VIDEO_FILE, check_folder, read_latents
+    from cogvideox_flax.generate.run import decode_programs
+    from cogvideox_flax.generate.store import VIDEO_FILE, check_folder, read_latents
     from cogvideox_flax.io.paths import item_paths
 
     loaded()
@@ -199,7 +199,7 @@ def decode(args: argparse.Namespace) -> None:
         check_folder(out.absolute().parent)
         manifest = peek(args)
         dtype = args.dtype or settings.get("dtype", manifest.default_dtype)
-        mesh = given_mesh(args) or automatic_mesh(args, manifest, None, dtype)
+        mesh = given_mesh(args) or automatic_mesh(args, manifest, None)
         check_model(manifest, named_model(args)["model_id"], dtype, explicit_mesh(mesh))
         pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
         tiling = bool(settings.get("tiling") if args.tiling is None else args.tiling)
@@ -220,7 +220,7 @@ def decode(args: argparse.Namespace) -> None:
     how = {"tiling": decided["tiling"], "in_pieces": pieces}
     compiled = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, how["tiling"], pieces)
     result_of(pipe.checking_memory([("decode", compiled)]), not args.quiet)
-    frames = result_of(decoding(pipe, latents, **how), not args.quiet)
+    frames = result_of(decode_latents(pipe, latents, **how), not args.quiet)
     metadata: dict[str, Any] = {}
     if hosts.is_first():
         made_with = settings.get("fingerprints")
@@ -254,10 +254,10 @@ def upscale(args: argparse.Namespace) -> None:
     mesh = given_mesh(args)
     check_model(manifest, args.model, dtype, explicit_mesh(mesh))
     given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
-    plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given))
-    if mesh is None and (mesh := automatic_mesh(args, manifest, plan.request, dtype)) is not None:
+    plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given), dtype)
+    if mesh is None and (mesh := automatic_mesh(args, manifest, plan.run)) is not None:
         check_model(manifest, args.model, dtype, explicit_mesh(mesh))
-    check_run(plan.request, explicit_mesh(mesh), profiling_options(args))
+    check_run(plan.run, explicit_mesh(mesh), profiling_options(args))
     pipe, _ = load(args, lambda: placed_model(args, dtype, mesh))
     how = {"progress": not args.quiet}
     upscaling.check_memory(pipe, plan, **how)
@@ -300,7 +300,6 @@ def plan(args: argparse.Namespace) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where there are chips, they are left alone
     from cogvideox_flax.checkpoint import Manifest, hub
     from cogvideox_flax.generate.media import UNSEEN
-    from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.generate.request import GenerationRequest
     from cogvideox_flax.generate.resolve import resolve
     from cogvideox_flax.models.registry import get_release
@@ -320,8 +319,7 @@ def plan(args: argparse.Namespace) -> None:
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
     if (sampler := manifest.model.samplers.get(args.scheduler)) is not None and sampler.needs_video:
         needed["video"] = [UNSEEN]
-    request = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest)
-    run = RunPrograms(request, args.dtype or manifest.default_dtype)
+    run = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest, args.dtype)
     if args.mesh:
         mesh = parse_mesh(args.mesh)
     else:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from cogvideox_flax.generate.page import Shown
     from cogvideox_flax.generate.pipeline import Pipeline
     from cogvideox_flax.generate.queue import Job
-    from cogvideox_flax.generate.request import ResolvedRequest
-    from cogvideox_flax.generate.run_files import RunFiles
+    from cogvideox_flax.generate.run import Run
+    from cogvideox_flax.generate.store import RunDirectory
 
 log = logging.getLogger("cogvideox_flax")
 
@@ -61,7 +61,7 @@ class _Queue:
         from cogvideox_flax.checkpoint import hub
         from cogvideox_flax.generate.page import check_page
         from cogvideox_flax.generate.queue import all_have_images, folder_of, read_lines
-        from cogvideox_flax.generate.run_files import check_folder
+        from cogvideox_flax.generate.store import check_folder
 
         args = self.args
         if args.like is not None:
@@ -75,14 +75,14 @@ class _Queue:
             args.model = hub.EMBEDDED_IMAGE_TO_VIDEO
         return {}
 
-    def requests(self, manifest: Manifest, _: object) -> list[ResolvedRequest]:
+    def requests(self, manifest: Manifest, _: object, dtype: str) -> list[Run]:
         """What the lines ask for, each request a group; for `open_runs`."""
-        from cogvideox_flax.generate.queue import batches, jobs_of, path_of, request_of
+        from cogvideox_flax.generate.queue import batches, jobs_of, path_of, run_of
 
-        jobs, wrong = jobs_of(self._lines, {"lora": [], **given_options(self.args)}, manifest)
+        jobs, wrong = jobs_of(self._lines, {"lora": [], **given_options(self.args)}, manifest, dtype)
         for job in jobs:
             try:
-                path = path_of(self.out, job.line, job.request)
+                path = path_of(self.out, job.line, job.run.request)
                 check_output([path], _latents_only(self.args), overwrite=True, preview=self.args.preview)
             except InputError as e:
                 wrong[job.line] = e
@@ -92,7 +92,7 @@ class _Queue:
             raise self.failed()
         for number, error in wrong.items():
             self.refuse(number, error)
-        return [request_of(batch) for batch in self.groups]
+        return [run_of(batch) for batch in self.groups]
 
     @hosts.first_reads
     def left(self, pipe: Pipeline) -> list[list[tuple[int, int, str]]]:
@@ -102,22 +102,25 @@ class _Queue:
         """
         from cogvideox_flax.generate.page import Shown
         from cogvideox_flax.generate.queue import find_made, free_path, path_of
-        from cogvideox_flax.generate.run import recipe_of
 
         jobs = [job for batch in self.groups for job in batch]
-        wanted = [(path_of(self.out, job.line, job.request), recipe_of(pipe, job.request)) for job in jobs]
+        wanted = [(path_of(self.out, job.line, job.run.request), pipe.recipe(job.run)) for job in jobs]
         found, taken = find_made(self.out, wanted), set[Path]()
         paths: dict[tuple[int, int], str] = {}
         for job, made, (path, _) in zip(jobs, found, wanted, strict=True):
-            key = job.line, job.request.seed
-            self._entries[key] = Shown(job.line, job.request.prompt[0], *(made or (None, None)))
+            key = job.line, job.run.request.seed
+            self._entries[key] = Shown(job.line, job.run.request.prompt[0], *(made or (None, None)))
             if made is None:
                 taken.add(path := free_path(path, taken))
                 paths[key] = str(path)
         if there := len(jobs) - len(paths):
             log.info("%d of %d videos are there already", there, len(jobs))
         return [
-            [(i, job.line, paths[key]) for i, job in enumerate(batch) if (key := (job.line, job.request.seed)) in paths]
+            [
+                (i, job.line, paths[key])
+                for i, job in enumerate(batch)
+                if (key := (job.line, job.run.request.seed)) in paths
+            ]
             for batch in self.groups
         ]
 
@@ -148,7 +151,7 @@ def generate_queue(args: argparse.Namespace) -> None:
     import jax
 
     from cogvideox_flax.generate.queue import items_of
-    from cogvideox_flax.generate.run_files import check_folder, remove_files, run_dir_lock, space_needed
+    from cogvideox_flax.generate.store import check_folder, remove_files, run_dir_lock, space_needed
     from cogvideox_flax.io.paths import check_name
     from cogvideox_flax.runtime.terminal import duration_text, say
 
@@ -157,21 +160,21 @@ def generate_queue(args: argparse.Namespace) -> None:
         args.out = Path("video.mp4")
     check_name(args.out)
     queue = _Queue(args)
-    pipe, requests, files = open_runs(args, queue.folder, queue.read, queue.requests)
+    pipe, runs, store = open_runs(args, queue.folder, queue.read, queue.requests)
     keep = pipe.fits_at_once()
-    todo = [(request, items) for request, items in zip(requests, queue.left(pipe), strict=True) if items]
+    todo = [(run, items) for run, items in zip(runs, queue.left(pipe), strict=True) if items]
     count, total, started = 0, sum(len(items) for _, items in todo), time.monotonic()
     queue.show_page()
     with run_dir_lock(queue.folder, temporary=True):
         for batch, items in todo:
-            request = items_of(batch, [i for i, *_ in items])
+            run = items_of(batch, [i for i, *_ in items])
             rest = (time.monotonic() - started) / count * (total - count) if count else 0
             later = f", about {duration_text(rest)} left" if count else ""
-            say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, request.prompt))}", not args.quiet)
+            say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, run.request.prompt))}", not args.quiet)
             paths = [Path(path) for *_, path in items]
             try:
-                check_folder(queue.folder, space_needed(request))
-                stored = _make(args, pipe, request, files, paths, keep)
+                check_folder(queue.folder, space_needed(run))
+                stored = _make(args, pipe, run, store, paths, keep)
             except InputError as e:
                 if jax.process_count() > 1:
                     raise
@@ -179,7 +182,7 @@ def generate_queue(args: argparse.Namespace) -> None:
                     queue.refuse(line, e)
             else:
                 for (_, line, _), path, metadata in zip(items, paths, stored, strict=True):
-                    queue.made(line, request.seed, path, metadata)
+                    queue.made(line, run.request.seed, path, metadata)
                 remove_files(queue.folder)
             count += len(items)
             queue.show_page()
@@ -197,16 +200,16 @@ def _latents_only(args: argparse.Namespace) -> bool:
 def _make(
     args: argparse.Namespace,
     pipe: Pipeline,
-    request: ResolvedRequest,
-    files: RunFiles,
+    run: Run,
+    store: RunDirectory,
     paths: Sequence[Path],
     keep: bool,
 ) -> list[dict[str, Any]]:
     """Make a batch and write its videos; returns the metadata of each."""
     from cogvideox_flax.generate.events import Denoised, Finished, show
+    from cogvideox_flax.generate.journey import generate
     from cogvideox_flax.generate.recipe import item_of
     from cogvideox_flax.generate.result import save_latents
-    from cogvideox_flax.generate.run import run
 
     start, stored = time.monotonic(), {}
 
@@ -215,7 +218,7 @@ def _make(
         return metadata | {"seconds": seconds}
 
     stages = STAGES[:-1] if _latents_only(args) else STAGES
-    events = run(pipe, request, files, stages, keep=keep)
+    events = generate(pipe, run, store, stages, keep=keep)
     if (preview := preview_of(args, pipe.manifest)) is not None:
         events = preview.watch(events)
     with closing(show(events, not args.quiet)) as shown:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # imported where needed, as by the commands
     from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.pipeline import Pipeline
     from cogvideox_flax.generate.preview import Preview
-    from cogvideox_flax.generate.request import ResolvedRequest
-    from cogvideox_flax.generate.run_files import RunFiles
+    from cogvideox_flax.generate.run import Run
+    from cogvideox_flax.generate.store import RunDirectory
     from cogvideox_flax.runtime.profiling import ProfilingOptions
 
 log = logging.getLogger("cogvideox_flax")
@@ -64,12 +64,12 @@ def read_settings(args: argparse.Namespace, *, asked: bool = False) -> dict[str,
 
     asked: without the options that were filled in, which this command's own may change.
     """
-    from cogvideox_flax.generate import run_files
+    from cogvideox_flax.generate import store
 
-    before = run_files.read_settings(args.dir)
+    before = store.read_settings(args.dir)
     if asked:
         _refuse_unrepeatable(before, args.dir, "go on with it there")
-        before = run_files.asked_settings(before)
+        before = store.asked_settings(before)
     model, revision = before.pop("model_id"), before.pop("revision", None)
     if args.model is None:
         args.model = None if model == EMBEDDED else model
@@ -84,7 +84,7 @@ def output_of(args: argparse.Namespace) -> Iterator[Path]:
     Its folder of stages is the run's from then on, so that two commands never take one name, and says what was asked
     for, so that the same command goes on there. What fails before anything is finished leaves no folder.
     """
-    from cogvideox_flax.generate.run_files import finished
+    from cogvideox_flax.generate.store import finished
 
     name, is_new = hosts.from_first(lambda: _choose_output(args))
     folder = stages_folder(Path(name))
@@ -261,7 +261,7 @@ def use_model(args: argparse.Namespace, recipe: Mapping[str, Any], path: Path) -
     args.model = known[made_by]
 
 
-def check_like(args: argparse.Namespace, request: ResolvedRequest) -> None:
+def check_like(args: argparse.Namespace, run: Run) -> None:
     """Say which pictures, clips and adapters are not those that --like was made of."""
     from cogvideox_flax.generate.media import MEDIA
     from cogvideox_flax.generate.recipe import read_recipe
@@ -269,7 +269,7 @@ def check_like(args: argparse.Namespace, request: ResolvedRequest) -> None:
     settings = read_recipe(args.like).get("settings", {})
     for name in (*MEDIA, "lora"):
         stored = [record.get("sha256") for record in settings.get(name, ())]
-        given = [each["sha256"] if name == "lora" else each.sha256 for each in getattr(request, name) or ()]
+        given = [each["sha256"] if name == "lora" else each.sha256 for each in getattr(run.request, name) or ()]
         if stored and given and stored != given:
             log.warning("--%s is not the one that %s was made of", name.replace("_", "-"), args.like)
 
@@ -309,8 +309,8 @@ def open_run(
     args: argparse.Namespace,
     folder: Path,
     read: Callable[[], dict[str, Any]],
-    check: Callable[[RunFiles, ResolvedRequest], object] | None = None,
-) -> tuple[Pipeline, ResolvedRequest, RunFiles]:
+    check: Callable[[RunDirectory, Run], object] | None = None,
+) -> tuple[Pipeline, Run, RunDirectory]:
     """`open_runs` of a single request.
 
     Args:
@@ -320,29 +320,28 @@ def open_run(
     from cogvideox_flax.generate.distilled import SETTINGS
     from cogvideox_flax.generate.request import GenerationRequest, options
     from cogvideox_flax.generate.resolve import resolve
-    from cogvideox_flax.generate.run_files import RunFiles
+    from cogvideox_flax.generate.store import RunDirectory
 
-    def requests(manifest: Manifest, before: dict[str, Any]) -> list[ResolvedRequest]:
+    def requests(manifest: Manifest, before: dict[str, Any], dtype: str) -> list[Run]:
         given = given_options(args)
         left_out = SETTINGS if "distilled" in given else ()
         known = {"prompt", *options("encode", "denoise", "decode")} - {*left_out}
         fields = {name: value for name, value in before.items() if name in known}
-        request = resolve(GenerationRequest(**{"lora": [], **later_options(fields, given)}), manifest)
+        run = resolve(GenerationRequest(**{"lora": [], **later_options(fields, given)}), manifest, dtype)
         if check is not None:
-            dtype = dtype_of(args, manifest, before)
-            check(RunFiles(folder=folder, **named_model(args), dtype=dtype), request)
-        return [request]
+            check(RunDirectory(folder=folder, **named_model(args)), run)
+        return [run]
 
-    pipe, (request,), files = open_runs(args, folder, read, requests)
-    return pipe, request, files
+    pipe, (run,), store = open_runs(args, folder, read, requests)
+    return pipe, run, store
 
 
 def open_runs(
     args: argparse.Namespace,
     folder: Path,
     read: Callable[[], dict[str, Any]],
-    resolve_all: Callable[[Manifest, dict[str, Any]], list[ResolvedRequest]],
-) -> tuple[Pipeline, list[ResolvedRequest], RunFiles]:
+    resolve_all: Callable[[Manifest, dict[str, Any], str], list[Run]],
+) -> tuple[Pipeline, list[Run], RunDirectory]:
     """Check runs as far as is possible without weights, and open their model, converting it if that was not done yet.
 
     Args:
@@ -351,10 +350,10 @@ def open_runs(
         resolve_all: what the model is asked for, at least one request, from the result of `read`. On process 0 alone.
     """
     from cogvideox_flax.generate.resolve import check_model, check_run, resolve
-    from cogvideox_flax.generate.run_files import RunFiles, check_folder, request_json, request_of_json, space_needed
+    from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
     from cogvideox_flax.io.paths import check_writable
 
-    made: list[ResolvedRequest] = []
+    made: list[Run] = []
 
     def decide() -> dict[str, Any]:
         before = read()
@@ -362,24 +361,23 @@ def open_runs(
         dtype, mesh = dtype_of(args, manifest, before), given_mesh(args)
         where = named_model(args)["model_id"]
         check_model(manifest, where, dtype, explicit_mesh(mesh))
-        made.extend(resolve_all(manifest, before))
-        if mesh is None and (mesh := automatic_mesh(args, manifest, made[0], dtype)) is not None:
+        made.extend(resolve_all(manifest, before, dtype))
+        if mesh is None and (mesh := automatic_mesh(args, manifest, made[0])) is not None:
             check_model(manifest, where, dtype, explicit_mesh(mesh))
         check_folder(folder, max(map(space_needed, made)))
         if getattr(args, "profile", None) is not None:
             check_writable(args.profile / "trace")
         preview_of(args, manifest)
-        for request in made:
-            check_run(request, explicit_mesh(mesh), profiling_options(args))
-        return placed_model(args, dtype, mesh) | {"requests": list(map(request_json, made))}
+        for run in made:
+            check_run(run, explicit_mesh(mesh), profiling_options(args))
+        return placed_model(args, dtype, mesh) | {"requests": [request_json(run.request) for run in made]}
 
     pipe, decided = load(args, decide)
     if not made:
-        made.extend(resolve(request_of_json(each), pipe.manifest) for each in decided["requests"])
+        made.extend(resolve(request_of_json(each), pipe.manifest, pipe.dtype) for each in decided["requests"])
         for theirs, own in zip(decided["requests"], made, strict=True):
-            hosts.check_equal("the settings", theirs, request_json(own))
-    files = RunFiles(folder=folder, **decided["model"], dtype=pipe.dtype, fingerprints=pipe.fingerprints())
-    return pipe, made, files
+            hosts.check_equal("the settings", theirs, request_json(own.request))
+    return pipe, made, RunDirectory(folder=folder, **decided["model"], fingerprints=pipe.fingerprints())
 
 
 def dtype_of(args: argparse.Namespace, manifest: Manifest, before: Mapping[str, Any]) -> str:
@@ -456,9 +454,7 @@ def explicit_mesh(text: str | None) -> Mesh | None:
     return None if text is None else make_mesh(*parse_mesh(text))
 
 
-def automatic_mesh(
-    args: argparse.Namespace, manifest: Manifest, request: ResolvedRequest | None, dtype: str
-) -> str | None:
+def automatic_mesh(args: argparse.Namespace, manifest: Manifest, run: Run | None) -> str | None:
     """The mesh over all devices that suits the command, a run's by the planner; None for one device, and on CPUs unless
     it was asked for."""
     import jax
@@ -474,11 +470,10 @@ def automatic_mesh(
     if args.command == "encode":
         parts = math.gcd(n, *manifest.model.heads.values())
         return f"1,{n // parts},{parts}"
-    from cogvideox_flax.generate.programs import RunPrograms
     from cogvideox_flax.plan import chip_of_device, choose_mesh
 
-    assert request is not None
-    found = describe_mesh(choose_mesh(RunPrograms(request, dtype), n, chip_of_device(devices[0])).mesh)
+    assert run is not None
+    found = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0])).mesh)
     log.info("mesh %s (dp, sp, tp), as the planner says", found)
     return found
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from jaxtyping import Float32
 
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.request import FilledRequest
 from cogvideox_flax.generate.result import GenerationResult
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import Progress, duration_text, reliable_interrupts, say
 
@@ -29,45 +30,52 @@ class Compiling:
 
 
 @dataclass(frozen=True)
-class LoopBegan:
+class RunEvent:
+    """Something that happened in a run of one seed."""
+
+    run: Run
+
+    @property
+    def request(self) -> FilledRequest:
+        return self.run.request
+
+
+@dataclass(frozen=True)
+class LoopBegan(RunEvent):
     """The denoising loop is compiled and loaded; `done` of its `total` steps were done by an earlier run."""
 
-    request: ResolvedRequest
     total: int
     done: int
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(RunEvent):
     """A denoising step is done.
 
     state: after it.
     timestep: of it, as the sampler has it: int or float.
     """
 
-    request: ResolvedRequest
     state: DenoiseState
     timestep: float
 
 
 @dataclass(frozen=True)
-class Denoised:
-    """The denoising of a request is done, in this run or in an earlier one.
+class Denoised(RunEvent):
+    """The denoising of a run is done, in this run or in an earlier one.
 
     latents: as the decoder takes them, scaled, without the extra latent frames.
     metadata: as of a `GenerationResult`.
     """
 
-    request: ResolvedRequest
     latents: Float32[Any, "B T h w C"]
     metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The videos of a request are there."""
+class Finished(RunEvent):
+    """The videos of a run are there."""
 
-    request: ResolvedRequest
     result: GenerationResult
 
 

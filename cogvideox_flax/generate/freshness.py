@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.request import ResolvedRequest, Stage, recorded
+from cogvideox_flax.generate.request import GenerationRequest, Stage, recorded
+from cogvideox_flax.generate.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ DENOISER_ARRAYS = ("latents", "noise")
 """Fields of the request that hold an array for the denoising loop."""
 
 
-def request_values(request: ResolvedRequest) -> dict[str, Any]:
-    """Everything that decides the videos of a request but for the model and the dtype.
+def request_values(run: Run) -> dict[str, Any]:
+    """Return everything that decides the videos of a run but for the model and the dtype.
 
     Returns:
         Field of the request -> its value, as JSON has it but for pictures and clips, which are `Media`; the scheduler
@@ -36,18 +37,18 @@ def request_values(request: ResolvedRequest) -> dict[str, Any]:
         scheduler that is not the checkpoint's.
     """
     names = ("prompt", *recorded("encode", "denoise", "decode"))
-    values = {name: plain(getattr(request, name)) for name in names}
-    values["scheduler"] = request.sampler.kind
-    if (schedule := _noise_schedule(request)) is not None:
+    values = {name: plain(getattr(run.request, name)) for name in names}
+    values["scheduler"] = run.scheduler.kind
+    if (schedule := _noise_schedule(run)) is not None:
         values["noise_schedule"] = schedule
-    if arrays := _arrays(request):
+    if arrays := _arrays(run.request):
         values["arrays"] = arrays
     return values
 
 
-def _noise_schedule(request: ResolvedRequest) -> dict[str, Any] | None:
+def _noise_schedule(run: Run) -> dict[str, Any] | None:
     """What is known of a scheduler object that is not one of the checkpoint's; None for these."""
-    model, scheduler = request.manifest.model, request.sampler
+    model, scheduler = run.model, run.scheduler
     if model.samplers.get(scheduler.kind) is type(scheduler):
         config = scheduler.config.to_dict()
         return None if config == model.sampler(scheduler.kind).config.to_dict() else config
@@ -59,7 +60,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _arrays(request: ResolvedRequest) -> dict[str, str]:
+def _arrays(request: GenerationRequest) -> dict[str, str]:
     """Name -> SHA-256 of each array that the request holds."""
     arrays = {name: getattr(request, name) for name in DENOISER_ARRAYS}
     for field in ENCODER_ARRAYS:
@@ -78,7 +79,7 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
     contents, wherever they lie.
 
     Args:
-        values: from `request_values`, or `run_files.read_settings`.
+        values: from `request_values`, or `store.read_settings`.
     """
     decisive: dict[str, Any] = {name: plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
     decisive |= {name: [media.sha256 for media in decisive[name]] for name in MEDIA if decisive.get(name)}
@@ -90,12 +91,12 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
     return decisive | {"arrays": arrays or None}
 
 
-def unhashed(request: ResolvedRequest) -> dict[str, Any]:
+def unhashed(run: Run) -> dict[str, Any]:
     """Part of a key that no other key has, where something that decides the latents cannot be hashed; else {}."""
-    if "class" not in (_noise_schedule(request) or {}):
+    if "class" not in (_noise_schedule(run) or {}):
         return {}
     log.warning(
         "%r is a scheduler from outside cogvideox_flax, whose code is not known: what this run keeps is not used again",
-        request.sampler,
+        run.scheduler,
     )
     return {"unhashed": secrets.token_hex(8)}

@@ -1,6 +1,6 @@
 """The pipeline: a request in, frames out.
 
-The whole journey is in `run`; `encode`, `denoise` and `decode` are its stages, each usable by itself.
+The whole journey is in `journey`; `encode`, `denoise` and `decode` are its stages, each usable by itself.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from jaxtyping import Array, Float, Float32
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
+from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
 from cogvideox_flax.generate.keywords import OUTPUT_TYPES, check_keywords, with_options
-from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.request import STAGES, GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.open_model import OpenModel
+from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import check_run, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
-from cogvideox_flax.generate.run import decoding, denoising, encoding, finish, run
-from cogvideox_flax.generate.run_files import RunFiles
+from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.store import Store
 from cogvideox_flax.io.values import shown
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
@@ -35,11 +35,11 @@ Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
 int or float."""
 
 
-Request = GenerationRequest | str | Sequence[str]
-"""A whole request, or the prompts of one."""
+Request = GenerationRequest | str | Sequence[str] | Run
+"""A whole request, the prompts of one, or one that was resolved."""
 
 
-class Pipeline(Components):
+class Pipeline(OpenModel):
     """Text to video with a checkpoint of any family: `Pipeline.from_pretrained(where)(prompt)`.
 
     Wherever a request is taken, a prompt or a list of them will do.
@@ -76,7 +76,7 @@ class Pipeline(Components):
         names = self._feature_names()
         features = {name: x for name, x in named.items() if name in names and x is not None}
         named = {name: x for name, x in named.items() if name not in names}
-        if isinstance(prompt, GenerationRequest):
+        if isinstance(prompt, GenerationRequest | Run):
             if options or named or features:
                 raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
         else:
@@ -86,17 +86,17 @@ class Pipeline(Components):
             if prompt is None and named.get("text_features") is None:
                 raise TypeError("a prompt is missing")
             prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
-        output_type = prompt.output_type
-        if isinstance(output_type, str) and output_type in OUTPUT_TYPES:
+        output_type = (prompt.request if isinstance(prompt, Run) else prompt).output_type
+        if isinstance(prompt, GenerationRequest) and isinstance(output_type, str) and output_type in OUTPUT_TYPES:
             prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {shown(callback)}; expected a function of step, timestep and latents")
         self._warned.clear()
-        request = self.resolve(prompt)
-        if callback is not None and (request.compiled_loop or request.one_program):
+        run = self.resolve(prompt)
+        if callback is not None and (run.request.compiled_loop or run.request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
         results, stopped = [], None
-        with closing(show(run(self, request), progress)) as events:
+        with closing(show(generate(self, run), progress)) as events:
             for event in events:
                 match event:
                     case Finished(result=result):
@@ -106,9 +106,9 @@ class Pipeline(Components):
                             stopped = event
                             break
         if stopped is not None:
-            done, of = int(stopped.state.step), stopped.request.num_steps
+            done, of = int(stopped.state.step), stopped.run.num_steps
             say(f"stopped by the callback after step {done} of {of}", progress)
-            results.append(last_of(finish(self, stopped.request, stopped.state), progress).result)
+            results.append(last_of(finish(self, stopped.run, stopped.state), progress).result)
         result = join(results)
         if output_type == "pil":
             return replace(result, frames=[[Image.fromarray(frame) for frame in clip] for clip in result.frames])
@@ -119,13 +119,15 @@ class Pipeline(Components):
         names = self.manifest.model.feature_shapes(1)
         return {*names, *(NEGATIVE + name for name in names)}
 
-    def run(self, request: Request, files: RunFiles | None = None) -> Events[None]:
-        """The whole journey, owned by the caller: see `generate.run.run`."""
+    def run(self, request: Request, store: Store | None = None) -> Events[None]:
+        """The whole journey, owned by the caller: see `journey.generate`."""
         self._warned.clear()
-        return in_own_settings(run(self, self.resolve(request), files))
+        return in_own_settings(generate(self, self.resolve(request), store))
 
-    def resolve(self, request: Request) -> ResolvedRequest:
-        """The request with every None filled, checked for this model and mesh; a resolved one stays as it is.
+    def resolve(self, request: Request) -> Run:
+        """What a request means for this model, checked for its mesh: sizes, steps, programs and their arguments.
+
+        A run of this model stays as it is.
 
         Adapters and scheduler are the pipeline's at this moment, where the request names none. A warning is given once
         until the next whole run.
@@ -133,17 +135,17 @@ class Pipeline(Components):
         Raises:
             InputError: with every fault found.
         """
+        if isinstance(request, Run):
+            if (request.manifest, request.dtype) == (self.manifest, self.dtype):
+                return request
+            request = request.request
         if not isinstance(request, GenerationRequest):
             request = GenerationRequest(request)
-        if request.lora is None and not isinstance(request, ResolvedRequest):
+        if request.lora is None:
             request = replace(request, lora=list(self.loras))
-        resolved = resolve(request, self.manifest, self._warned, self._scheduler)
-        check_run(resolved, self.mesh, self.profiling)
-        return resolved
-
-    def programs(self, request: Request) -> RunPrograms:
-        """The programs of a request, and their arguments: sizes, sampler tables, shapes."""
-        return RunPrograms(self.resolve(request), self.dtype)
+        run = resolve(request, self.manifest, self.dtype, self._warned, self._scheduler)
+        check_run(run, self.mesh, self.profiling)
+        return run
 
     def encode(
         self,
@@ -163,7 +165,7 @@ class Pipeline(Components):
         Raises:
             InputError: an encoder gives NaN or infinity, or a frame cannot be decoded.
         """
-        return result_of(encoding(self, self.resolve(request), negative=negative, text=text), progress)
+        return result_of(encode(self, self.resolve(request), negative=negative, text=text), progress)
 
     def denoise(
         self,
@@ -187,7 +189,7 @@ class Pipeline(Components):
             InputError: an argument that cannot be served.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        loop = result_of(denoising(self, conditioning, self.resolve(request), state=state), progress)
+        loop = result_of(denoise(self, self.resolve(request), conditioning, state=state), progress)
         return in_own_settings(loop)
 
     def decode(
@@ -218,7 +220,7 @@ class Pipeline(Components):
         if np.ndim(latents) != 5 or np.shape(latents)[-1] != channels:
             raise InputError(f"latents must be a state or [B, T, h, w, {channels}]; got {list(np.shape(latents))}")
         how: Any = {"output_type": output_type, "tiling": tiling, "in_pieces": in_pieces}
-        return result_of(decoding(self, latents, **how), progress)
+        return result_of(decode(self, latents, **how), progress)
 
     def check_memory(
         self, request: Request, stages: Sequence[str] = STAGES, *, keep: bool = True, progress: bool = True
@@ -233,8 +235,8 @@ class Pipeline(Components):
         Raises:
             InputError: with the numbers and what to change.
         """
-        programs = self.programs(request)
-        compiled = ((stage, programs.abstract(stage, self.mesh)) for stage in stages)
+        run = self.resolve(request)
+        compiled = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
         result_of(self.checking_memory(compiled, keep=keep), progress)
 
 

@@ -85,7 +85,7 @@ class Preview:
                     return end.value
                 if isinstance(event, LoopBegan):
                     self._before = self.latest = None
-                    self._tables = event.request.plan()
+                    self._tables = event.run.steps
                 elif isinstance(event, Step):
                     self._see(event)
                 yield event
@@ -94,7 +94,7 @@ class Preview:
 
     def _see(self, step: Step) -> None:
         began = time.monotonic()
-        latents, is_last = fetch(step.state.latents), int(step.state.step) == step.request.num_steps
+        latents, is_last = fetch(step.state.latents), int(step.state.step) == step.run.num_steps
         before, self._before = self._before, latents
         if self.path is not None and not is_last and began < self._next:
             return
@@ -113,9 +113,9 @@ class Preview:
         self, step: Step, before: np.ndarray | None, latents: Float[np.ndarray, "B T h w C"]
     ) -> Float[np.ndarray, "B T h w C"] | None:
         row = int(step.state.step) - 1
-        if row + 1 == step.request.num_steps:
+        if row + 1 == step.run.num_steps:
             return latents
-        if (kept := step.request.sampler.x0_of(step.state.sampler)) is not None:
+        if (kept := step.run.scheduler.x0_of(step.state.sampler)) is not None:
             return fetch(kept)
         if before is not None:
             return (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]

@@ -21,12 +21,12 @@ from cogvideox_flax.generate.recipe import read_recipe
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
-    ResolvedRequest,
     json_type,
     option_names,
 )
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.run_files import request_json
+from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import shown, typed
 
 MAX_SLUG = 40
@@ -46,14 +46,14 @@ class Job:
     """One video to make.
 
     line: its number in the file, from 1.
-    request: of one prompt and one seed.
+    run: of one prompt and one seed.
     """
 
     line: int
-    request: ResolvedRequest
+    run: Run
 
 
-def path_of(out: Path, line: int, request: ResolvedRequest) -> Path:
+def path_of(out: Path, line: int, request: GenerationRequest) -> Path:
     """Where a job's video goes: `out` with the line, the first words of the prompt and the seed in its name.
 
     Without a suffix, `out` is the folder of the videos, which are mp4s.
@@ -129,7 +129,7 @@ def all_have_images(lines: Iterable[str]) -> bool:
 
 
 def jobs_of(
-    lines: Mapping[int, str], options: Mapping[str, Any], manifest: Manifest
+    lines: Mapping[int, str], options: Mapping[str, Any], manifest: Manifest, dtype: str | None = None
 ) -> tuple[list[Job], dict[int, InputError]]:
     """A job for each video of each line, and what is wrong with the others.
 
@@ -139,8 +139,8 @@ def jobs_of(
     jobs, faults, warned = [], {}, set[str]()
     for number, line in lines.items():
         try:
-            request = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, warned)
-            jobs += [Job(number, one) for one in request.videos()]
+            run = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, dtype, warned)
+            jobs += [Job(number, one) for one in run.seeds()]
         except (OSError, ValueError) as e:  # the line's own, whatever it is, so that the others are made
             faults[number] = InputError("; ".join(str(e).splitlines()))
     return jobs, faults
@@ -197,10 +197,10 @@ def batches(jobs: Iterable[Job], most: int) -> list[list[Job]]:
     found: list[list[Job]] = []
     open_batches: dict[str, list[Job]] = {}
     for job in jobs:
-        if not job.request.batch_is_alone:
+        if not job.run.batch_is_alone:
             found.append([job])
             continue
-        fields = request_json(job.request)
+        fields = request_json(job.run.request)
         key = repr({name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")})
         batch = open_batches.get(key, [])
         if not batch or len(batch) == most:
@@ -210,14 +210,14 @@ def batches(jobs: Iterable[Job], most: int) -> list[list[Job]]:
     return found
 
 
-def request_of(batch: Sequence[Job]) -> ResolvedRequest:
-    """The request of a batch: each of its videos has the noise that it has alone."""
-    first = batch[0].request
-    prompts = {name: [getattr(job.request, name)[0] for job in batch] for name in ("prompt", "negative_prompt")}
+def run_of(batch: Sequence[Job]) -> Run:
+    """The run of a batch: each of its videos has the noise that it has alone."""
+    first = batch[0].run
+    prompts = {name: [getattr(job.run.request, name)[0] for job in batch] for name in ("prompt", "negative_prompt")}
     return first if len(batch) == 1 else first.varied(**prompts, same_noise=True)
 
 
-def items_of(request: ResolvedRequest, items: Sequence[int]) -> ResolvedRequest:
-    """The request of some of a batch's videos."""
-    prompts = {name: [getattr(request, name)[i] for i in items] for name in ("prompt", "negative_prompt")}
-    return request.varied(**prompts, same_noise=len(items) > 1)
+def items_of(run: Run, items: Sequence[int]) -> Run:
+    """The run of some of a batch's videos."""
+    prompts = {name: [getattr(run.request, name)[i] for i in items] for name in ("prompt", "negative_prompt")}
+    return run.varied(**prompts, same_noise=len(items) > 1)

@@ -19,9 +19,8 @@ from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 
 if TYPE_CHECKING:
-    from cogvideox_flax.checkpoint import Manifest
     from cogvideox_flax.generate.media import Media
-    from cogvideox_flax.schedulers import Scheduler, StepTable
+    from cogvideox_flax.schedulers import Scheduler
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -408,15 +407,8 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedRequest(GenerationRequest):
-    """A request whose every None was filled in, and that was checked for a model: from `resolve`.
-
-    manifest: of that model. `dataclasses.replace` does not copy it, since what was changed must be checked again.
-    asked: the options that were given; the others were filled in.
-    """
-
-    manifest: Any = dataclasses.field(default=None, init=False, compare=False, repr=False)
-    asked: frozenset[str] = dataclasses.field(default=frozenset(), init=False, compare=False, repr=False)
+class FilledRequest(GenerationRequest):
+    """A request whose every None that stands for a recommendation was filled in: that of a `run.Run`."""
 
     if TYPE_CHECKING:
         prompt: list[str]
@@ -435,69 +427,6 @@ class ResolvedRequest(GenerationRequest):
         video: list[Media] | None
         control_video: list[Media] | None
         mask_video: list[Media] | None
-
-    @property
-    def batch(self) -> int:
-        """Videos that are made at once."""
-        return len(self.prompt)
-
-    @property
-    def guided(self) -> bool:
-        """Whether guidance is on, by the rule of the model's family."""
-        return self.manifest.model.is_guided(self.guidance_scale)
-
-    @property
-    def batch_is_alone(self) -> bool:
-        """Whether the videos of a batch are computed as each alone: no step cache decides over all of them at once."""
-        return self.step_cache not in THRESHOLDS or self.step_cache == "magcache" or self.step_cache_full is not None
-
-    @property
-    def first_step(self) -> int:
-        """The first denoising step that is done: above 0 where the run starts from a video."""
-        if self.strength is None:
-            return 0
-        return self.num_inference_steps - min(int(self.num_inference_steps * self.strength), self.num_inference_steps)
-
-    @property
-    def num_steps(self) -> int:
-        """How many denoising steps are done."""
-        return self.num_inference_steps - self.first_step
-
-    @property
-    def sampler(self) -> Scheduler:
-        """The sampler; a name is that sampler on the checkpoint's noise schedule.
-
-        Raises:
-            InputError: the family has no such sampler.
-        """
-        if isinstance(self.scheduler, str):
-            return self.manifest.model.sampler(self.scheduler)
-        return self.scheduler
-
-    def plan(self) -> StepTable:
-        """The sampler's tables of the steps that are done, on the host.
-
-        Raises:
-            InputError: a number of steps, or timesteps, that it does not have.
-        """
-        own = {} if self.timesteps is None else {"timesteps": self.timesteps}
-        return self.sampler.plan(self.num_inference_steps, start=self.first_step, **own)
-
-    def videos(self) -> list[ResolvedRequest]:
-        """One request for each seed that is asked for."""
-        if self.num_videos == 1:
-            return [self]
-        return [self.varied(num_videos=1, seed=self.seed + n) for n in range(self.num_videos)]
-
-    def varied(self, **changes: Any) -> ResolvedRequest:
-        """The same with other prompts, pictures or another seed, which are not checked again."""
-        return dataclasses.replace(self, **changes).checked_for(self.manifest, self.asked)
-
-    def checked_for(self, manifest: Manifest, asked: frozenset[str]) -> ResolvedRequest:
-        """The same request, marked as checked for a model."""
-        object.__setattr__(self, "manifest", manifest)
-        object.__setattr__(self, "asked", asked)
-        return self
 
 
 def options(*stages: Stage) -> dict[str, Option]:

@@ -19,10 +19,8 @@ from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
 from cogvideox_flax.generate.encode import NEGATIVE
-from cogvideox_flax.generate.predict.forms import cache_of, is_adaptive
-from cogvideox_flax.generate.predict.plain import Plain
+from cogvideox_flax.generate.predict.forms import is_adaptive
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
-from cogvideox_flax.generate.programs import RunPrograms
 from cogvideox_flax.generate.request import (
     DTYPES,
     GUIDANCE,
@@ -30,12 +28,13 @@ from cogvideox_flax.generate.request import (
     MAX_VIDEOS,
     STEP_CACHES,
     THRESHOLDS,
+    FilledRequest,
     GenerationRequest,
-    ResolvedRequest,
     given_options,
     parse_lora,
     types_of,
 )
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import is_count, is_finite_number, shown, typed
@@ -59,22 +58,22 @@ MAX_INT = 2**63 - 1
 def resolve(
     request: GenerationRequest,
     manifest: Manifest,
+    dtype: str | None = None,
     warned: set[str] | None = None,
     scheduler: Scheduler | None = None,
-) -> ResolvedRequest:
+) -> Run:
     """Fill every None with the release's recommendation, and check everything that needs no weights.
 
-    Warns of a size that the release was not trained for. A request that was resolved for this model stays as it is.
+    Warns of a size that the release was not trained for.
 
     Args:
+        dtype: of weights and activations; default: the model's.
         warned: warnings that were given already, and are not given again; new ones are added.
         scheduler: in place of the release's, where neither the request nor a distillation names one.
 
     Raises:
         InputError: all that this model cannot serve, in one message.
     """
-    if isinstance(request, ResolvedRequest) and request.manifest == manifest:
-        return request
     manifest.check_complete("the model")
     model, faults = manifest.model, Faults()
     request = _typed_fields(request, faults)
@@ -93,7 +92,7 @@ def resolve(
     with faults.caught():
         prompt = request.prompt if request.text_features is None else check_features(request, model)
         filled["prompt"], filled["negative_prompt"] = check_prompts(prompt, request.negative_prompt)
-    size, num_frames = None, request.num_frames
+    num_frames = request.num_frames
     with faults.caught():
         given = {name: getattr(request, name) for name in media.MEDIA}
         filled |= media.resolve_media(model, given, len(filled.get("prompt", [""])))
@@ -118,28 +117,26 @@ def resolve(
         with faults.caught():
             filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in request.lora]
     given = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
-    result = ResolvedRequest(**given | filled).checked_for(manifest, asked)
+    run = Run(FilledRequest(**given | filled), manifest, dtype or manifest.default_dtype, asked)
     with faults.caught():
-        _check_values(result)
+        _check_values(run)
     with faults.caught():
-        sampler = result.sampler
-        result.plan()
-        if size is not None and not faults:
-            _check_step_cache(result, size)
-            _check_skip_layer(result, size)
-            _check_arrays(result, size, sampler)
-            _check_negative_features(result)
+        _ = run.steps  # the scheduler's tables are checked as they are made
+        if not faults:
+            _check_step_cache(run)
+            _check_skip_layer(run)
+            _check_arrays(run)
+            _check_negative_features(run)
     if request.tiling:
         with faults.caught():
             model.codec.check_tiling()
     faults.raise_all()
-    assert size is not None
     # a model that restores clips was trained at sizes of its own, which its release does not tell
-    untrained = [] if sampler.needs_video else model.size_warnings(shown_size)
+    untrained = [] if run.scheduler.needs_video else model.size_warnings(shown_size)
     if manifest.domain is not None:
-        untrained += _outside(result, manifest.domain)
-    _warn_once([*untrained, *_unused_media(result, size)], set() if warned is None else warned)
-    return result
+        untrained += _outside(run.request, manifest.domain)
+    _warn_once([*untrained, *_unused_media(run)], set() if warned is None else warned)
+    return run
 
 
 def _warn_once(warnings: Sequence[str], warned: set[str]) -> None:
@@ -233,7 +230,7 @@ def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
     return {"timesteps": list(steps), "num_inference_steps": count}
 
 
-def _outside(request: ResolvedRequest, domain: Domain) -> list[str]:
+def _outside(request: FilledRequest, domain: Domain) -> list[str]:
     """Sentences about prompts and pictures that are unlike all of the model's training; adapters may add words."""
     prompts = [] if request.lora else dict.fromkeys((*request.prompt, *request.negative_prompt))
     pictures = [
@@ -246,11 +243,11 @@ def _outside(request: ResolvedRequest, domain: Domain) -> list[str]:
     return [sentence for sentence in said if sentence is not None]
 
 
-def _unused_media(request: ResolvedRequest, size: Size) -> list[str]:
+def _unused_media(run: Run) -> list[str]:
     """Sentences about what of the pictures and clips the model does not see."""
-    each = [(name, given) for name in media.MEDIA for given in getattr(request, name) or ()]
-    video = (size.num_frames, size.height, size.width)
-    return [said for name, given in each if (said := media.describe_fit(name, given, *video, request.fit))]
+    each = [(name, given) for name in media.MEDIA for given in getattr(run.request, name) or ()]
+    video = (run.size.num_frames, run.size.height, run.size.width)
+    return [said for name, given in each if (said := media.describe_fit(name, given, *video, run.request.fit))]
 
 
 class Faults:
@@ -334,18 +331,19 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
     return [""] * batch
 
 
-def _check_negative_features(request: ResolvedRequest) -> None:
+def _check_negative_features(run: Run) -> None:
     """Refuse text features that lack a half of guidance, or that a whole run as one program has no place for.
 
     Raises:
         InputError: they do.
     """
+    request = run.request
     if request.text_features is None:
         return
     if request.one_program:
         raise InputError("one program begins with the prompts; leave prompt_embeds or one_program out")
-    names = request.manifest.model.feature_shapes(1)
-    if request.guided and not all(NEGATIVE + name in request.text_features for name in names):
+    names = run.model.feature_shapes(1)
+    if run.guided and not all(NEGATIVE + name in request.text_features for name in names):
         raise InputError("with guidance, prompt_embeds need negative_prompt_embeds; or take guidance_scale=1")
 
 
@@ -402,13 +400,13 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     return dict(describe_lora(manifest.model, record["file"], scale, manifest.configs[name], alpha))
 
 
-def _check_values(request: ResolvedRequest) -> None:
+def _check_values(run: Run) -> None:
     """Refuse values that no model takes, or that do not go together.
 
     Raises:
         InputError: all faults in one message.
     """
-    faults = []
+    request, faults = run.request, []
     if not is_finite_number(request.guidance_scale):
         faults.append(
             f"guidance_scale is {shown(request.guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
@@ -418,7 +416,7 @@ def _check_values(request: ResolvedRequest) -> None:
             check(value)
         except InputError as e:
             faults.append(str(e))
-    faults += _guidance_faults(request)
+    faults += _guidance_faults(run)
     following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
     if not 0 <= request.seed <= MAX_SEED - following:
         less = f" less the {following} that follow" if following else ""
@@ -439,8 +437,9 @@ def _check_values(request: ResolvedRequest) -> None:
         raise InputError("\n".join(faults))
 
 
-def _guidance_faults(request: ResolvedRequest) -> list[str]:
-    faults, interval = [], request.guidance_interval
+def _guidance_faults(run: Run) -> list[str]:
+    request, faults = run.request, []
+    interval = request.guidance_interval
     if request.guidance not in GUIDANCE:
         faults.append(f"guidance is {shown(request.guidance)}; expected {', '.join(GUIDANCE)}")
     if not is_finite_number(request.guidance_rescale) or not 0 <= request.guidance_rescale <= 1:
@@ -451,22 +450,22 @@ def _guidance_faults(request: ResolvedRequest) -> list[str]:
         if request.step_cache is not None:
             faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
     is_plain = (request.guidance, request.guidance_rescale, interval) == ("cfg", 0.0, None)
-    if not is_plain and is_finite_number(request.guidance_scale) and not request.guided:
+    if not is_plain and is_finite_number(request.guidance_scale) and not run.guided:
         faults.append(f"guidance is off at a guidance_scale of {request.guidance_scale:g}; leave its other options out")
     return faults
 
 
-def _check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> None:
+def _check_arrays(run: Run) -> None:
     """Refuse initial latents, or noise for the encoders or the sampler, that do not go with the run.
 
     Raises:
         InputError: another shape, or noise where none is drawn.
     """
-    shape = size.latent_shape(request.batch)
+    request, size = run.request, run.size
+    shape = size.latent_shape(run.batch)
     if request.latents is not None and tuple(request.latents.shape) != shape:
         extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
         raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}")
-    run = RunPrograms(request, "float32")  # for its shapes, which are those of every dtype
     drawn = {stage.input: run.media_shapes(stage)[1] for stage in run.visual if stage.noise is not None}
     for name, noise in (request.encoder_noise or {}).items():
         if name not in drawn:
@@ -476,9 +475,9 @@ def _check_arrays(request: ResolvedRequest, size: Size, sampler: Scheduler) -> N
             raise InputError(f"encoder_noise of {name!r} must be {drawn[name]}; got {tuple(noise.shape)}")
     if request.noise is None:
         return
-    if not sampler.needs_noise:
-        raise InputError(f"noise is for samplers that draw some; {sampler.config.kind} does not")
-    expected = (request.num_inference_steps - request.first_step, *shape)
+    if not run.scheduler.needs_noise:
+        raise InputError(f"noise is for samplers that draw some; {run.scheduler.config.kind} does not")
+    expected = (run.num_steps, *shape)
     if tuple(request.noise.shape) != expected:
         raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(request.noise.shape)}")
 
@@ -524,26 +523,28 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
             sharding.parameter_sharding(mesh, component.sharding, parameter, leaf.shape)
 
 
-def check_run(request: ResolvedRequest, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
-    """Refuse a resolved request that does not divide over a mesh, or a profile of steps that it does not have.
+def check_run(run: Run, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
+    """Refuse a run that does not divide over a mesh, or a profile of steps that it does not have.
 
     Raises:
         InputError: with the numbers.
     """
+    request = run.request
     # else there are predictions of the prompts alone
     alone = request.guidance_interval, request.skip_layer
-    halves = request.guided and alone == (None, None) and request.step_cache != "fastercache"
-    sharding.check_batch(mesh, request.batch * (2 if halves else 1))
-    profiling.check(request.num_inference_steps - request.first_step, request.compiled_loop or request.one_program)
+    halves = run.guided and alone == (None, None) and request.step_cache != "fastercache"
+    sharding.check_batch(mesh, run.batch * (2 if halves else 1))
+    profiling.check(run.num_steps, request.compiled_loop or request.one_program)
 
 
-def _check_skip_layer(request: ResolvedRequest, size: Size) -> None:
+def _check_skip_layer(run: Run) -> None:
     """Refuse a block that the model does not have, and what skip-layer guidance does not go with.
 
     Raises:
         InputError: with what is expected.
     """
-    block, layers = request.skip_layer, request.manifest.model.workload(size).layers
+    request = run.request
+    block, layers = request.skip_layer, run.model.workload(run.size).layers
     if not is_finite_number(request.skip_layer_scale):
         raise InputError(f"skip_layer_scale is {shown(request.skip_layer_scale)}; expected a number")
     if block is None:
@@ -555,14 +556,15 @@ def _check_skip_layer(request: ResolvedRequest, size: Size) -> None:
             raise InputError(f"skip_layer does not go with {name}; leave one of them out")
 
 
-def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
+def _check_step_cache(run: Run) -> None:
     """Refuse an unknown form of the cache, or a schedule that the run's steps do not have.
 
     Raises:
         InputError: with what is expected.
     """
+    request = run.request
     form, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
-    steps = request.num_steps
+    steps = run.num_steps
     if form is not None and form not in STEP_CACHES:
         raise InputError(f"step_cache is {shown(form)}; expected {' or '.join(STEP_CACHES)}, or leave it out")
     if form is None:
@@ -570,12 +572,11 @@ def _check_step_cache(request: ResolvedRequest, size: Size) -> None:
             if getattr(request, name) is not None:
                 raise InputError(f"{name} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
         return
-    if form == "fastercache" and not request.guided:
+    if form == "fastercache" and not run.guided:
         raise InputError(
             f"fastercache leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
         )
-    model = request.manifest.model
-    cache_of(form, Plain(model.embed), model, model.workload(size).layers)
+    _ = run.predict  # the form is made for the model, or refused
     threshold = request.step_cache_threshold
     if threshold is not None and not (is_adaptive(form) and is_finite_number(threshold) and threshold >= 0):
         raise InputError(

@@ -1,408 +1,515 @@
-"""One journey: a request becomes videos. Encode, denoise, decode, as a generator of `events`.
+"""A run: what a request means for one model and dtype, decided once.
 
-Everything that makes a video reads `run`: Python's call, the commands, upscaling, samples during training. Progress
-bars, previews, callbacks and cancelling are its readers' part; it stops where its reader stops.
+The journey runs its programs; the memory check and the planner compile them for the same arguments, as shapes.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+import dataclasses
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float32
 
+from cogvideox_flax import checkpoint, sharding
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.components import Components
 from cogvideox_flax.generate.decode import Decode, DecodePiece
-from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
-from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_conditioning
-from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
-from cogvideox_flax.generate.freshness import request_values
-from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.generate.programs import RunPrograms, decode_programs
-from cogvideox_flax.generate.recipe import recipe
-from cogvideox_flax.generate.request import STAGES, ResolvedRequest
-from cogvideox_flax.generate.result import GenerationResult
-from cogvideox_flax.generate.run_files import RunFiles
-from cogvideox_flax.io.source import FrameStream
-from cogvideox_flax.models.model import VisualStage
-from cogvideox_flax.runtime.global_arrays import fetch, replicate
+from cogvideox_flax.generate.denoise import (
+    DenoiseInputs,
+    DenoiseLoop,
+    DenoiseState,
+    DenoiseStep,
+    InitialNoise,
+    encoder_noise_key,
+)
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, EncodeText, EncodeVisual
+from cogvideox_flax.generate.guidance import (
+    GUIDANCE,
+    Guidance,
+    SkipLayer,
+    Unguided,
+    guidance_scales,
+    guided_steps,
+    skip_layer_steps,
+)
+from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
+from cogvideox_flax.generate.predict import forms, step_cache
+from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
+from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
+from cogvideox_flax.generate.request import THRESHOLDS, FilledRequest
+from cogvideox_flax.generate.whole_run import WholeRun
+from cogvideox_flax.models.model import TextStage, VideoModel, VisualStage
+from cogvideox_flax.models.sizes import Size
+from cogvideox_flax.runtime.compile import Program
+from cogvideox_flax.schedulers import Scheduler, StepTable
 
-log = logging.getLogger(__name__)
-
-
-def run(
-    pipe: Components,
-    request: ResolvedRequest,
-    files: RunFiles | None = None,
-    stages: Sequence[str] = STAGES,
-    *,
-    text: Conditioning | None = None,
-    keep: bool | None = None,
-) -> Events[None]:
-    """Encode, denoise and decode.
-
-    Args:
-        request: from `resolve`, for this model.
-        files: keeps what is finished and gives it back; then one stage is done for all videos before the next begins.
-            None keeps nothing, and makes one video after the other.
-        stages: those to do, of "encode", "denoise", "decode". A stage that is left out before them is in `files`.
-        text: features of the prompts that are known already; the rest of a conditioning does not matter.
-        keep: the components of a stage stay when the next begins; default: without files.
-
-    Raises:
-        InputError: it does not fit into the devices' memory, before anything is loaded; an encoder or the decoder gives
-            NaN or infinity; what `files` hold is not of this request.
-        NonFiniteError: NaN or infinity in the latents, naming the step.
-    """
-    if files is not None and (request.one_program or request.output_type == "latent"):
-        raise InputError(
-            "with files, a run is done in stages, and its latents are those of the `Denoised` event; leave one_program "
-            'off, and output_type "latent" out'
-        )
-    if request.lora is None:
-        request = request.varied(lora=list(pipe.loras))
-    run = RunPrograms(request, pipe.dtype)
-    if request.output_type == "latent":
-        stages = [stage for stage in stages if stage != "decode"]
-    parts, keep = ["run"] if request.one_program else stages, files is None if keep is None else keep
-    yield from pipe.checking_memory(((part, run.abstract(part, pipe.mesh)) for part in parts), keep=keep)
-    if request.one_program:
-        for one in request.videos():
-            yield from _run_as_one_program(pipe, one)
-    else:
-        yield from make_videos(pipe, request, files, stages, text=text, keep=keep)
+ProgramCall = tuple[Program, tuple[Any, ...], int]
+"""A program, its arguments as shapes with their shardings, weights first, and how often it runs."""
 
 
-def make_videos(
-    pipe: Components,
-    request: ResolvedRequest,
-    files: RunFiles | None = None,
-    stages: Sequence[str] = STAGES,
-    *,
-    text: Conditioning | None = None,
-    keep: bool = True,
-) -> Events[None]:
-    """`run` without the check of the devices' memory.
+@dataclass(frozen=True)
+class Run:
+    """A request, resolved for one model and dtype: from `resolve`. Immutable; what follows from it is computed once.
 
-    Args:
-        text: an earlier conditioning for the same prompts, whose text features are used again.
-        keep: the components of a stage stay when the next begins.
-    """
-    shared = None if RunPrograms(request, pipe.dtype).encodes_by_seed else _Encoded(pipe, request, files)
-    videos = []
-    for one in request.videos():
-        own = None if files is None else files.of(one, request)
-        videos.append(_Video(pipe, one, own, shared or _Encoded(pipe, one, own)))
-    if files is None:
-        order = [(stage, video) for video in videos for stage in stages]
-    else:
-        order = [(stage, video) for stage in stages for video in videos]
-    before = stages[0]
-    for stage, video in order:
-        if not keep and stage != before:
-            pipe.unload()
-        before = stage
-        match stage:
-            case "encode":
-                text = yield from video.encoded.encode(text)
-            case "denoise":
-                yield from video.denoise()
-            case "decode":
-                yield from video.decode()
-
-
-@dataclass
-class _Encoded:
-    """The conditioning of one seed, or of all where the seed does not matter.
-
-    files: None keeps it in memory.
+    request: every None that stands for a recommendation is filled in.
+    manifest: of the model.
+    dtype: of weights and activations.
+    asked: the options that were given; the others were filled in.
     """
 
-    pipe: Components
-    request: ResolvedRequest
-    files: RunFiles | None
-    conditioning: Conditioning | None = None
-    done: bool = False
+    request: FilledRequest
+    manifest: Manifest = field(repr=False)
+    dtype: str
+    asked: frozenset[str] = field(default=frozenset(), repr=False)
 
-    def encode(self, text: Conditioning | None) -> Events[Conditioning | None]:
-        """Returns the conditioning, whose text features serve the next seed; `text` where it is there already."""
-        if self.done:
-            return text
-        self.done = True
-        if self.files is None:
-            self.conditioning = yield from encoding(self.pipe, self.request, text=text)
-            return self.conditioning
-        if self.files.has_conditioning(self.request):
-            return text
-        # with the negative prompt also where guidance is off: another guidance scale then goes on from it
-        conditioning = yield from encoding(self.pipe, self.request, text=text, negative=True)
-        self.files.save_conditioning(self.request, conditioning)
-        return conditioning
+    @property
+    def model(self) -> VideoModel:
+        return self.manifest.model
 
-    def get(self) -> Conditioning:
-        if self.files is not None:
-            return self.files.conditioning(self.request)
-        assert self.conditioning is not None
-        return self.conditioning
+    def varied(self, **changes: Any) -> Run:
+        """The same run with other prompts, images or another seed, which are not checked again."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, **changes))
 
+    def seeds(self) -> list[Run]:
+        """One run for each seed that is asked for."""
+        seed, count = self.request.seed, self.request.num_videos
+        return [self] if count == 1 else [self.varied(num_videos=1, seed=seed + n) for n in range(count)]
 
-@dataclass
-class _Video:
-    """The videos of one seed on their way.
+    @property
+    def batch(self) -> int:
+        """Number of videos that are made at once."""
+        return len(self.request.prompt)
 
-    files: of this seed; None keeps the loop's last state in memory.
-    """
+    @property
+    def batch_is_alone(self) -> bool:
+        """Whether the videos of a batch are computed as each alone: no step cache decides over all of them at once."""
+        form = self.request.step_cache
+        return form not in THRESHOLDS or form == "magcache" or self.request.step_cache_full is not None
 
-    pipe: Components
-    request: ResolvedRequest
-    files: RunFiles | None
-    encoded: _Encoded
-    state: DenoiseState | None = None
+    @cached_property
+    def size(self) -> Size:
+        request = self.request
+        return self.model.resolve_size(request.num_frames, request.height, request.width)
 
-    def denoise(self) -> Events[None]:
-        conditioning = self.encoded.get()
-        if self.files is None:
-            states = yield from denoising(self.pipe, conditioning, self.request)
-            yield from self._steps(states, done=0)
-            assert self.state is not None
-            if self.request.output_type == "latent":
-                state, self.state = self.state, None
-                yield from finish(self.pipe, self.request, state)
-            return
-        key = self.files.latents_key(self.request, conditioning)
-        if not self.files.has_latents(self.request, key):
-            with self.files.kept_state(self.request, key) as keeper:
-                self.state = found = keeper.found(self.pipe.mesh)
-                states = yield from denoising(self.pipe, conditioning, self.request, state=found)
-                yield from self._steps(states, 0 if found is None else int(found.step), keeper.keep)
-                assert self.state is not None  # of a loop that was stopped after its last step, the one that was found
-                latents = fetch(self.state.video_latents)
-                self.files.save_latents(self.request, key, latents)  # before the state is removed
-                self.state = None
-        yield Denoised(self.request, self.files.latents(self.request), recipe_of(self.pipe, self.request))
+    @cached_property
+    def windows(self) -> Windows | None:
+        """The windows of a long clip; None: it is denoised whole."""
+        return resolve_windows(self.model, self.request, self.size)
 
-    def _steps(
-        self, states: Generator[DenoiseState], done: int, keep: Callable[[DenoiseState], None] | None = None
-    ) -> Events[None]:
-        """The loop; `state` is then its last.
+    # --- steps
 
-        done: steps of an earlier run.
-        keep: takes each state.
+    @property
+    def first_step(self) -> int:
+        """The first denoising step that is done: above 0 where the run starts from a video."""
+        steps, strength = self.request.num_inference_steps, self.request.strength
+        return 0 if strength is None else steps - min(int(steps * strength), steps)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of denoising steps that are done."""
+        return self.request.num_inference_steps - self.first_step
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; a name is that scheduler on the checkpoint's noise schedule.
+
+        Raises:
+            InputError: the family has no such scheduler.
         """
-        yield LoopBegan(self.request, self.request.num_steps, done)
-        timesteps = self._programs().steps.timesteps
-        with closing(states):
-            for self.state in states:
-                if keep is not None:
-                    keep(self.state)
-                step = int(self.state.step) - 1
-                yield Step(self.request, self.state, timesteps[step].item())
-        predict = self._programs().predict
-        if self.state is not None and self.state.cache is not None and isinstance(predict, StepCache):
-            said = predict.said(self.state.cache)
-            if said is not None:
-                log.info(said)
-        self.pipe.profiling.after_stage("denoising")
+        scheduler = self.request.scheduler
+        return self.model.sampler(scheduler) if isinstance(scheduler, str) else scheduler
 
-    def decode(self) -> Events[None]:
-        if self.files is not None:
-            latents: Any = self.files.latents(self.request)
+    @cached_property
+    def steps(self) -> StepTable:
+        """The scheduler's tables of the steps that are done, on the host.
+
+        Raises:
+            InputError: a number of steps, or timesteps, that it does not have.
+        """
+        timesteps = {} if self.request.timesteps is None else {"timesteps": self.request.timesteps}
+        return self.scheduler.plan(self.request.num_inference_steps, start=self.first_step, **timesteps)
+
+    @cached_property
+    def full_steps(self) -> Bool[np.ndarray, " N"] | None:
+        """Which of the steps that are done are full; None without a step cache, or if it decides itself."""
+        return forms.full_steps(self.request, self.steps.timesteps)
+
+    @property
+    def guided(self) -> bool:
+        """Whether guidance is on, by the rule of the model's family."""
+        return self.model.is_guided(self.request.guidance_scale)
+
+    @cached_property
+    def guided_steps(self) -> Bool[np.ndarray, " N"] | None:
+        """Which of the steps that are done have guidance; None: all, or none."""
+        interval = self.request.guidance_interval
+        if interval is None or not self.guided:
+            return None
+        return guided_steps(interval, self.request.num_inference_steps, self.first_step)
+
+    @cached_property
+    def predict(self) -> Predict:
+        """How a prediction is made."""
+        model, request = self.model, self.request
+        plain = Plain(model.embed_for(request.positions, request.sparse_attention))
+        if self.windows is not None:
+            return Windowed(plain, self.windows)
+        if request.step_cache is None:
+            return plain
+        layers = model.workload(self.size).layers
+        how = request.step_cache_threshold, request.step_cache_ratios
+        return forms.cache_of(request.step_cache, plain, model, layers, *how)
+
+    @property
+    def guidance(self) -> Guidance:
+        request = self.request
+        return GUIDANCE[request.guidance](request.guidance_rescale) if self.guided else Unguided()
+
+    @property
+    def visual(self) -> list[VisualStage]:
+        """The encodings of the given pictures and clips."""
+        return [stage for stage in self.model.visual if getattr(self.request, stage.input) is not None]
+
+    @property
+    def encodes_by_seed(self) -> bool:
+        """Whether latents of the given pictures and clips hold noise that is drawn by the request's seed."""
+        given = self.request.encoder_noise or {}
+        return any(stage.noise is not None and stage.input not in given for stage in self.visual)
+
+    @property
+    def denoiser_batch(self) -> int:
+        """What the denoiser sees at once: twice the prompts, with guidance."""
+        return self.batch * self.guidance.passes
+
+    # --- programs
+
+    def encode(self, stage: TextStage) -> EncodeText:
+        shapes = stage.token_shapes(self.batch)
+        return EncodeText(stage.component, stage.encode, tokens=max(x.size for x in jax.tree.leaves(shapes)))
+
+    def encode_visual(self, stage: VisualStage) -> EncodeVisual:
+        """Its frames are uint8 [B, F, H, W, 3 or 4]."""
+        is_clip, statistics = _is_clip(stage), stage.statistics
+        if self.request.image_scale is not None and not is_clip and stage.shape is None:
+            statistics = dataclasses.replace(statistics, scale=self.request.image_scale)
+        extra_latents = self.size.extra_latents if is_clip else 0
+        return EncodeVisual(stage.input, stage.encode, statistics, extra_latents, self.request.tiling)
+
+    def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """[B, F, H, W, 3] of its frames (4 with a mask), and the shape of its noise: that of the frames, or of their
+        latents without the extra ones."""
+        size, (batch, latents, *rest) = self.size, self.size.latent_shape(self.batch)
+        is_clip = _is_clip(stage)
+        frames = batch, size.num_frames if is_clip else 1, *(stage.frame_size or (size.height, size.width))
+        count = latents - size.extra_latents if is_clip else 1
+        noise = (*frames, 3) if stage.noise == "frames" else (batch, count, *rest)
+        return (*frames, 4 if stage.mask_channels else 3), noise
+
+    def feature_shape(self, stage: VisualStage) -> tuple[int, ...]:
+        """[B, T, h, w, C] of its result, or [B, ...] of other features than latents."""
+        batch, count, height, width, channels = self.size.latent_shape(self.batch)
+        if stage.shape is not None:
+            return batch, *stage.shape
+        return batch, count if _is_clip(stage) else 1, height, width, channels + stage.mask_channels
+
+    @property
+    def initial_noise(self) -> InitialNoise:
+        return InitialNoise(self.predict, self.size.latent_shape(self.batch), self.request.same_noise)
+
+    @property
+    def denoise(self) -> DenoiseStep | DenoiseLoop:
+        """A step, or all of them with `compiled_loop`."""
+        seen = window_size(self.model, self.request, self.size)
+        tokens = self.denoiser_batch * self.model.workload(seen).tokens
+        step = dataclasses.replace(self._step, tokens=tokens)
+        return DenoiseLoop(step, tokens=tokens) if self.request.compiled_loop else step
+
+    @property
+    def _step(self) -> DenoiseStep:
+        return DenoiseStep(self.predict, self.guidance, self.scheduler, self.request.same_noise, self.skip_layer)
+
+    @property
+    def skip_layer(self) -> SkipLayer | None:
+        request = self.request
+        if request.skip_layer is None:
+            return None
+        return SkipLayer(self.model.embed, request.skip_layer, request.skip_layer_scale)
+
+    @property
+    def whole_run(self) -> WholeRun:
+        model, request = self.model, self.request
+        return WholeRun(
+            text=tuple(EncodeText(stage.component, stage.encode) for stage in model.text),
+            visual=tuple((stage.feature, stage.component, self.encode_visual(stage)) for stage in self.visual),
+            loop=DenoiseLoop(self._step),
+            decode=Decode(model.codec, request.output_type == "float", request.tiling),
+            denoiser=model.denoiser,
+            decoder=model.decoder,
+        )
+
+    # --- arguments
+
+    def media(self, stage: VisualStage) -> tuple[Any, Any]:
+        """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
+        request, (frames, noise) = self.request, self.media_shapes(stage)
+        index = [known.input for known in self.model.visual].index(stage.input)
+        given = (request.encoder_noise or {}).get(stage.input)
+        if stage.noise is None:
+            given = np.zeros(noise, np.float32)
+        elif given is None:
+            rows = 1 if request.same_noise else noise[0]
+            given = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))
+            given = jnp.broadcast_to(given, noise)
+        if stage.mask_channels:
+            read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
         else:
-            assert self.state is not None
-            latents = self.state.video_latents
-            self.state = None
-        yield from _decode(self.pipe, self.request, latents)
+            read = read_media(getattr(request, stage.input), frames, request.fit, (self.size.height, self.size.width))
+        return read, jnp.asarray(given, jnp.float32)
 
-    def _programs(self) -> RunPrograms:
-        return RunPrograms(self.request, self.pipe.dtype)
+    def check_conditioning(self, conditioning: Conditioning) -> None:
+        """Refuse a conditioning that is not this request's.
+
+        Raises:
+            InputError: with the differences.
+        """
+        request = self.request
+        if conditioning.guided != self.guided or conditioning.batch != self.batch:
+            raise InputError(
+                f"the conditioning is of {conditioning.batch} prompts {'with' if conditioning.guided else 'without'} "
+                f"negative prompts; the request has {self.batch} and guidance_scale {request.guidance_scale:g}"
+            )
+        wanted = {stage.feature for stage in self.visual}
+        found = conditioning.pictures.keys() | ({VIDEO_FEATURE} if conditioning.video is not None else set())
+        if found != wanted:
+            raise InputError(
+                f"the conditioning has {', '.join(sorted(found)) or 'no latents of pictures or clips'}; the request's "
+                f"inputs give {', '.join(sorted(wanted)) or 'none'}"
+            )
+
+    def start(
+        self, conditioning: Conditioning | None, latents: Float32[Any, "B T h w C"], noise_source: Any
+    ) -> tuple[DenoiseInputs, DenoiseState]:
+        """What the loop begins with, but for the step cache (`with_cache`); of arrays, or under `jax.eval_shape`.
+
+        Args:
+            conditioning: None where the program makes its own.
+            latents: standard normal.
+            noise_source: as for `DenoiseInputs`.
+        """
+        request = self.request
+        # as in the reference, dynamic guidance counts the steps that are done
+        steps, timesteps = len(self.steps), self.steps.timesteps
+        scales = guidance_scales(timesteps, steps, request.guidance_scale, request.use_dynamic_cfg)
+        inputs = DenoiseInputs(conditioning, self.steps, scales, noise_source, self.full_steps, self.guided_steps)
+        if request.skip_layer is not None:
+            done = skip_layer_steps(request.num_inference_steps, self.first_step)
+            inputs = dataclasses.replace(inputs, skip_layer_steps=done)
+        if conditioning is not None and conditioning.video is not None:
+            latents = self.scheduler.start_from(conditioning.video, latents, timesteps[0])
+        sampler_state = self.scheduler.init_state(latents)
+        static: Any = {"extra_latents": self.size.extra_latents, "scheduler": self.scheduler.kind}
+        return inputs, DenoiseState(np.int32(0), latents, sampler_state, **static)
+
+    def sampler_state(self) -> Any:
+        """The sampler's own state as shapes."""
+        latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.batch), jnp.float32)
+        return jax.eval_shape(self.scheduler.init_state, latents)
+
+    def cache_shapes(self, mesh: Mesh | None) -> Any:
+        """The step cache in `DenoiseState` as shapes with their shardings; None without one."""
+        if self.request.step_cache is None:
+            return None
+        denoiser = abstract_weights(self.manifest, self.model.denoiser, self.dtype, None)
+        latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.denoiser_batch), jnp.float32)
+
+        predict = self.predict
+        assert isinstance(predict, step_cache.StepCache)
+
+        def embedded(denoiser: Any, latents: Any, conditioning: Conditioning, t: Any) -> Any:
+            features = self.guidance.features(conditioning)
+            return predict.inner.embed(denoiser, latents, features, t, next_timestep=t)
+
+        given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
+            tokens = jax.eval_shape(embedded, *given)
+            kept = predict.kept(denoiser, tokens, latents, len(self.steps))
+            return step_cache.kept_shapes(kept, mesh)
+
+    def check_state(self, state: DenoiseState, mesh: Mesh | None) -> None:
+        """Refuse a state that no loop of this request, on a mesh, can have.
+
+        Raises:
+            InputError: with what is expected.
+        """
+        expected = self.size.latent_shape(self.batch), self.size.extra_latents
+        found = tuple(np.shape(state.latents)), state.extra_latents
+        if found != expected:
+            raise InputError(f"the state has latents {list(found[0])}, {found[1]} of them extra; expected {expected}")
+        if not 0 <= int(state.step) <= len(self.steps):
+            raise InputError(f"the state is after step {int(state.step)}; this run has {len(self.steps)} steps")
+        kind = self.scheduler.kind
+        if state.scheduler != kind or _shapes(state.sampler) != _shapes(self.sampler_state()):
+            raise InputError(f"the state is of another scheduler, {state.scheduler}; this run's is {kind}")
+        if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(mesh)):
+            raise InputError("the state is of another step cache; go on with the one that it was made with")
+
+    def with_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+        """A state with a step cache, where the request has one and the state has nothing of it.
+
+        Raises:
+            InputError: the steps that follow need what earlier ones kept.
+        """
+        if state.cache is not None or self.may_resume(int(state.step)):
+            return self.with_empty_cache(state, mesh)
+        raise InputError(
+            f"the steps from {int(state.step)} on use what earlier ones kept, which the state does not have; go on "
+            "from a state with its cache"
+        )
+
+    def with_empty_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
+        """The state with zeros for a step cache, where the request has one and the state has nothing of it."""
+        if self.request.step_cache is None or state.cache is not None:
+            return state
+        return dataclasses.replace(state, cache=step_cache.empty(self.cache_shapes(mesh)))
+
+    def may_resume(self, done: int) -> bool:
+        """Whether the loop can go on after so many steps without what the step cache kept."""
+        if done in (0, len(self.steps)) or not isinstance(predict := self.predict, step_cache.StepCache):
+            return True
+        return predict.may_begin(done, self.full_steps)
+
+    def abstract(self, stage: str, mesh: Mesh | None = None) -> list[ProgramCall]:
+        """The programs of a stage ("encode", "denoise", "decode" or "run"), as they are compiled without a model.
+
+        Returns:
+            For each: the program; its arguments as shapes with the dtypes and the shardings that they will have,
+            weights by the table and the rest whole on every device; how often it runs.
+        """
+        request = self.request
+
+        def whole(tree: Any) -> Any:
+            return jax.tree.map(lambda x: shape_on(x, mesh), tree)
+
+        def weights(component: str) -> Any:
+            return abstract_weights(self.manifest, component, self.dtype, mesh)
+
+        if stage == "encode":
+            texts = 2 if self.guided else 1
+            tokens = {part.component: part.token_shapes(self.batch) for part in self.model.text}
+            text = [
+                (self.encode(part), (weights(part.component), whole(tokens[part.component])), texts)
+                for part in self.model.text
+            ]
+            pictures = [
+                (self.encode_visual(stage), (weights(stage.component), *whole(self._media(stage))), 1)
+                for stage in self.visual
+            ]
+            return [*text, *pictures]
+        shape = self.size.latent_shape(self.batch)
+        if stage == "decode":
+            how = request.output_type == "float", request.tiling, self.windows is not None
+            return decode_programs(self.manifest, self.dtype, self.size.video_latent_shape(self.batch), mesh, *how)
+        conditioning = self._conditioning() if stage == "denoise" else None
+        latents, key = jax.eval_shape(self.initial_noise, jax.ShapeDtypeStruct((), jnp.uint32))
+        noise = key if request.noise is None else jax.ShapeDtypeStruct((len(self.steps), *shape), jnp.float32)
+        inputs, state = whole(jax.eval_shape(self.start, conditioning, latents, noise))
+        state = dataclasses.replace(state, cache=self.cache_shapes(mesh))
+        if stage == "run":
+            models = {name: weights(name) for name in self.model.components}
+            tokens = {part.component: part.token_shapes(self.denoiser_batch) for part in self.model.text}
+            media = {each.feature: self._media(each) for each in self.visual}
+            return [(self.whole_run, (models, whole(tokens), whole(media), inputs, state), 1)]
+        runs = 1 if request.compiled_loop else len(self.steps)
+        return [(self.denoise, (weights(self.model.denoiser), inputs, state), runs)]
+
+    def _conditioning(self) -> Conditioning:
+        """The conditioning as shapes."""
+        features: Any = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in self.model.feature_shapes(self.batch).items()
+        }
+        shapes = {stage.feature: self.feature_shape(stage) for stage in self.visual}
+        latents: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        video = latents.pop(VIDEO_FEATURE, None)
+        return Conditioning(features, features if self.guided else None, latents, video)
+
+    def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        frames, noise = self.media_shapes(stage)
+        media = [] if stage.mask_channels else getattr(self.request, stage.input)  # a mask's frames are uint8
+        dtype = np.result_type(np.uint8, *(each.dtype for each in media))
+        return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)
 
 
-def finish(pipe: Components, request: ResolvedRequest, state: DenoiseState) -> Events[None]:
-    """What is made of a loop's state, which may be one in the middle: decoded frames, or latents."""
-    done = int(state.step)
-    if request.output_type == "latent":
-        yield _finished(pipe, request, fetch(state.latents), done)
-    else:
-        yield from _decode(pipe, request, state.video_latents, done)
+def _shapes(tree: Any) -> Any:
+    """The structure of a pytree, and the shapes of its arrays."""
+    return jax.tree.structure(tree), [tuple(x.shape) for x in jax.tree.leaves(tree)]
 
 
-def _decode(
-    pipe: Components, request: ResolvedRequest, latents: Float[Any, "B T h w C"], done: int | None = None
-) -> Events[None]:
-    in_pieces = RunPrograms(request, pipe.dtype).windows is not None
-    how: Any = {"output_type": request.output_type, "tiling": request.tiling, "in_pieces": in_pieces}
-    frames = yield from decoding(pipe, latents, **how)
-    yield _finished(pipe, request, frames, done)
+def _is_clip(stage: VisualStage) -> bool:
+    """Whether its frames are those of a whole video, and not one picture."""
+    return stage.input in CLIPS or stage.mask_channels > 0
 
 
-def _finished(pipe: Components, request: ResolvedRequest, frames: Any, done: int | None = None) -> Finished:
-    return Finished(request, GenerationResult(frames, request.fps, recipe_of(pipe, request, done)))
+def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:
+    """A component's module as shapes, in the dtype and where it will lie."""
+    module = checkpoint.cast(manifest.abstract(component), dtype)
+    if mesh is None:
+        return module
+    rows = manifest.model.components[component].sharding
+
+    def place(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+        where = sharding.parameter_sharding(mesh, rows, sharding.parameter_name(path), leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree_util.tree_map_with_path(place, module)
 
 
-def recipe_of(pipe: Components, request: ResolvedRequest, done: int | None = None) -> dict[str, Any]:
-    """What a result stores of how it was made. done: the steps that were done; None: all."""
-    made_of = request_values(request) | {"dtype": pipe.dtype}
-    if done is not None and done < request.num_steps:
-        made_of["steps_done"] = done
-    if request.batch > 1 and not (request.same_noise and request.batch_is_alone):
-        made_of["row"] = list(range(request.batch))
-    return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
+def shape_on(x: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """Whole on every device of the mesh."""
+    where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
-# --- the stages
+def decode_programs(
+    manifest: Manifest,
+    dtype: str,
+    shape: tuple[int, ...],
+    mesh: Mesh | None,
+    as_float: bool,
+    tiling: bool,
+    in_pieces: bool,
+) -> list[ProgramCall]:
+    """The programs that decode normalized latents of a shape [B, T, h, w, C].
 
-
-def encoding(
-    pipe: Components,
-    request: ResolvedRequest,
-    *,
-    negative: bool | None = None,
-    text: Conditioning | None = None,
-) -> Events[Conditioning]:
-    """Prompts to features, pictures and clips to latents; arguments and errors as for `Pipeline.encode`."""
-    run = RunPrograms(request, pipe.dtype)
-    if text is None:
-        text = yield from encoding_text(pipe, request, negative=negative)
-    latents = {}
-    for stage in run.visual:
-        latents[stage.feature] = yield from _encode_visual(pipe, run, stage)
-    video = latents.pop(VIDEO_FEATURE, None)
-    return Conditioning(text.text, text.negative_text, latents, video)
-
-
-def encoding_text(pipe: Components, request: ResolvedRequest, *, negative: bool | None = None) -> Events[Conditioning]:
-    """`encoding` of the prompts alone."""
-    run, texts = RunPrograms(request, pipe.dtype), {"text": request.prompt}
-    if request.text_features is not None:
-        return text_conditioning(request.text_features, request.guided if negative is None else negative)
-    if request.guided if negative is None else negative:
-        texts["negative_text"] = request.negative_prompt
-    tokens = {name: pipe.tokenize(each) for name, each in texts.items()}  # first: a cut prompt is reported at once
-    found: dict[str, Any] = {name: {} for name in texts}
-    for stage in run.model.text:
-        program = run.encode(stage)
-        for name in texts:
-            module = pipe.component(stage.component)
-            given = replicate(tokens[name][stage.component], pipe.mesh)
-            features = yield from pipe.running(program, module, given)
-            if not all(np.isfinite(fetch(value)).all() for value in features.values()):
-                raise pipe.not_finite("text encoder")
-            found[name] |= features
-        pipe.profiling.after_stage(program.name)
-    return Conditioning(**found)
-
-
-def _encode_visual(pipe: Components, run: RunPrograms, stage: VisualStage) -> Events[Any]:
-    """Scaled latents of a picture or clip."""
-    program, inputs = run.encode_visual(stage), replicate(run.media(stage), pipe.mesh)
-    latents, finite = yield from pipe.running(program, pipe.component(stage.component), *inputs)
-    pipe.profiling.after_stage(program.name)
-    if not finite:
-        raise pipe.not_finite("VAE")
-    return latents
-
-
-def denoising(
-    pipe: Components, conditioning: Conditioning, request: ResolvedRequest, *, state: DenoiseState | None = None
-) -> Events[Generator[DenoiseState]]:
-    """What comes before the denoising loop; returns the loop. Arguments and errors as for `Pipeline.denoise`."""
-    run = RunPrograms(request, pipe.dtype)
-    run.check_conditioning(conditioning)
-    if request.compiled_loop and state is not None:
-        raise InputError("a loop to go on from needs the step-by-step loop; leave compiled_loop off")
-    if state is not None:
-        run.check_state(state, pipe.mesh)
-    latents, noise_source = yield from _start_noise(pipe, run)
-    inputs, first = run.start(conditioning.on_host(), latents, noise_source)
-    first = run.with_cache(state or first, pipe.mesh)
-    inputs, first = replicate(inputs, pipe.mesh), place_state(first, pipe.mesh)
-    program, model = pipe.program(run.denoise), pipe.denoiser(request)
-    if pipe.profiling.jit:
-        model = program.model_argument(model)  # once, and not in each step
-        yield from pipe.preparing(run.denoise, model, inputs, first)
-    return run_loop(program, model, inputs, first, pipe.profiling, pipe.hint)
-
-
-def _start_noise(pipe: Components, run: RunPrograms) -> Events[tuple[Any, Any]]:
-    """The initial latents, and the source of the sampler's noise: what was given, or by the seed."""
-    request = run.request
-    if request.latents is None:
-        latents, key = yield from pipe.running(run.initial_noise, replicate(np.uint32(request.seed), pipe.mesh))
-    else:
-        latents, key = jnp.array(request.latents, jnp.float32), noise_key(request.seed)  # a copy: it may be donated
-    return latents, key if request.noise is None else jnp.asarray(request.noise, jnp.float32)
-
-
-def decoding(
-    pipe: Components,
-    latents: Float[Any, "B T h w C"],
-    *,
-    output_type: str = "uint8",
-    tiling: bool = False,
-    in_pieces: bool = False,
-) -> Events[Any]:
-    """Latents to frames on the host; arguments and errors as for `Pipeline.decode`.
-
-    Args:
-        in_pieces: of long clips, each is decoded while its frames are read, a few of them at a time: returns a
-            `FrameStream` for each. On several hosts all of them read it to its end.
+    as_float, tiling: as for `Decode`. in_pieces: clip by clip, piece by piece.
     """
-    model, as_float = pipe.manifest.model, output_type == "float"
-    if in_pieces:
-        shape = tuple(latents.shape)
-        for program, args, _ in decode_programs(pipe.manifest, pipe.dtype, shape, pipe.mesh, as_float, tiling, True):
-            yield from pipe.preparing(program, *args)
-        return _frame_streams(pipe, latents, as_float)
-    program = Decode(model.codec, as_float, tiling)
-    z = replicate(jnp.asarray(latents, jnp.float32), pipe.mesh)
-    frames, finite = yield from pipe.running(program, pipe.component(model.decoder), z)
-    pipe.profiling.after_stage(program.name)
-    if not finite:
-        raise pipe.not_finite("VAE")
-    return fetch(frames)
+    codec, model = manifest.model.codec, abstract_weights(manifest, manifest.model.decoder, dtype, mesh)
+    if not in_pieces:
+        return [(Decode(codec, as_float, tiling), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
+    program = DecodePiece(codec, as_float)
+    runs = Counter((size, i > 0) for i, size in enumerate(codec.pieces(shape[1])))
+    found: list[ProgramCall] = []
+    cache = None
+    for (size, _), count in runs.items():
+        latents = shape_on(jax.ShapeDtypeStruct((1, size, *shape[2:]), jnp.float32), mesh)
+        found.append((program, (model, latents, cache), shape[0] * count))
+        if cache is None:
+            *_, cache = jax.eval_shape(program, model, latents, None)
+            cache = jax.tree.map(partial(_cache_on, mesh=mesh, latents=latents.shape), cache)
+    return found
 
 
-def _frame_streams(pipe: Components, latents: Float[Any, "B T h w C"], as_float: bool) -> list[FrameStream]:
-    codec, shape = pipe.manifest.model.codec, tuple(latents.shape)
-    model, program = pipe.component(pipe.manifest.model.decoder), pipe.program(DecodePiece(codec, as_float))
-    one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
-    frames, _ = jax.eval_shape(Decode(codec, as_float, False), model, one)
-
-    def decode(i: int) -> Iterator[np.ndarray]:
-        cache, start = None, 0
-        for size in codec.pieces(shape[1]):
-            z = jnp.asarray(latents[i : i + 1, start : start + size], jnp.float32)
-            frames, finite, cache = program(model, replicate(z, pipe.mesh), cache, jit=pipe.profiling.jit)
-            if not finite:
-                raise pipe.not_finite("VAE")
-            start += size
-            yield fetch(frames)[0]
-
-    return [FrameStream(frames.shape[1:], partial(decode, i), frames.dtype) for i in range(shape[0])]
-
-
-def _run_as_one_program(pipe: Components, request: ResolvedRequest) -> Events[None]:
-    """Tokens to frames as one program."""
-    run = RunPrograms(request, pipe.dtype)
-    models = {name: pipe.component(name) for name in run.model.components}
-    models[run.model.denoiser] = pipe.denoiser(request)
-    tokens = pipe.tokenize([*(request.negative_prompt if request.guided else ()), *request.prompt])
-    noise = yield from _start_noise(pipe, run)
-    inputs, state = run.start(None, *noise)
-    inputs, state = replicate(inputs, pipe.mesh), place_state(run.with_cache(state, pipe.mesh), pipe.mesh)
-    media = {stage.feature: run.media(stage) for stage in run.visual}
-    given = replicate(tokens, pipe.mesh), replicate(media, pipe.mesh), inputs, state
-    frames, steps_finite, finite = yield from pipe.running(run.whole_run, models, *given)
-    pipe.profiling.after_stage(run.whole_run.name)
-    check_finite(fetch(steps_finite), inputs, pipe.hint)
-    if not finite:
-        raise pipe.not_finite("VAE")
-    yield _finished(pipe, request, fetch(frames))
+def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    if mesh is None:
+        return x
+    mesh = sharding.picture_mesh(mesh, latents)
+    where = NamedSharding(mesh, sharding.spatial_layout(mesh, latents, x.ndim))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

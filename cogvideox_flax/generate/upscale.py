@@ -23,12 +23,14 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of, result_of
+from cogvideox_flax.generate.journey import encode_text, make_videos
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.recipe import recipe
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.run import encoding_text, make_videos
+from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.store import Memory
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
@@ -54,7 +56,7 @@ class UpscalePlan:
     padded: (frames, height, width) of the enlarged clip with its padding.
     window: (frames, height, width) of a tile of a chunk.
     overlaps: of windows, along the same axes.
-    request: of one window; the clip in it is a stand-in.
+    run: of one window; the clip in it is a stand-in.
     """
 
     clip: VideoInfo
@@ -62,7 +64,7 @@ class UpscalePlan:
     padded: tuple[int, int, int]
     window: tuple[int, int, int]
     overlaps: tuple[int, int, int]
-    request: ResolvedRequest
+    run: Run
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -80,7 +82,7 @@ class UpscalePlan:
         return [window_weights(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
 
 
-def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -> UpscalePlan:
+def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, dtype: str | None = None) -> UpscalePlan:
     """Lay out the windows of a clip, and check everything that needs no weights.
 
     Raises:
@@ -113,8 +115,8 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions) -
     stand_in = Media("a tile", "", window[1], window[2], window[0], np.empty((0, *window[1:], 3), np.float32))
     how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
     how |= {"scheduler": SAMPLER, "seed": options.seed, "tiling": options.tiling}
-    request = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest)
-    return UpscalePlan(clip, options.scale, padded, window, overlaps, request)  # type: ignore[arg-type]
+    run = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest, dtype)
+    return UpscalePlan(clip, options.scale, padded, window, overlaps, run)  # type: ignore[arg-type]
 
 
 def _check_options(options: UpscaleOptions) -> None:
@@ -163,7 +165,7 @@ def upscale(
         InputError: as for `plan_upscale`, before anything is loaded; or a frame cannot be decoded.
     """
     source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
-    plan = plan_upscale(pipe.manifest, source.info, options or UpscaleOptions())
+    plan = plan_upscale(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
     check_memory(pipe, plan, progress=progress)
     return np.concatenate(list(upscale_frames(source, plan, tile_runner(pipe, plan, progress), progress=progress)))
 
@@ -200,8 +202,8 @@ def check_memory(pipe: Pipeline, plan: UpscalePlan, *, progress: bool = True) ->
         InputError: with the numbers and what to change.
     """
     try:
-        pipe.check_memory(plan.request, ["encode"], keep=False, progress=progress)
-        pipe.check_memory(plan.request, ["denoise", "decode"], progress=progress)
+        pipe.check_memory(plan.run, ["encode"], keep=False, progress=progress)
+        pipe.check_memory(plan.run, ["denoise", "decode"], progress=progress)
     except InputError as e:
         raise InputError(f"{e} Here: smaller tiles (--tile 512x512) or shorter chunks (--chunk 17).") from e
 
@@ -212,11 +214,11 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
 
     def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
         frames, height, width, _ = tile.shape
-        request = plan.request.varied(video=[Media("a tile", "", height, width, frames, tile)])
+        run = plan.run.varied(video=[Media("a tile", "", height, width, frames, tile)])
         if not text:
-            text.append(result_of(encoding_text(pipe, request), progress))
+            text.append(result_of(encode_text(pipe, run), progress))
             pipe.release(*(stage.component for stage in pipe.manifest.model.text))
-        last = last_of(make_videos(pipe, request, text=text[0]), progress, bar=False)
+        last = last_of(make_videos(pipe, run, Memory(text[0])), progress, bar=False)
         assert isinstance(last, Finished)
         return last.result.frames[0]
 
@@ -256,9 +258,9 @@ def upscale_frames(
 def describe(plan: UpscalePlan, pipe: Pipeline, clip: Path) -> dict[str, Any]:
     """What is stored with the result."""
     names = ("prompt", "negative_prompt", "seed", "scheduler")
-    made_of: dict[str, Any] = {name: getattr(plan.request, name) for name in names}
+    made_of: dict[str, Any] = {name: getattr(plan.run.request, name) for name in names}
     made_of |= {"clip": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
-    made_of |= {"dtype": pipe.dtype, "tiling": plan.request.tiling}
+    made_of |= {"dtype": pipe.dtype, "tiling": plan.run.request.tiling}
     return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
 
 

@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import step_cache
-from cogvideox_flax.generate.programs import ProgramCall, RunPrograms
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import check_dtype, check_model
+from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
@@ -117,7 +117,7 @@ def check_price(price: float | None) -> None:
 
 
 def forecast(
-    run: RunPrograms, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
+    run: Run, topology: str, mesh: sharding.MeshShape, stages: Sequence[str] = STAGES
 ) -> Iterator[StageForecast]:
     """The forecast of each stage, when it is compiled; what cannot be forecast is refused at once.
 
@@ -142,7 +142,7 @@ def forecast(
 
 
 def best_mesh(
-    run: RunPrograms, topology: str, report: Callable[[sharding.MeshShape, StageForecast | InputError], None]
+    run: Run, topology: str, report: Callable[[sharding.MeshShape, StageForecast | InputError], None]
 ) -> sharding.MeshShape:
     """The mesh over all chips of a topology with the shortest denoising time among those that fit.
 
@@ -172,7 +172,7 @@ def best_mesh(
     raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
 
 
-def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
+def _shares(run: Run) -> dict[str, tuple[float, float]]:
     """How often a step with a step cache is cached, and full."""
     if run.request.step_cache is None:
         return {}
@@ -184,7 +184,7 @@ def _shares(run: RunPrograms) -> dict[str, tuple[float, float]]:
     return {step_cache.SCOPE: (1 - full, full)}
 
 
-def _compile(name: str, compiled: ProgramCall, flops: int, run: RunPrograms, mesh: Mesh, chip: Chip) -> StageForecast:
+def _compile(name: str, compiled: ProgramCall, flops: int, run: Run, mesh: Mesh, chip: Chip) -> StageForecast:
     program, args, runs = compiled
     start = time.perf_counter()
     options = compiler_options(run.dtype, platform="tpu", fast_compile=program.fast_compile)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.programs import RunPrograms
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.plan.chips import CHIPS, Chip
 from cogvideox_flax.plan.timing import attention_rate
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
@@ -40,7 +40,7 @@ def meshes(devices: int) -> list[tuple[int, int, int]]:
     return [(dp, sp, devices // dp // sp) for dp in parts for sp in parts if devices % (dp * sp) == 0]
 
 
-def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> list[Layout]:
+def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layout]:
     """All meshes that can serve this run, the fastest first.
 
     fsdp: split weights over dp and sp too.
@@ -79,7 +79,7 @@ def layouts(run: RunPrograms, devices: int, chip: Chip, fsdp: bool = False) -> l
     return sorted(found, key=lambda layout: layout.seconds)
 
 
-def choose_mesh(run: RunPrograms, devices: int, chip: Chip) -> Layout:
+def choose_mesh(run: Run, devices: int, chip: Chip) -> Layout:
     """The fastest mesh over all devices whose share of weights and activations fits; FSDP only if nothing else does.
 
     Raises:

@@ -28,9 +28,9 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of
+from cogvideox_flax.generate.journey import make_videos
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.run import make_videos
-from cogvideox_flax.generate.run_files import run_dir_lock
+from cogvideox_flax.generate.store import Memory, run_dir_lock
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.denoiser import Features
@@ -211,7 +211,7 @@ def _save_samples(
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
     pipe.use(model.denoiser, denoiser)
     text = Conditioning(prompts, empty if job.samples.guided else None)
-    last = last_of(make_videos(pipe, job.samples, text=text))
+    last = last_of(make_videos(pipe, job.samples, Memory(text)))
     pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites
     assert isinstance(last, Finished)
     _save_sheet(job, last.result.frames, done)

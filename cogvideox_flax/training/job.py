@@ -20,8 +20,9 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, lora, sharding
 from cogvideox_flax.checkpoint import Manifest, hub
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, resolve
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent, expand_user
 from cogvideox_flax.models.model import VideoModel
@@ -48,7 +49,7 @@ class FinetuneJob:
         return None if self.config.mesh is None else sharding.make_mesh(*sharding.parse_mesh(self.config.mesh))
 
     @cached_property
-    def samples(self) -> ResolvedRequest:
+    def samples(self) -> Run:
         """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
         config, sample = self.config, self.config.sample
         request = GenerationRequest(
@@ -68,12 +69,12 @@ class FinetuneJob:
     @cached_property
     def size(self) -> Size:
         """Of a clip."""
-        return self.model.resolve_size(self.samples.num_frames, self.samples.height, self.samples.width)
+        return self.samples.size
 
     @property
     def fps(self) -> int:
         """Frames per second of the clips, as the model was trained."""
-        return self.samples.fps
+        return self.samples.request.fps
 
     @property
     def model(self) -> VideoModel:
@@ -240,9 +241,8 @@ def check(config: TrainingConfig) -> FinetuneJob:
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
     if job.mesh is not None:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
-    request = job.samples
     if config.sample.prompts:
-        sharding.check_batch(job.mesh, request.batch * (2 if request.guided else 1))
+        sharding.check_batch(job.mesh, job.samples.denoiser_batch)
     job = dataclasses.replace(job, clips=find_clips(config.clips, job.size.num_frames, job.fps))
     most = len(job.clips) - 1
     require(config, ("validation.clips", config.validation.clips <= most, f"0 to {most}: some must be trained on"))

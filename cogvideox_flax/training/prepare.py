@@ -116,8 +116,8 @@ def _encode_texts(
     rows: list[Features] = []
     for group, count in _dp_groups(range(len(texts)), pipe.mesh):
         prompts = [texts[i] for i in group]
-        request = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts))
-        features = pipe.encode(request, negative=False, progress=progress).text
+        run = job.samples.varied(prompt=prompts, negative_prompt=[""] * len(prompts))
+        features = pipe.encode(run, negative=False, progress=progress).text
         rows.append({name: fetch(value).astype(np.float32)[:count] for name, value in features.items()})
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cogvideox_flax import cli
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.training import finetune, snapshots  # noqa: F401
 
-keeper = run_files.StateKeeper
+keeper = store.StateKeeper
 keeper.MIN_INTERVAL_S, keeper.MAX_TIME_SHARE = 0.0, float("inf")  # a state after every step, whatever it costs
 
 
@@ -26,7 +26,7 @@ def main(argv: list[str], stop_at: int | None = None) -> int:
         The exit code.
     """
     if stop_at is not None:
-        _kill_after(run_files.StateKeeper, "_write", lambda state: state.step == stop_at)
+        _kill_after(store.StateKeeper, "_write", lambda state: state.step == stop_at)
         _kill_after(snapshots.Snapshots, "_write_hashes", lambda step: step == stop_at)
     logging.getLogger().handlers.clear()  # absl's, from an import that the commands do later
     name, *rest = argv

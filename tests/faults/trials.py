@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cogvideox_flax import checkpoint
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import run_files
+from cogvideox_flax.generate import store
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.training.metrics import read_metrics
 from tests.faults.bench import STEPS, Bench, key_of
@@ -93,14 +93,14 @@ def kill_generation(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
         ended, what = killed(bench, folder, argv, rng)
     if (folder / out).exists() and not bench.is_right(argv, folder):
         return Outcome(what, "an output that is not whole")
-    there = [name for name in (run_files.EMBEDDINGS_FILE, run_files.LATENTS_FILE) if (folder / "run" / name).exists()]
-    state, seen = folder / "run" / run_files.STATE_FILE, [int(n) for n in re.findall(rf"(\d+)/{STEPS} ", ended.err)]
+    there = [name for name in (store.EMBEDDINGS_FILE, store.LATENTS_FILE) if (folder / "run" / name).exists()]
+    state, seen = folder / "run" / store.STATE_FILE, [int(n) for n in re.findall(rf"(\d+)/{STEPS} ", ended.err)]
     done, saved = max(seen, default=0), 0
     if state.exists():
         with TensorFile(state) as file:
             file.check(required=True)
             saved = int(file.metadata["step"])
-    finished = run_files.LATENTS_FILE in there
+    finished = store.LATENTS_FILE in there
     outcome = again(bench, argv, folder, what)
     text = (folder / "stderr").read_text()
     lost = None
@@ -268,8 +268,8 @@ def damaged_stage(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     """Of a whole run, or of one that was stopped in the middle of the loop."""
     argv = bench.generate(rng.choice(("latents.npz", "video.mp4")))
     if rng.random() < 0.5:
-        (folder / "run" / run_files.LATENTS_FILE).unlink()
-        shutil.copyfile(bench.folder / "states" / run_files.STATE_FILE, folder / "run" / run_files.STATE_FILE)
+        (folder / "run" / store.LATENTS_FILE).unlink()
+        shutil.copyfile(bench.folder / "states" / store.STATE_FILE, folder / "run" / store.STATE_FILE)
     files = _files(folder, "run/stage*")
     others = [*files, *_files(bench.folder, "states/*"), *_files(folder, "native/vae/*")]
     what = damage_random_file(folder, str(rng.choice(files).relative_to(folder)), rng, others)

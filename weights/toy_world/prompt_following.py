@@ -337,8 +337,8 @@ def measure(args: argparse.Namespace) -> None:
         if args.lora is not None:
             pipe.load_lora(args.lora)
         if args.guidance_scale is None:
-            args.guidance_scale = pipe.resolve(GenerationRequest("")).guidance_scale
-        size = pipe.programs(GenerationRequest("")).size
+            args.guidance_scale = pipe.resolve(GenerationRequest("")).request.guidance_scale
+        size = pipe.resolve(GenerationRequest("")).size
         if size.height != size.width:
             raise InputError(f"the world is square; this model makes {size.height}x{size.width} (height x width)")
         frames, side = size.num_frames, size.height

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Num
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import parts, step_cache, taylor
@@ -15,7 +14,7 @@ from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf
 from cogvideox_flax.generate.predict.plain import Plain
 from cogvideox_flax.generate.predict.step_cache import DeepCache, ResidualCache, StepCache
 from cogvideox_flax.generate.predict.taylor import TaylorSeer
-from cogvideox_flax.generate.request import THRESHOLDS
+from cogvideox_flax.generate.request import THRESHOLDS, FilledRequest
 from cogvideox_flax.models.model import VideoModel
 
 DB_BLOCKS = DB_WARM_UP = 8
@@ -67,9 +66,9 @@ def is_adaptive(form: str | None) -> bool:
     return form in THRESHOLDS
 
 
-def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
+def full_steps(request: FilledRequest, timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"] | None:
     """Which of the steps that are done are full; None without a step cache, or if it decides itself."""
-    form, steps = request.step_cache, request.num_steps
+    form, steps = request.step_cache, len(timesteps)
     if form is None:
         return None
     if request.step_cache_full is not None:
@@ -84,7 +83,7 @@ def full_steps(request: Any) -> Bool[np.ndarray, " N"] | None:
             case "taylorseer":
                 return taylor.full_steps(steps)
             case "pab":
-                return parts.pab_steps(request.plan().timesteps)
+                return parts.pab_steps(timesteps)
             case "fastercache":
-                return parts.half_steps(request.plan().timesteps)
+                return parts.half_steps(timesteps)
     return step_cache.full_steps(request.step_cache_schedule, steps)

@@ -19,10 +19,11 @@ from cogvideox_flax import checkpoint
 from cogvideox_flax.checkpoint import hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
+from cogvideox_flax.generate.freshness import request_values
 from cogvideox_flax.generate.keywords import CALL, METHODS
-from cogvideox_flax.generate.programs import ProgramCall, abstract_weights
-from cogvideox_flax.generate.request import ResolvedRequest
+from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.resolve import check_model
+from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError
 from cogvideox_flax.io.values import is_finite_number, shown
@@ -46,7 +47,7 @@ MEMORY_ADVICE = {
 """Stage -> what to do when it does not fit."""
 
 
-class Components:
+class OpenModel:
     """The components of a native checkpoint, attributes by their names: checked at construction, loaded on first use.
 
     Attributes:
@@ -173,7 +174,7 @@ class Components:
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = name.startswith("_") or name in ("profiling", "scheduler")
         is_of_a_subclass = type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
-        is_new = not hasattr(Components, name) and name not in self.__dict__.get("_fixed", ())
+        is_new = not hasattr(OpenModel, name) and name not in self.__dict__.get("_fixed", ())
         if is_own or "_fixed" not in self.__dict__ or (is_of_a_subclass and is_new):
             super().__setattr__(name, value)
         elif name not in self.manifest.model.components:
@@ -224,12 +225,12 @@ class Components:
         self._check_unchanged()
         return checkpoint.load_component(name, self.native_dir, dtype=self.dtype, mesh=self.mesh)
 
-    def denoiser(self, request: ResolvedRequest) -> Any:
-        """The denoiser with the adapters of a request; where it names none, with those that `load_lora` added.
+    def denoiser(self, run: Run) -> Any:
+        """The denoiser with the adapters of a run; where it names none, with those that `load_lora` added.
 
         Later calls do not change the module that was returned.
         """
-        records = self.loras if request.lora is None else cast(list[LoRARecord], request.lora)
+        records = self.loras if run.request.lora is None else cast(list[LoRARecord], run.request.lora)
         with self._lock:
             self._merge(list(records))
             return self.component(self.manifest.model.denoiser)
@@ -452,7 +453,19 @@ class Components:
         except OSError as e:
             raise InputError(f"compiled programs cannot be kept in {folder}: {e.strerror}; name another folder") from e
 
-    # --- errors
+    # --- messages
+
+    def recipe(self, run: Run, done: int | None = None) -> dict[str, Any]:
+        """What a result stores of how it was made.
+
+        done: the steps that were done; None: all.
+        """
+        made_of = request_values(run) | {"dtype": self.dtype}
+        if done is not None and done < run.num_steps:
+            made_of["steps_done"] = done
+        if run.batch > 1 and not (run.request.same_noise and run.batch_is_alone):
+            made_of["row"] = list(range(run.batch))
+        return recipe(made_of, self.manifest, self.native_dir.name, self.fingerprints())
 
     def not_finite(self, part: str) -> InputError:
         """NaN or infinity out of a part of the model."""

@@ -1,8 +1,8 @@
-"""The directory of a run: its settings, the files between its stages, and its lock. Nothing else knows of a directory.
+"""Where the finished work of a run is kept: in memory, or in a directory from which a later run continues.
 
-The files, their layouts and their metadata are those of the torchax reference system for TPUs, so a run can move
-between the two: `generation_config.json`, `stage1_embeddings.safetensors`, `stage2_latents.safetensors` and
-`output_video.mp4`. `stage2_state.safetensors` is where a denoising loop that was stopped goes on. Each is written
+The files of a directory, their layouts and their metadata are those of the torchax reference system for TPUs, so a run
+can move between the two: `generation_config.json`, `stage1_embeddings.safetensors`, `stage2_latents.safetensors` and
+`output_video.mp4`. `stage2_state.safetensors` is where an interrupted denoising loop continues. Each is written
 atomically and says what it was made of, so that only matching work is taken over.
 
 On several hosts the directory is process 0's: it alone writes there, and `stage_files` sends the others what it holds.
@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -35,9 +35,9 @@ from cogvideox_flax.generate.freshness import deciding, plain, request_values, u
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.predict.adaptive import FULL, Decided
 from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.generate.programs import RunPrograms
-from cogvideox_flax.generate.request import GenerationRequest, ResolvedRequest, json_type, recorded
+from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
 from cogvideox_flax.generate.resolve import check_fps, check_prompts
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.paths import check_free_space, check_writable
@@ -58,60 +58,145 @@ _THEIR_NAMES = {"num_frames": "frames"}
 """Field of the request -> its name in the settings, where the reference system calls it otherwise."""
 
 
+class Memory:
+    """Finished work of a run in memory: what the stages of one video hand on.
+
+    Args:
+        text: text features of the run's prompts, computed earlier.
+    """
+
+    one_stage_at_a_time = False
+    """Whether one stage is done for all seeds before the next."""
+
+    negative: bool | None = None
+    """Whether negative prompts are encoded; None: where guidance needs them."""
+
+    def __init__(self, text: Conditioning | None = None):
+        self.text = text
+        self._conditioning = text
+        self._state: DenoiseState | None = None
+
+    def of(self, run: Run) -> Memory:
+        """The store for the seeds of this run."""
+        return self
+
+    def check(self, run: Run) -> None:
+        """Accept every run."""
+
+    def has_conditioning(self, run: Run) -> bool:
+        return False
+
+    def save_conditioning(self, run: Run, conditioning: Conditioning) -> None:
+        self._conditioning = conditioning
+
+    def conditioning(self, run: Run) -> Conditioning:
+        assert self._conditioning is not None
+        return self._conditioning
+
+    def has_latents(self, run: Run, conditioning: Conditioning) -> bool:
+        return False
+
+    def states(self, run: Run, conditioning: Conditioning) -> AbstractContextManager[States]:
+        """No state is kept."""
+        return nullcontext(States())
+
+    def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
+        self._state = dataclasses.replace(state, sampler=None, cache=None)  # a step cache may be large
+
+    def latents(self, run: Run) -> Float32[Any, "B T h w C"]:
+        """The latents as the decoder takes them."""
+        assert self._state is not None
+        return self._state.video_latents
+
+    def output_latents(self) -> Float32[Any, "B T h w C"]:
+        """The latents that `output_type="latent"` returns: with the extra latent frames."""
+        assert self._state is not None
+        return fetch(self._state.latents)
+
+
+class States:
+    """Keeps no state of a denoising loop."""
+
+    def found(self, mesh: Mesh | None) -> DenoiseState | None:
+        """The state from which an interrupted run continues; None: from the first step."""
+        return None
+
+    def keep(self, state: DenoiseState) -> None:
+        """Take the state after a step."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunFiles:
-    """What a run keeps in a directory, and takes over from it.
+class RunDirectory:
+    """Finished work of a run in a directory, from which a later run continues.
 
     model_id, revision: as the user named the model.
     fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
+    by_seed: each seed has a directory of its own below.
     """
 
     folder: Path
     model_id: str
     revision: str | None
-    dtype: str
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    by_seed: bool = False
 
-    def of(self, one: ResolvedRequest, run: ResolvedRequest) -> RunFiles:
-        """The files of one seed of a run: in a directory below, where there are several seeds."""
-        own = self.folder if run.num_videos == 1 else self.folder / f"seed-{one.seed}"
-        return dataclasses.replace(self, folder=own)
+    one_stage_at_a_time = True
+    text = None  # features are read from the directory
+    negative = True  # also where guidance is off: a run with another guidance scale continues from them
 
-    def _key(self, settings: dict[str, Any], parts: tuple[str, ...], **more: Any) -> str:
+    def of(self, run: Run) -> RunDirectory:
+        """The store for the seeds of this run."""
+        return dataclasses.replace(self, by_seed=run.request.num_videos > 1)
+
+    def check(self, run: Run) -> None:
+        """Refuse runs that are not done in stages.
+
+        Raises:
+            InputError: one_program, or latents as the result.
+        """
+        if run.request.one_program or run.request.output_type == "latent":
+            raise InputError(
+                "a run directory holds the results of stages, its latents among them; leave one_program off, and "
+                'output_type "latent" out'
+            )
+
+    def _folder(self, run: Run, is_shared: bool = False) -> Path:
+        return self.folder / f"seed-{run.request.seed}" if self.by_seed and not is_shared else self.folder
+
+    def _embeddings_folder(self, run: Run) -> Path:
+        return self._folder(run, is_shared=not run.encodes_by_seed)
+
+    def _key(self, run: Run, settings: dict[str, Any], parts: tuple[str, ...], **more: Any) -> str:
         """Everything that decides a stage's result: settings, parts of the checkpoint, and more."""
-        model = {name: self.fingerprints[name] for name in parts}
-        return json.dumps({**settings, "dtype": self.dtype, "model": model, **more}, ensure_ascii=False)
-
-    def _is_fresh(self, request: ResolvedRequest, name: str, key: str) -> bool:
-        """Write the run's settings, and look whether a file was made of them."""
-        self._write_settings(request)
-        return stage_files.is_fresh(self.folder / name, key)
+        fingerprints = {name: self.fingerprints[name] for name in parts}
+        return json.dumps({**settings, "dtype": run.dtype, "model": fingerprints, **more}, ensure_ascii=False)
 
     @hosts.first_writes
-    def _write_settings(self, request: ResolvedRequest) -> None:
+    def _write_settings(self, folder: Path, run: Run) -> None:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
-        raw = {"prompt": request.prompt, **settings_json(request), **own, "dtype": self.dtype}
+        raw = {"prompt": run.request.prompt, **settings_json(run), **own, "dtype": run.dtype}
         prompts = {name: stage_files.one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
-        write_record(self.folder / CONFIG_FILE, raw | prompts)
+        write_record(folder / CONFIG_FILE, raw | prompts)
 
     # --- stage 1
 
-    def has_conditioning(self, request: ResolvedRequest) -> bool:
-        """Whether stage 1's file is there and made of the same."""
-        return self._is_fresh(request, EMBEDDINGS_FILE, self._conditioning_key(request))
+    def has_conditioning(self, run: Run) -> bool:
+        """Whether stage 1's file is there and made of the same; the run's settings are written first."""
+        folder = self._embeddings_folder(run)
+        self._write_settings(folder, run)
+        return stage_files.is_fresh(folder / EMBEDDINGS_FILE, self._conditioning_key(run))
 
-    def _conditioning_key(self, request: ResolvedRequest) -> str:
-        run = RunPrograms(request, self.dtype)
-        made_of = _prompts(request) | {"arrays": deciding(request_values(request), "encode")["arrays"]}
+    def _conditioning_key(self, run: Run) -> str:
+        made_of = _prompts(run) | {"arrays": deciding(request_values(run), "encode")["arrays"]}
         components = [stage.component for stage in run.model.text] + [stage.component for stage in run.visual]
         if run.visual:  # a run of text alone does not depend on these
-            size = {name: getattr(request, name) for name in ("num_frames", "height", "width", "tiling")}
+            size = {name: getattr(run.request, name) for name in ("num_frames", "height", "width", "tiling")}
             made_of = _deciding_visual_latents(run) | size
-        return self._key(made_of, ("tokenizer", *dict.fromkeys(components)))
+        return self._key(run, made_of, ("tokenizer", *dict.fromkeys(components)))
 
-    def save_conditioning(self, request: ResolvedRequest, conditioning: Conditioning) -> None:
+    def save_conditioning(self, run: Run, conditioning: Conditioning) -> None:
         """Write each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt, where
         there is one, under the same name after "negative_"; and the latents of each picture and clip, float32
         [B, C, T, h, w], scaled."""
@@ -119,79 +204,83 @@ class RunFiles:
         tensors |= {NEGATIVE + name: fetch(value) for name, value in (conditioning.negative_text or {}).items()}
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
         tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.pictures | video).items()}
-        metadata = {"settings": self._conditioning_key(request), **_prompts(request), "model_id": self.model_id}
-        stage_files.save(self.folder / EMBEDDINGS_FILE, tensors, metadata)
+        metadata = {"settings": self._conditioning_key(run), **_prompts(run), "model_id": self.model_id}
+        stage_files.save(self._embeddings_folder(run) / EMBEDDINGS_FILE, tensors, metadata)
 
-    def conditioning(self, request: ResolvedRequest) -> Conditioning:
-        """Stage 1's result, for this request's guidance.
+    def conditioning(self, run: Run) -> Conditioning:
+        """Stage 1's result, for this run's guidance.
 
         Raises:
             InputError: the file is missing, damaged, holds NaN, or is not of these prompts or not for this model.
         """
-        tensors = self.read_features(request)
-        latents = {stage.feature: tensors.pop(stage.feature) for stage in RunPrograms(request, self.dtype).visual}
+        tensors = self.read_features(run)
+        latents = {stage.feature: tensors.pop(stage.feature) for stage in run.visual}
         text = {name: x for name, x in tensors.items() if not name.startswith(NEGATIVE)}
-        negative = {name: tensors[NEGATIVE + name] for name in text} if request.guided else None
+        negative = {name: tensors[NEGATIVE + name] for name in text} if run.guided else None
         return Conditioning(text, negative, latents, latents.pop(VIDEO_FEATURE, None))
 
-    def read_features(self, request: ResolvedRequest) -> dict[str, Float32[np.ndarray, "B ..."]]:
+    def read_features(self, run: Run) -> dict[str, Float32[np.ndarray, "B ..."]]:
         """Stage 1's features, latents as [B, T, h, w, C], by their names in the file; errors as for `conditioning`."""
-        path, run = self.folder / EMBEDDINGS_FILE, RunPrograms(request, self.dtype)
-        again = "run `cogvideox encode` again"
-        shapes = run.model.feature_shapes(request.batch)
-        shapes |= {NEGATIVE + name: shape for name, shape in shapes.items() if request.guided}
+        path, again = self._embeddings_folder(run) / EMBEDDINGS_FILE, "run `cogvideox encode` again"
+        shapes = run.model.feature_shapes(run.batch)
+        shapes |= {NEGATIVE + name: shape for name, shape in shapes.items() if run.guided}
         visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
         shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
         tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
         for name, value in tensors.items():
             if value.shape != shapes[name]:
                 raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
-        stage_files.check_made_for(path, metadata, _prompts(request), again)
+        stage_files.check_made_for(path, metadata, _prompts(run), again)
         if run.visual:
             stage_files.check_unchanged(path, metadata, _deciding_visual_latents(run), again)
         return tensors | {name: _from_file(tensors[name]) for name in visual}
 
     # --- stage 2
 
-    def latents_key(self, request: ResolvedRequest, conditioning: Conditioning) -> str:
+    def _latents_key(self, run: Run, conditioning: Conditioning) -> str:
         """A fingerprint of all that decides the latents."""
-        parts = request.manifest.model.denoiser, "scheduler"
+        parts = run.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
         embeddings = hashlib.sha256(b"".join(features)).hexdigest()
-        more = {"embeddings": embeddings} | _shared_noise(request) | unhashed(request)
-        return self._key(deciding(request_values(request), "encode", "denoise"), parts, **more)
+        more = {"embeddings": embeddings} | _shared_noise(run) | unhashed(run)
+        return self._key(run, deciding(request_values(run), "encode", "denoise"), parts, **more)
 
-    def has_latents(self, request: ResolvedRequest, key: str) -> bool:
-        """Whether stage 2's file is there and has this key."""
-        return self._is_fresh(request, LATENTS_FILE, key)
+    def has_latents(self, run: Run, conditioning: Conditioning) -> bool:
+        """Whether stage 2's file is there and made of the same; the run's settings are written first."""
+        self._write_settings(self._folder(run), run)
+        return stage_files.is_fresh(self._folder(run) / LATENTS_FILE, self._latents_key(run, conditioning))
 
-    def kept_state(self, request: ResolvedRequest, key: str) -> StateKeeper:
-        """What keeps the state of the denoising loop under this key."""
-        return StateKeeper(self.folder / STATE_FILE, key, RunPrograms(request, self.dtype))
+    def states(self, run: Run, conditioning: Conditioning) -> StateKeeper:
+        """What keeps the state of the denoising loop."""
+        return StateKeeper(self._folder(run) / STATE_FILE, self._latents_key(run, conditioning), run)
 
-    def save_latents(self, request: ResolvedRequest, key: str, latents: Float32[np.ndarray, "B T h w C"]) -> None:
-        """Write stage 2's file: `latents` as the decoder takes them, without the extra latent frames."""
-        values = _latents_metadata(request_values(request) | {"dtype": self.dtype})
+    def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
+        """Write stage 2's file: the latents as the decoder takes them, without the extra latent frames."""
+        values = _latents_metadata(request_values(run) | {"dtype": run.dtype})
         metadata = {name: value for name, value in values.items() if value is not None}
-        metadata = {"settings": key, **metadata}
-        stage_files.save(self.folder / LATENTS_FILE, {"latents": _in_file(latents)}, metadata)
+        metadata = {"settings": self._latents_key(run, conditioning), **metadata}
+        tensors = {"latents": _in_file(fetch(state.video_latents))}
+        stage_files.save(self._folder(run) / LATENTS_FILE, tensors, metadata)
 
-    def latents(self, request: ResolvedRequest) -> Float32[np.ndarray, "B T h w C"]:
+    def latents(self, run: Run) -> Float32[np.ndarray, "B T h w C"]:
         """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
-        values = request_values(request) | {"dtype": self.dtype, "fingerprints": self.fingerprints}
-        channels = request.manifest.model.codec.latent_channels
-        return read_latents(self.folder, values, channels)
+        values = request_values(run) | {"dtype": run.dtype, "fingerprints": self.fingerprints}
+        return read_latents(self._folder(run), values, run.model.codec.latent_channels)
 
 
-def settings_json(request: ResolvedRequest) -> dict[str, Any]:
+Store = Memory | RunDirectory
+"""Where finished work is kept."""
+
+
+def settings_json(run: Run) -> dict[str, Any]:
     """The same but for the prompts and what is None, as JSON values under the names of the settings."""
-    values = {name: value for name, value in request_values(request).items() if name != "prompt"}
+    values = {name: value for name, value in request_values(run).items() if name != "prompt"}
     values |= {name: [each.facts() for each in values[name]] for name in MEDIA if values.get(name)}
-    values["asked"] = sorted(request.asked)
+    values["asked"] = sorted(run.asked)
     return {_THEIR_NAMES.get(name, name): value for name, value in values.items() if value is not None}
 
 
-def request_json(request: ResolvedRequest) -> dict[str, Any]:
+def request_json(request: GenerationRequest) -> dict[str, Any]:
     """All fields of a request of the command line as JSON values, from which another host makes the same."""
     values = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
     return values | {name: [each.facts() for each in values[name]] for name in MEDIA if values[name]}
@@ -203,18 +292,18 @@ def request_of_json(values: Mapping[str, Any]) -> GenerationRequest:
     return GenerationRequest(**{**values, **media})
 
 
-def _prompts(request: ResolvedRequest) -> dict[str, Any]:
-    return {"prompt": request.prompt, "negative_prompt": request.negative_prompt}
+def _prompts(run: Run) -> dict[str, Any]:
+    return {"prompt": run.request.prompt, "negative_prompt": run.request.negative_prompt}
 
 
-def _shared_noise(request: ResolvedRequest) -> dict[str, Any]:
-    return {"same_noise": True} if request.same_noise else {}
+def _shared_noise(run: Run) -> dict[str, Any]:
+    return {"same_noise": True} if run.request.same_noise else {}
 
 
-def _deciding_visual_latents(run: RunPrograms) -> dict[str, Any]:
+def _deciding_visual_latents(run: Run) -> dict[str, Any]:
     """What the latents of pictures and clips depend on, but for their size; the seed draws the posterior's noise."""
-    seed = {"seed": run.request.seed} | _shared_noise(run.request) if run.encodes_by_seed else {}
-    return deciding(request_values(run.request), "encode") | seed
+    seed = {"seed": run.request.seed} | _shared_noise(run) if run.encodes_by_seed else {}
+    return deciding(request_values(run), "encode") | seed
 
 
 def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +322,7 @@ def _from_file(x: np.ndarray) -> np.ndarray:
     return x.transpose(0, 2, 3, 4, 1) if x.ndim == 5 else x
 
 
-class StateKeeper:
+class StateKeeper(States):
     """Writes the state of the denoising loop now and then, so that a run that is killed loses little.
 
     A context: on an exception it writes the last state, otherwise it removes the file. Process 0 alone has the file.
@@ -245,7 +334,7 @@ class StateKeeper:
     MAX_TIME_SHARE = 0.05
     """Of the loop's time that writing may take."""
 
-    def __init__(self, path: Path, key: str, run: RunPrograms):
+    def __init__(self, path: Path, key: str, run: Run):
         self._path, self._key, self._enabled = path, key, not run.request.compiled_loop
         self._run = run
         predict = run.predict
@@ -284,7 +373,7 @@ class StateKeeper:
         run, step = self._run, np.int32(int(metadata["step"]))
         cache = read("cache", run.cache_shapes(mesh)) if self._keeps_cache else None
         sampler = read("sampler", run.sampler_state())
-        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents, run.sampler.kind)
+        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents, run.scheduler.kind)
         return run.with_empty_cache(state, mesh)
 
     def keep(self, state: DenoiseState) -> None:
@@ -413,13 +502,11 @@ def check_folder(folder: Path, nbytes: int = 0) -> None:
     check_free_space(folder, nbytes)
 
 
-def space_needed(request: ResolvedRequest) -> int:
+def space_needed(run: Run) -> int:
     """Bytes of the stage files and, generously, of the videos."""
-    manifest = request.manifest
-    size = manifest.model.resolve_size(request.num_frames, request.height, request.width)
-    shapes = manifest.model.feature_shapes(request.batch).values()
+    size, shapes = run.size, run.model.feature_shapes(run.batch).values()
     pixels = size.num_frames * size.height * size.width * 3
-    return 2 * 4 * sum(math.prod(shape) for shape in shapes) + request.batch * request.num_videos * pixels
+    return 2 * 4 * sum(math.prod(shape) for shape in shapes) + run.batch * run.request.num_videos * pixels
 
 
 @contextmanager
