@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 the input cannot be served (one message, no traceback), 1 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import select
@@ -14,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.cli.arguments import expand_paths, make_parser
-from cogvideox_flax.cli.commands import TRAINING_OPTIONS
+from cogvideox_flax.cli.arguments import MODULES, TRAINING_OPTIONS, make_parser, with_paths
 from cogvideox_flax.errors import InputError, describe_file_error
-from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt
+from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt, loaded
 from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import hosts, libtpu
 from cogvideox_flax.runtime.rendezvous import Place, find_place
@@ -42,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
     libtpu.quiet_without_tpu()
     try:
-        expand_paths(args)
+        args = with_paths(args)
         with hosts.joined(_place(args), _same_on_all(args), _outcome) as is_first:
-            if not is_first:
-                _only_compute(args)
-            args.run(args)
+            _run(args if is_first else _only_computing(args))
     except BaseException as e:
         if isinstance(e, BrokenPipeError) and _reader_is_gone():
             return CLOSED_PIPE
@@ -62,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_process:
         ended()
     return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Import the command, which takes JAX, and run it. Until then Ctrl-C ends the process at once."""
+    module = importlib.import_module(f"{__name__}.{MODULES.get(args.command, args.command)}")
+    loaded()
+    getattr(module, args.command)(args)
 
 
 class _Printable(logging.Formatter):
@@ -97,12 +102,11 @@ def _same_on_all(args: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
-def _only_compute(args: argparse.Namespace) -> None:
-    """Of a process that is not the first: print nothing and write no profile."""
-    args.quiet = True
-    if "profile" in args:
-        args.profile = None
+def _only_computing(args: argparse.Namespace) -> argparse.Namespace:
+    """The options of a process that is not the first, which prints nothing and writes no profile."""
     log.setLevel(logging.ERROR)
+    silent = {"quiet": True} | ({"profile": None} if "profile" in args else {})
+    return argparse.Namespace(**vars(args) | silent)
 
 
 def _outcome(error: BaseException) -> tuple[int, str | None]:

@@ -9,9 +9,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cogvideox_flax.cli import commands
-from cogvideox_flax.cli.commands import TRAINING_OPTIONS
-from cogvideox_flax.cli.doctor import doctor
 from cogvideox_flax.cli.parser import Parser, rarely
 from cogvideox_flax.generate.request import (
     DTYPES,
@@ -30,6 +27,18 @@ from cogvideox_flax.io.values import is_count, typed
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
+TRAINING_OPTIONS = {
+    "model": ("--model", "the model"),
+    "clips": ("--clips", "the folder of clips"),
+    "out": ("--out", "the folder that the run writes to"),
+    "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
+    "loop.steps": ("--steps", "how many steps"),
+}
+"""Key of the training configuration -> the option that overrides it."""
+
+MODULES = {"encode": "generate", "denoise": "generate", "decode": "generate", "quantize": "convert"}
+"""Command -> the module of `cli` that holds its function, where that has another name."""
+
 _DTYPE = "default: bfloat16; float32 below 10^9 parameters"
 _MODEL = "native or Hugging Face layout directory, or hub id; default: the embedded one"
 
@@ -38,47 +47,46 @@ class _Path(str):
     """A path as it was given."""
 
 
-def expand_paths(args: argparse.Namespace) -> None:
-    """Make paths of all options that are some.
+def with_paths(args: argparse.Namespace) -> argparse.Namespace:
+    """The options, with a `Path` for each that names one.
 
     Raises:
         InputError: one cannot be served, see `expand_user`.
     """
-    for name, value in vars(args).items():
-        if isinstance(value, _Path):
-            setattr(args, name, expand_user(value))
+    values = vars(args).items()
+    return argparse.Namespace(**{name: expand_user(x) if isinstance(x, _Path) else x for name, x in values})
 
 
 def make_parser() -> Parser:
-    """All commands with their options; what it parses has the name as `command`, its function as `run`."""
+    """All commands with their options; what it parses has the command's name as `command`."""
     parser = Parser(prog="cogvideox", description="Video from text, pictures and clips, in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     known = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = _shared_options()
 
-    def command(name: str, run: Any, help: str, *parents: str) -> Parser:
+    def command(name: str, help: str, *parents: str) -> Parser:
         with_these = [shared[parent] for parent in parents]
         sub = known.add_parser(name, help=help, description=help, parents=with_these)
-        sub.set_defaults(run=run, command=name)
+        sub.set_defaults(command=name)
         return sub
 
     _add_run_commands(command)
     larger = "a clip enlarged in one step, by a model that was fine-tuned for it (DOVE)"
-    _add_upscale(command("upscale", commands.upscale, larger, "model", "profiling"))
-    _add_train(command("train", commands.train, "fine-tune a model on a folder of clips", "hosts"))
+    _add_upscale(command("upscale", larger, "model", "profiling"))
+    _add_train(command("train", "fine-tune a model on a folder of clips", "hosts"))
     forecast = "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
-    _add_plan(command("plan", commands.plan, forecast))
+    _add_plan(command("plan", forecast))
     native = "a Hugging Face checkpoint in the native format, converted once"
-    _add_convert(command("convert", commands.convert, native))
+    _add_convert(command("convert", native))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
-    _add_quantize(command("quantize", commands.quantize, smaller))
-    sub = command("info", commands.info, "what a checkpoint is and holds, or how a video was made")
+    _add_quantize(command("quantize", smaller))
+    sub = command("info", "what a checkpoint is and holds, or how a video was made")
     what = "native or Hugging Face layout directory, or hub id; or a video or npz of `generate`; default: embedded"
     sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     what = "what is installed, what this machine has, what fits, and what to try next"
-    sub = command("doctor", doctor, what)
+    sub = command("doctor", what)
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.commands, parser.overview = known.choices, _OVERVIEW
     return parser
@@ -201,9 +209,7 @@ def _parser_of(kind: Any) -> Callable[[str], Any]:
 
 def _add_run_commands(command: Callable[..., Parser]) -> None:
     request = [f"request {stage}" for stage in ("encode", "denoise", "decode", "generate")]
-    sub = command(
-        "generate", commands.generate, "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts"
-    )
+    sub = command("generate", "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts")
     what = "a video for each line: a prompt, or a JSON object with prompt and any of these options; see docs/queue.md"
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "lines with equal options to make at once; default: 1"
@@ -225,18 +231,18 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument("--preview", **preview)
     what = "stage 1: prompts to embeddings, pictures and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
-    sub = command("encode", commands.encode, what, *groups)
+    sub = command("encode", what, *groups)
     sub.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
     sub.add_argument("--dir", type=_Path, required=True, help="where the stages' files go")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
-    sub = command("denoise", commands.denoise, what, "model", "request denoise", "profiling", "profile", "hosts")
+    sub = command("denoise", what, "model", "request denoise", "profiling", "profile", "hosts")
     sub.add_argument("--dir", type=_Path, required=True, help="with stage 1's files")
     sub.add_argument("--preview", **preview)
     sub.add_argument(
         "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
     )
     what = "stage 3: latents to a video; of a directory, or of an npz of `generate`"
-    sub = command("decode", commands.decode, what, "model", "request decode", "profiling", "hosts")
+    sub = command("decode", what, "model", "request decode", "profiling", "hosts")
     sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="of `generate --out x.npz`")
     sub.add_argument("--dir", type=_Path, help="with stage 2's files")
     sub.add_argument("--out", type=_Path, help="default: output_video.mp4 in DIR, or beside the npz")

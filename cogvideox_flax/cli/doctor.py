@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.errors import InputError, install_extra
-from cogvideox_flax.io.interrupts import loaded
 from cogvideox_flax.version import __version__
 
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "numpy", "safetensors", "tokenizers", "optax", "orbax-checkpoint")
@@ -23,7 +22,6 @@ SHARE = 0.8
 
 def doctor(args: argparse.Namespace) -> None:
     """Print a report, or one JSON object."""
-    loaded()
     found = report()
     print(json.dumps(found, indent=2) if args.json else "\n".join(_lines(found)))
 

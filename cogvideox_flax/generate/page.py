@@ -21,8 +21,8 @@ _MARK = '<meta name="generator" content="cogvideox-flax">'
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A line of the page.
+class PageRow:
+    """A video of the page, or what stands in its place.
 
     line: its number in the file of prompts.
     text: the prompt, or the line as it is.
@@ -55,10 +55,10 @@ def check_page(folder: Path) -> None:
         raise InputError(f"{path} is not one that this program wrote; give --out another folder, as DIR/video.mp4")
 
 
-def write_page(folder: Path, title: str, shown: Sequence[Shown]) -> None:
+def write_page(folder: Path, title: str, rows: Sequence[PageRow]) -> None:
     """Write `index.html`: the videos beside it with prompts, settings and seconds; what failed; what is to be made."""
-    made = sum(each.path is not None for each in shown)
-    body = "\n".join(_figure(each) for each in shown)
+    made = sum(row.path is not None for row in rows)
+    body = "\n".join(_figure(row) for row in rows)
     write_text(
         folder / PAGE,
         f"""<!doctype html>
@@ -74,7 +74,7 @@ video, img {{ width: 100%; background: #ddd }}
 small {{ color: #666 }} .fault {{ color: #a00 }}
 </style>
 <h1>{_escape(title)}</h1>
-<p>{made} of {len(shown)} videos</p>
+<p>{made} of {len(rows)} videos</p>
 <main>
 {body}
 </main>
@@ -83,7 +83,7 @@ small {{ color: #666 }} .fault {{ color: #a00 }}
     )
 
 
-def _figure(each: Shown) -> str:
+def _figure(each: PageRow) -> str:
     caption = f"<b>{each.line}</b> {_escape(each.text)}"
     if each.path is None:
         state = f'<span class="fault">{_escape(each.fault)}</span>' if each.fault else "<small>to be made</small>"

@@ -1,23 +1,28 @@
-"""Many prompts: a file of them becomes jobs of one video each."""
+"""Many prompts: a file of them becomes jobs of one video each, which are made one batch after the other."""
 
 from __future__ import annotations
 
 import glob
 import itertools
 import json
+import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.events import Denoised, Events, Finished
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.recipe import read_recipe
+from cogvideox_flax.generate.open_model import OpenModel
+from cogvideox_flax.generate.page import PageRow, check_page, write_page
+from cogvideox_flax.generate.recipe import item_of, read_recipe
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
@@ -25,9 +30,13 @@ from cogvideox_flax.generate.request import (
     option_names,
 )
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.generate.result import logging_replaced, save_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import shown, typed
+from cogvideox_flax.runtime import hosts
+
+log = logging.getLogger(__name__)
 
 MAX_SLUG = 40
 """Characters of the prompt in a file's name."""
@@ -194,20 +203,20 @@ def batches(jobs: Iterable[Job], most: int) -> list[list[Job]]:
 
     A job whose step cache decides by what the videos are stays alone, since a batch has one decision for all.
     """
-    found: list[list[Job]] = []
-    open_batches: dict[str, list[Job]] = {}
+    groups: list[list[Job]] = []
+    open_groups: dict[str, list[Job]] = {}
     for job in jobs:
         if not job.run.batch_is_alone:
-            found.append([job])
+            groups.append([job])
             continue
         fields = request_json(job.run.request)
         key = repr({name: value for name, value in fields.items() if name not in ("prompt", "negative_prompt")})
-        batch = open_batches.get(key, [])
-        if not batch or len(batch) == most:
-            found.append(batch := [])
-            open_batches[key] = batch
-        batch.append(job)
-    return found
+        group = open_groups.get(key, [])
+        if not group or len(group) == most:
+            groups.append(group := [])
+            open_groups[key] = group
+        group.append(job)
+    return groups
 
 
 def run_of(batch: Sequence[Job]) -> Run:
@@ -221,3 +230,158 @@ def items_of(run: Run, items: Sequence[int]) -> Run:
     """The run of some of a batch's videos."""
     prompts = {name: [getattr(run.request, name)[i] for i in items] for name in ("prompt", "negative_prompt")}
     return run.varied(**prompts, same_noise=len(items) > 1)
+
+
+@dataclass(frozen=True)
+class Todo:
+    """A video of a batch that is still to be made: its place in the batch, its line, and where it goes."""
+
+    item: int
+    line: int
+    path: str
+
+
+class Queue:
+    """The lines of a file of prompts: what they ask for, which videos are there, and what could not be made.
+
+    On several hosts process 0 alone reads the file; `todo` tells the others.
+
+    Args:
+        file: of prompts.
+        out: as for `path_of`.
+
+    Attributes:
+        groups: the jobs that are made at once.
+        faults: number of a line -> why it was left out.
+    """
+
+    def __init__(self, file: Path, out: Path):
+        self.file, self.out = file, out
+        self.lines: dict[int, str] = {}
+        self.groups: list[list[Job]] = []
+        self.faults: dict[int, str] = {}
+        self._rows: dict[tuple[int, int], PageRow] = {}  # by line and seed
+
+    def read(self) -> None:
+        """Read the file, and check that the page can be written.
+
+        Raises:
+            InputError: they cannot.
+        """
+        self.lines = read_lines(self.file)
+        check_page(folder_of(self.out))
+
+    def resolve(
+        self,
+        options: Mapping[str, Any],
+        manifest: Manifest,
+        dtype: str,
+        batch: int,
+        check: Callable[[Path], None],
+    ) -> list[Run]:
+        """The runs that the lines ask for.
+
+        Args:
+            options: fields of the request for all lines; a line's own come first.
+            batch: lines with equal options to make at once.
+            check: refuses a path of a video, by an InputError.
+
+        Raises:
+            InputError: no line can be made.
+        """
+        jobs, wrong = jobs_of(self.lines, options, manifest, dtype)
+        for job in jobs:
+            try:
+                check(path_of(self.out, job.line, job.run.request))
+            except InputError as e:
+                wrong[job.line] = e
+        self.groups = batches([job for job in jobs if job.line not in wrong], batch)
+        if not self.groups:
+            self.faults = {number: str(error) for number, error in wrong.items()}
+            raise self.failed()
+        for number, error in wrong.items():
+            self.refuse(number, error)
+        return [run_of(group) for group in self.groups]
+
+    def todo(self, model: OpenModel) -> list[list[Todo]]:
+        """Of each run of `resolve`, the videos that are still to be made.
+
+        A video that is there is a line's by what it was made of, whatever its name. No other file is replaced.
+        """
+        return [[Todo(**item) for item in batch] for batch in self._todo(model)]
+
+    @hosts.first_reads
+    def _todo(self, model: OpenModel) -> list[list[dict[str, Any]]]:
+        jobs = [job for group in self.groups for job in group]
+        wanted = [(path_of(self.out, job.line, job.run.request), model.recipe(job.run)) for job in jobs]
+        taken, paths = set[Path](), dict[tuple[int, int], str]()
+        for job, made, (path, _) in zip(jobs, find_made(self.out, wanted), wanted, strict=True):
+            request = job.run.request
+            self._rows[job.line, request.seed] = PageRow(job.line, request.prompt[0], *(made or (None, None)))
+            if made is None:
+                taken.add(path := free_path(path, taken))
+                paths[job.line, request.seed] = str(path)
+        if there := len(jobs) - len(paths):
+            log.info("%d of %d videos are there already", there, len(jobs))
+        keys = [[(job.line, job.run.request.seed) for job in group] for group in self.groups]
+        return [
+            [{"item": i, "line": key[0], "path": paths[key]} for i, key in enumerate(group) if key in paths]
+            for group in keys
+        ]
+
+    def refuse(self, line: int, error: InputError) -> None:
+        """Leave a line out."""
+        self.faults[line] = "; ".join(str(error).splitlines())
+        log.warning("line %d is left out: %s", line, self.faults[line])
+
+    def made(self, line: int, seed: int, path: Path, metadata: dict[str, Any]) -> None:
+        """Note a video that is there now."""
+        self._rows[line, seed] = PageRow(line, metadata["prompt"], path, metadata)
+
+    def failed(self) -> InputError:
+        """The lines that were left out, in one message."""
+        each = [f"line {number}: {self.faults[number]}" for number in sorted(self.faults)]
+        first = f"of {len(self.lines)} prompts in {self.file}, these were not made:"
+        return InputError("\n".join([first, *each]))
+
+    @hosts.first_writes
+    def write_page(self) -> None:
+        """Write the page of what is there, what failed, and what is still to be made."""
+        wrong = [PageRow(number, self.lines[number], fault=fault) for number, fault in self.faults.items()]
+        others = [row for row in self._rows.values() if row.path is not None or row.line not in self.faults]
+        write_page(folder_of(self.out), self.out.name, sorted([*others, *wrong], key=lambda row: row.line))
+
+
+def save_videos(
+    events: Events[None], run: Run, paths: Sequence[Path], *, latents: bool = False, timed: bool = False
+) -> list[dict[str, Any]]:
+    """Read a run's events to the end, and write its videos as they are finished.
+
+    Args:
+        paths: of the videos, those of one seed after those of the one before.
+        latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
+        timed: say in each video how many seconds it took.
+
+    Returns:
+        What is stored with the video of each path.
+    """
+    start, stored = time.monotonic(), list[dict[str, Any]]()
+    count = len(paths) // run.request.num_videos
+    for event in events:
+        if not isinstance(event, Denoised if latents else Finished):
+            continue
+        metadata = event.metadata if isinstance(event, Denoised) else event.result.metadata
+        if timed:
+            metadata = metadata | {"seconds": float(f"{(time.monotonic() - start) / len(paths):.3g}")}
+        first = (event.request.seed - run.request.seed) * count
+        own = paths[first : first + count]
+        with logging_replaced(own):
+            if isinstance(event, Finished):
+                replace(event.result, metadata=metadata).save_items(own)
+            elif count == 1:
+                save_latents(own[0], event.latents, metadata)
+            else:
+                for i, path in enumerate(own):
+                    save_latents(path, event.latents[i : i + 1], item_of(metadata, i))
+        stored += [item_of(metadata, i) for i in range(count)]
+    return stored

@@ -6,9 +6,11 @@ import base64
 import dataclasses
 import html
 import json
+import logging
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ import numpy as np
 from jaxtyping import Float32
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.recipe import PER_ITEM, item_of
+from cogvideox_flax.generate.recipe import PER_ITEM, item_of, read_recipe
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.paths import item_paths
+from cogvideox_flax.io.paths import check_writable, item_paths
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.values import shown
-from cogvideox_flax.io.video import save_video
+from cogvideox_flax.io.video import check_output_path, save_video
 from cogvideox_flax.runtime import hosts
+
+log = logging.getLogger(__name__)
 
 MAX_SHOWN = 8
 """Videos that a notebook shows."""
@@ -98,6 +102,52 @@ class GenerationResult:
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
+
+
+def check_output(
+    paths: Sequence[Path], overwrite: bool = False, preview: Path | None = None, *, latents: bool = False
+) -> None:
+    """Refuse names that could not be written at the end of a run, and files that this library did not write.
+
+    Args:
+        overwrite: these may be replaced.
+        preview: another file of the run.
+        latents: whether these are npz files of latents, not videos.
+
+    Raises:
+        InputError: with another name to give, or what to add.
+    """
+    if preview is not None and any(preview.absolute() == path.absolute() for path in paths):
+        raise InputError(f"{preview} is to hold the video; give --preview another name")
+    for path in paths:
+        if not latents:
+            check_output_path(path)
+        else:
+            check_writable(path)
+            if path.is_dir():
+                raise InputError(f"{path} is a directory; give the name of a file to write")
+        if not (overwrite or _is_free_or_ours(path)):
+            raise InputError(
+                f"{path} is there and was not made by this program; give another --out, or --overwrite to replace it"
+            )
+
+
+def _is_free_or_ours(path: Path) -> bool:
+    if not (any(path.iterdir()) if path.is_dir() else path.exists()):
+        return True
+    try:
+        return bool(read_recipe(path))
+    except InputError:
+        return False
+
+
+@contextmanager
+def logging_replaced(paths: Sequence[Path]) -> Iterator[None]:
+    """Log which of the files that are written here took the place of others."""
+    existing = [path for path in paths if path.exists()]
+    yield
+    for path in existing:
+        log.info("%s was replaced", path)
 
 
 @hosts.first_writes

@@ -239,12 +239,13 @@ def _redirect_stdout(place: Place) -> None:
     sys.stdout = open(results, "w", encoding="utf-8")  # noqa: SIM115  (open as long as the process lives)
 
 
-def from_first(make: Callable[[], T]) -> T:
+def from_first(make: Callable[[], T], send: Callable[[T], Any] | None = None) -> T:
     """Broadcast the result of `make()` on process 0 to all processes. All must call this in the same order.
 
     Args:
         make: called on process 0 only, where calls of this in it are plain calls; returns JSON values and numpy arrays,
             in lists and dictionaries.
+        send: makes these of the result of `make`, where it is something else; the other processes get them.
 
     Raises:
         InputError: as `make` raised it on process 0.
@@ -264,7 +265,7 @@ def from_first(make: Callable[[], T]) -> T:
         raise
     finally:
         _group.is_making = False
-    _group.send("value", [None, value])
+    _group.send("value", [None, value if send is None else send(value)])
     return value
 
 

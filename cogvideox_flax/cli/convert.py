@@ -1,0 +1,48 @@
+"""`cogvideox convert` and `quantize`: checkpoints written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from cogvideox_flax.checkpoint import is_native
+from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
+from cogvideox_flax.conversion import convert as converting
+from cogvideox_flax.conversion.download import Download, download, download_model
+from cogvideox_flax.conversion.progress import progress_bar
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.paths import expand_user
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Convert a Hugging Face checkpoint, or some of its components, to the native format."""
+    src = expand_user(args.src)
+    try:
+        if os.path.exists(src):
+            if args.revision:
+                raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")
+            source = Download(src, {})
+        else:
+            configs = download(args.src, args.revision)
+            family = converting.family_of(configs.folder, args.dst, args.release, args.component)
+            source = download_model(args.src, configs, family, args.component)
+        with progress_bar() as progress:
+            converting.convert(
+                source.folder,
+                args.dst,
+                components=args.component,
+                whole=args.component is None and not is_native(args.dst),
+                dtype=args.dtype,
+                release=args.release,
+                origin=source.origin,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("\nstopped; components that were complete are kept for the next attempt") from None
+    print(args.dst)
+
+
+def quantize(args: argparse.Namespace) -> None:
+    """Write a checkpoint again with weights of 8 bits."""
+    quantize_checkpoint(args.src, args.dst, args.component, args.kind)
+    print(args.dst)

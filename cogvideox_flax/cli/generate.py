@@ -1,0 +1,242 @@
+"""Commands that make videos from prompts: `generate`, and its stages `encode`, `denoise` and `decode`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cogvideox_flax.checkpoint import hub
+from cogvideox_flax.cli.prepare import (
+    Prepared,
+    check_runs,
+    directory_of,
+    given_options,
+    is_latents,
+    look,
+    model_of_recipe,
+    open_prepared,
+    output_of,
+    output_paths,
+    prepare_denoise,
+    prepare_encode,
+    prepare_generate,
+    preview_of,
+    stages_folder,
+    warn_of_other_model,
+    with_automatic_mesh,
+)
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import journey
+from cogvideox_flax.generate.events import Events, result_of, show
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.predict.windows import in_pieces
+from cogvideox_flax.generate.queue import Queue, all_have_images, items_of, save_videos
+from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
+from cogvideox_flax.generate.request import STAGES
+from cogvideox_flax.generate.resolve import check_fps, check_pieces, check_prompts
+from cogvideox_flax.generate.result import GenerationResult, check_output, logging_replaced
+from cogvideox_flax.generate.run import Run, decode_programs
+from cogvideox_flax.generate.store import (
+    EMBEDDINGS_FILE,
+    LATENTS_FILE,
+    VIDEO_FILE,
+    RunDirectory,
+    check_folder,
+    read_latents,
+    read_settings,
+    remove_files,
+    run_dir_lock,
+    space_needed,
+)
+from cogvideox_flax.io.paths import check_name, item_paths
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.terminal import duration_text, say
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Make videos of the prompts, in stages that an interrupted run continues from; or one of each line of a file."""
+    if args.prompt_file is not None:
+        _generate_queue(args, Path("video.mp4") if args.out is None else args.out)
+        return
+    if args.batch is not None:
+        raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
+    with output_of(args) as out:
+        pipe, prepared = open_prepared(args, partial(prepare_generate, args, out))
+        if args.like is not None and hosts.is_first():
+            warn_of_other_model(pipe, read_recipe(args.like), args.like)
+        (run,), folder = prepared.runs, args.dir or stages_folder(out)
+        paths = output_paths(out, run.batch, run.request.num_videos)
+        with run_dir_lock(folder, temporary=args.dir is None):
+            _make(args, pipe, run, directory_of(pipe, prepared.model, folder), paths)
+        print("\n".join(map(str, paths)))
+
+
+def _make(
+    args: argparse.Namespace,
+    pipe: Pipeline,
+    run: Run,
+    store: RunDirectory,
+    paths: Sequence[Path],
+    *,
+    keep: bool = False,
+    timed: bool = False,
+) -> list[dict[str, Any]]:
+    """Make the videos of a run; returns what is stored with each. Other arguments as for `save_videos`."""
+    latents = is_latents(paths[0])
+    events = journey.generate(pipe, run, store, STAGES[:-1] if latents else STAGES, keep=keep)
+    with closing(show(_previewed(args, pipe, events), not args.quiet)) as shown:
+        return save_videos(shown, run, paths, latents=latents, timed=timed)
+
+
+def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -> Events[None]:
+    """The same events; --preview sees them pass."""
+    preview = preview_of(args, pipe.manifest)
+    return events if preview is None else preview.watch(events)
+
+
+# --- a file of prompts
+
+
+def _generate_queue(args: argparse.Namespace, out: Path) -> None:
+    """Make a video for each line of --prompt-file; those that are there already, made of the same, stay.
+
+    Raises:
+        InputError: at the end, of the lines that could not be made.
+    """
+    check_name(out)
+    folder = (args.dir or stages_folder(out)) / "queue"  # below --dir, so that the files of other runs there stay
+    queue = Queue(args.prompt_file, out)
+    pipe, prepared = open_prepared(args, partial(_prepare_queue, args, queue, folder))
+    store, keep = directory_of(pipe, prepared.model, folder), pipe.fits_at_once()
+    missing = [(run, items) for run, items in zip(prepared.runs, queue.todo(pipe), strict=True) if items]
+    count, total, started = 0, sum(len(items) for _, items in missing), time.monotonic()
+    queue.write_page()
+    with run_dir_lock(folder, temporary=True):
+        for batch, items in missing:
+            run = items_of(batch, [todo.item for todo in items])
+            remaining = (time.monotonic() - started) / count * (total - count) if count else 0
+            later = f", about {duration_text(remaining)} left" if count else ""
+            say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, run.request.prompt))}", not args.quiet)
+            paths = [Path(todo.path) for todo in items]
+            try:
+                check_folder(folder, space_needed(run))
+                stored = _make(args, pipe, run, store, paths, keep=keep, timed=True)
+            except InputError as e:
+                if jax.process_count() > 1:
+                    raise
+                for todo in items:
+                    queue.refuse(todo.line, e)
+            else:
+                for todo, path, metadata in zip(items, paths, stored, strict=True):
+                    queue.made(todo.line, run.request.seed, path, metadata)
+                    print(path, flush=True)
+                remove_files(folder)
+            count += len(items)
+            queue.write_page()
+    if args.dir is None and hosts.is_first():
+        with suppress(OSError):  # a run in the middle is there, too
+            stages_folder(out).rmdir()
+    if queue.faults:
+        raise queue.failed()
+
+
+def _prepare_queue(args: argparse.Namespace, queue: Queue, folder: Path) -> Prepared:
+    """`generate --prompt-file`."""
+    if args.like is not None:
+        raise InputError("--like makes one video again; leave it out with a --prompt-file")
+    if args.prompt:
+        raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
+    queue.read()
+    check_folder(folder)
+    with_images = all_have_images(queue.lines.values())
+    model, manifest = look(args, {"model_id": hub.EMBEDDED_IMAGE_TO_VIDEO} if with_images else None)
+    check = partial(_check_queued, args, is_latents(queue.out))
+    options = {"lora": [], **given_options(args)}
+    runs = queue.resolve(options, manifest, model.dtype, args.batch or 1, check)
+    return check_runs(args, model, manifest, runs, folder)
+
+
+def _check_queued(args: argparse.Namespace, latents: bool, path: Path) -> None:
+    check_output([path], overwrite=True, preview=args.preview, latents=latents)
+
+
+# --- stages
+
+
+def encode(args: argparse.Namespace) -> None:
+    """Do stage 1 alone."""
+    _run_stage(args, *open_prepared(args, partial(prepare_encode, args)))
+    print(args.dir / EMBEDDINGS_FILE)
+
+
+def denoise(args: argparse.Namespace) -> None:
+    """Do stage 2 alone, with the directory's model and settings unless told otherwise."""
+    _run_stage(args, *open_prepared(args, partial(prepare_denoise, args)))
+    print(args.dir / LATENTS_FILE)
+
+
+def _run_stage(args: argparse.Namespace, pipe: Pipeline, prepared: Prepared) -> None:
+    (run,), store = prepared.runs, directory_of(pipe, prepared.model, args.dir)
+    with run_dir_lock(args.dir):
+        result_of(_previewed(args, pipe, journey.generate(pipe, run, store, [args.command])), not args.quiet)
+
+
+def decode(args: argparse.Namespace) -> None:
+    """Do stage 3 alone: of a directory's latents, whatever system wrote them; or of an npz of `generate`."""
+    if (args.latents is None) == (args.dir is None):
+        raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
+    out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
+    pipe, prepared = open_prepared(args, partial(_prepare_decode, args, out))
+    latents, fps, tiling, pieces = (prepared.more[name] for name in ("latents", "fps", "tiling", "in_pieces"))
+    programs = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, tiling, pieces)
+    result_of(pipe.checking_memory([("decode", programs)]), not args.quiet)
+    frames = result_of(journey.decode(pipe, latents, tiling=tiling, in_pieces=pieces), not args.quiet)
+    metadata: dict[str, Any] = {}
+    if hosts.is_first():  # which writes
+        decoder = pipe.manifest.model.decoder
+        made_by = prepared.recipe | {"release": prepared.recipe.get("release") or pipe.native_dir.name}
+        warn_of_other_model(pipe, made_by, args.latents or args.dir, [decoder])
+        metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, dtype=pipe.dtype, fps=fps, tiling=tiling)
+    with logging_replaced(item_paths(out, len(latents))):
+        print("\n".join(map(str, GenerationResult(frames, fps, metadata).save(out))))
+
+
+def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
+    if args.dir is None:
+        made_by = read_recipe(args.latents)
+        if not made_by:
+            raise InputError(f"{args.latents} was not made by `cogvideox generate --out x.npz`")
+        settings = fields_of(made_by, args.latents) | model_of_recipe(args, made_by, args.latents)
+        settings["prompt"] = check_prompts(settings["prompt"])[0]
+    else:
+        settings = read_settings(args.dir)
+    check_output(item_paths(out, len(settings["prompt"])), args.overwrite)
+    check_fps(args.fps)
+    check_folder(out.absolute().parent)
+    model, manifest = look(args, settings)
+    model = with_automatic_mesh(args, model, manifest)
+    pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
+    tiling = bool(settings.get("tiling") if args.tiling is None else args.tiling)
+    if pieces:
+        check_pieces(manifest.model, tiling)
+    elif tiling:
+        manifest.model.codec.check_tiling()
+    channels = manifest.model.codec.latent_channels
+    if args.dir is None:
+        latents = read_latents_npz(args.latents, len(settings["prompt"]), channels)
+    else:
+        latents = read_latents(args.dir, settings, channels)
+        made_of = {
+            name: x for name, x in settings.items() if name not in ("fingerprints", "asked", "model_id", "revision")
+        }
+        made_by = recipe(made_of, manifest, "", settings.get("fingerprints"))
+    fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
+    more = {"latents": latents, "fps": fps, "tiling": tiling, "in_pieces": pieces}
+    return Prepared(model, more=more, recipe=made_by)

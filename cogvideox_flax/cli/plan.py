@@ -1,0 +1,61 @@
+"""`cogvideox plan`: the forecast of a run, on chips that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import Any
+
+import jax
+
+from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax.cli.prepare import given_options
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import UNSEEN
+from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.models.registry import get_release
+from cogvideox_flax.plan import Forecast, best_mesh, check_price, describe, forecast
+from cogvideox_flax.runtime.terminal import say
+from cogvideox_flax.sharding import MeshShape, describe_mesh, parse_mesh
+from cogvideox_flax.sharding.devices import find_devices
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Forecast a run: each stage is compiled for chips that need not be there."""
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # where there are chips, they are left alone
+    find_devices()
+    check_price(args.price)
+    progress = not args.quiet
+    manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
+    needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
+    if (sampler := manifest.model.samplers.get(args.scheduler)) is not None and sampler.needs_video:
+        needed["video"] = [UNSEEN]
+    run = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest, args.dtype)
+    if args.mesh:
+        mesh = parse_mesh(args.mesh)
+    else:
+        mesh = best_mesh(run, args.topology, lambda tried, found: say(_tried(tried, found), progress))
+    stages, forecasts = [], forecast(run, args.topology, mesh, args.stages)
+    say(f"compiling for {args.topology}: {', '.join(args.stages)}; about a minute each on two cores", progress)
+    for stage in forecasts:
+        say(f"compiled {stage.name} in {stage.compile_s:.0f} s", progress)
+        stages.append(stage)
+    found = Forecast(args.topology, mesh, run.size, tuple(stages), args.prompts)
+    if args.json:
+        more = {"fits": found.fits, "estimated_s": found.estimated_s, "chips": found.chips}
+        more |= {} if args.price is None else {"dollars": found.dollars(args.price)}
+        print(json.dumps(dataclasses.asdict(found) | more, indent=2))
+    else:
+        print(describe(found, args.price))
+
+
+def _tried(mesh: MeshShape, found: Any) -> str:
+    name = f"mesh {describe_mesh(mesh)}"
+    if isinstance(found, InputError):
+        return f"{name}: {str(found).splitlines()[0]}"
+    fits = "" if found.fits else ", does not fit"
+    return f"{name}: {found.estimated_s:.1f} s of denoising, {found.hbm_gib_per_chip:.1f} GiB per chip{fits}"

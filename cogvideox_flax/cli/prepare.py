@@ -1,0 +1,469 @@
+"""From options to a decision: which model runs where, and what it is asked for. All of it is checked before anything is
+converted or loaded.
+
+On several hosts process 0 alone reads options, files and images, and decides; the others take over what it decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import store
+from cogvideox_flax.generate.distilled import SETTINGS
+from cogvideox_flax.generate.freshness import UNREPEATABLE
+from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.preview import Preview
+from cogvideox_flax.generate.recipe import fields_of, read_recipe, short_fingerprints
+from cogvideox_flax.generate.request import THRESHOLDS, GenerationRequest, options
+from cogvideox_flax.generate.resolve import check_model, check_num_videos, check_prompts, check_run, resolve
+from cogvideox_flax.generate.result import check_output
+from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
+from cogvideox_flax.io.paths import (
+    NotPrivateError,
+    check_name,
+    check_writable,
+    expand_user,
+    item_paths,
+    private_cache_dir,
+    read_text,
+)
+from cogvideox_flax.plan import chip_of_device, choose_mesh
+from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.profiling import ProfilingOptions
+from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
+
+log = logging.getLogger("cogvideox_flax")
+
+COMMAND_FILE = "command.json"
+"""In a folder of stages whose name the command chose: what was asked for."""
+
+EMBEDDED = "embedded"
+"""The name under which a run remembers that it used the embedded checkpoint."""
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model a command runs, and where.
+
+    where: as `hub.find` takes it; None: the embedded model.
+    model_id: the same, as a run remembers it.
+    mesh: as --mesh; None: one device.
+    """
+
+    where: str | None
+    model_id: str
+    revision: str | None
+    dtype: str
+    mesh: str | None
+
+    def on(self, mesh: str | None, manifest: Manifest) -> ModelChoice:
+        """The same model on a mesh.
+
+        Raises:
+            InputError: its weights do not divide over the mesh.
+        """
+        check_model(manifest, self.model_id, self.dtype, explicit_mesh(mesh))
+        return replace(self, mesh=mesh)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What process 0 decided.
+
+    runs: what the model is asked for; on the other processes empty, which resolve `requests` themselves.
+    requests: of these runs, as JSON values.
+    more: what else all processes need: JSON values and arrays.
+    recipe: on process 0, which writes, what the output stores, as far as it is known.
+    """
+
+    model: ModelChoice
+    runs: Sequence[Run] = ()
+    requests: Sequence[dict[str, Any]] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        requests = [request_json(run.request) for run in self.runs]
+        return {"model": asdict(self.model), "requests": requests, "more": self.more}
+
+
+def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> tuple[Pipeline, Prepared]:
+    """Let process 0 prepare a command, and open its model on all processes.
+
+    Args:
+        prepare: on process 0 alone.
+
+    Returns:
+        The model, and what was prepared, with its runs.
+    """
+    decided: Any = hosts.from_first(prepare, Prepared.to_json)
+    if isinstance(decided, dict):  # on another process
+        decided = Prepared(**decided | {"model": ModelChoice(**decided["model"])})
+    prepared: Prepared = decided
+    model, mesh = prepared.model, explicit_mesh(prepared.model.mesh)
+    pipe = Pipeline.open_on_hosts(model.where, model.dtype, mesh, revision=model.revision, progress=not args.quiet)
+    pipe.profiling = profiling_options(args)
+    _keep_programs(pipe)
+    if len(prepared.runs) < len(prepared.requests):
+        runs = [resolve(request_of_json(each), pipe.manifest, pipe.dtype) for each in prepared.requests]
+        for theirs, run in zip(prepared.requests, runs, strict=True):
+            hosts.check_equal("the settings", theirs, request_json(run.request))
+        prepared = replace(prepared, runs=runs)
+    return pipe, prepared
+
+
+def directory_of(pipe: Pipeline, model: ModelChoice, folder: Path) -> RunDirectory:
+    """The run directory of an open model."""
+    fingerprints = pipe.fingerprints()
+    return RunDirectory(folder=folder, model_id=model.model_id, revision=model.revision, fingerprints=fingerprints)
+
+
+# --- the model
+
+
+def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) -> tuple[ModelChoice, Manifest]:
+    """Read the configs of the model that a command names, and check that it can be run; nothing is converted.
+
+    Args:
+        recorded: `model_id`, `revision` and `dtype` of an earlier stage or of a recipe, as far as it says them; they
+            stand where the command names no model, or no dtype.
+    """
+    recorded = {} if recorded is None else recorded
+    where, revision = args.model, args.revision
+    if where is None and "model_id" in recorded:
+        where = None if recorded["model_id"] == EMBEDDED else recorded["model_id"]
+        revision = revision or recorded.get("revision")
+    elif where is None and getattr(args, "image", None):
+        where = hub.EMBEDDED_IMAGE_TO_VIDEO
+    manifest = hub.peek(where, revision, progress=not args.quiet)
+    path = expand_user(where or EMBEDDED)
+    model_id = os.path.abspath(path) if where is not None and os.path.exists(path) else where or EMBEDDED
+    dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)
+    model = ModelChoice(where, model_id, revision, dtype, None)
+    return model.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
+
+
+def explicit_mesh(text: str | None) -> Mesh | None:
+    return None if text is None else make_mesh(*parse_mesh(text))
+
+
+def with_automatic_mesh(
+    args: argparse.Namespace, model: ModelChoice, manifest: Manifest, run: Run | None = None
+) -> ModelChoice:
+    """The model on a mesh over all devices where none was named: that of the planner for a run, else one that suits the
+    command. On one device there is none, and on CPUs only where it was asked for."""
+    devices = jax.devices()
+    n = len(devices)
+    if model.mesh is not None or n == 1 or (args.mesh is None and devices[0].platform == "cpu"):
+        return model
+    if args.command == "decode":  # the decoder splits frames over all mesh axes; 2 x n/2 divides most sizes
+        mesh = f"2,{n // 2},1" if n % 2 == 0 else f"1,{n},1"
+    elif args.command == "encode":
+        parts = math.gcd(n, *manifest.model.heads.values())
+        mesh = f"1,{n // parts},{parts}"
+    else:
+        assert run is not None
+        mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0])).mesh)
+        log.info("mesh %s (dp, sp, tp), as the planner says", mesh)
+    return model.on(mesh, manifest)
+
+
+def check_runs(
+    args: argparse.Namespace, model: ModelChoice, manifest: Manifest, runs: Sequence[Run], folder: Path
+) -> Prepared:
+    """Check what runs need of the machine: mesh, disk, and where profile and preview go."""
+    model = with_automatic_mesh(args, model, manifest, runs[0])
+    check_folder(folder, max(map(space_needed, runs)))
+    if getattr(args, "profile", None) is not None:
+        check_writable(args.profile / "trace")
+    preview_of(args, manifest)
+    for run in runs:
+        check_run(run, explicit_mesh(model.mesh), profiling_options(args))
+    return Prepared(model, runs)
+
+
+def warn_of_other_model(
+    pipe: Pipeline, recipe: Mapping[str, Any], path: Path, parts: Sequence[str] | None = None
+) -> None:
+    """Say where the model is not the one that a file was made with. On process 0 alone.
+
+    parts: those that matter; None: all.
+    """
+    made_with, now = recipe.get("checkpoint"), short_fingerprints(pipe.fingerprints())
+    if not isinstance(made_with, dict):
+        release = pipe.manifest.release.name if pipe.manifest.release else pipe.native_dir.name
+        if (made_by := recipe.get("release")) not in (None, release):
+            log.warning("%s was made by %s, and this model is %s", path, made_by, release)
+        return
+    if other := [part for part in parts or now if made_with.get(part) != now.get(part)]:
+        names = " and ".join(part.replace("_", " ") for part in other)
+        log.warning("%s was made by %s with another %s than this model's", path, recipe.get("release"), names)
+
+
+def profiling_options(args: argparse.Namespace) -> ProfilingOptions:
+    profile = (args.profile, args.profile_steps) if "profile" in args else ()
+    return ProfilingOptions(not args.no_jit, args.memory, *profile)
+
+
+def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
+    """What --preview asks for.
+
+    Raises:
+        InputError: as for `Preview`.
+    """
+    if getattr(args, "preview", None) is None:
+        return None
+    return Preview(manifest, args.preview, overwrite=getattr(args, "overwrite", False))
+
+
+def _keep_programs(pipe: Pipeline) -> None:
+    """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
+    config: Any = jax.config  # its attributes are made at run time
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or jax.process_count() > 1:
+        return
+    try:
+        pipe.keep_programs(private_cache_dir("programs"))
+    except (NotPrivateError, InputError, OSError) as e:
+        log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
+
+
+# --- commands that make or continue one run
+
+
+def prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
+    """`generate` of the prompts on the command line, or of --like."""
+    like = {} if args.like is None else read_like(args)
+    prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
+    videos = 1 if args.num_videos is None else args.num_videos
+    check_num_videos(videos)
+    check_output(output_paths(out, len(prompts), videos), args.overwrite, args.preview, latents=is_latents(out))
+    check_folder(folder := args.dir or stages_folder(out))
+    model, manifest = look(args, like)
+    run = _resolve(args, like | {"prompt": prompts}, model, manifest)
+    if args.like is not None:
+        warn_of_other_media(run, args.like)
+    return check_runs(args, model, manifest, [run], folder)
+
+
+def prepare_encode(args: argparse.Namespace) -> Prepared:
+    """`encode` of the prompts on the command line."""
+    check_folder(args.dir)
+    prompts = read_prompts(args)
+    model, manifest = look(args)
+    return check_runs(args, model, manifest, [_resolve(args, {"prompt": prompts}, model, manifest)], args.dir)
+
+
+def prepare_denoise(args: argparse.Namespace) -> Prepared:
+    """`denoise` with the directory's model and settings, unless the command says otherwise."""
+    settings = store.read_settings(args.dir)
+    refuse_unrepeatable(settings, args.dir, "go on with it there")
+    model, manifest = look(args, settings)
+    run = _resolve(args, store.asked_settings(settings), model, manifest)
+    RunDirectory(folder=args.dir, model_id=model.model_id, revision=model.revision).read_features(run)
+    return check_runs(args, model, manifest, [run], args.dir)
+
+
+def _resolve(args: argparse.Namespace, recorded: Mapping[str, Any], model: ModelChoice, manifest: Manifest) -> Run:
+    """The run of an earlier run's options, and of those that were given now in their place."""
+    given = given_options(args)
+    known = {"prompt", *options("encode", "denoise", "decode")} - {*(SETTINGS if "distilled" in given else ())}
+    fields = {name: value for name, value in recorded.items() if name in known}
+    return resolve(GenerationRequest(**{"lora": [], **later_options(fields, given)}), manifest, model.dtype)
+
+
+def later_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an earlier run, and those that were given now in their place.
+
+    Of steps and timesteps, each decides the other: what was given now stands alone.
+    """
+    pair = {"num_inference_steps", "timesteps"}
+    left_out = pair if pair & given.keys() else set()
+    return {name: value for name, value in recorded.items() if name not in left_out} | dict(given)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the request that were given as options."""
+    names = options("encode", "denoise", "decode", "generate")
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt)
+    if args.prompt_file is not None:
+        try:
+            lines = args.prompt_file.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f"cannot read prompts from {args.prompt_file}: {e}; expected UTF-8 text") from e
+        if not any(line.strip() for line in lines):
+            raise InputError(f"{args.prompt_file} holds no prompt; expected one per line")
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
+        raise InputError('no prompt was given; write one in quotes ("" is one too) or name a --prompt-file')
+    if len(prompts) > 1 and not any(" " in prompt.strip() for prompt in prompts):
+        raise InputError(
+            f"these are {len(prompts)} prompts of one word each; for one prompt write it in quotes: "
+            f'"{" ".join(prompts)}". Several prompts of one word go into a --prompt-file'
+        )
+    return prompts
+
+
+# --- --like, and what recipes say
+
+
+def read_like(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the request that --like asks for, its `dtype`, and its model as `model_id` where none was named.
+
+    Raises:
+        InputError: the file holds no usable recipe, or inputs that are not given again.
+    """
+    path = args.like
+    if not (recipe := read_recipe(path)):
+        raise InputError(f"{path} does not say how it was made; this program did not write it")
+    fields = fields_of(recipe, path) | model_of_recipe(args, recipe, path)
+    settings = recipe.get("settings", {})
+    refuse_unrepeatable({**recipe, **settings}, path, "the command line cannot make it again")
+    decides = settings.get("step_cache") in {*THRESHOLDS} - {"magcache"} and "step_cache_full" not in settings
+    if recipe.get("row") is not None and decides:
+        log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
+    elif recipe.get("row"):
+        log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
+    for name in (*MEDIA, "lora"):
+        if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
+            files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
+            raise InputError(f"{path} was made with more than words; give it again: {files}")
+    return fields
+
+
+def refuse_unrepeatable(settings: Mapping[str, Any], path: Path, instead: str) -> None:
+    """Refuse settings that hold what no option of a run gives.
+
+    Raises:
+        InputError: they do; with `instead`, what to do.
+    """
+    if stated := [f"{name} {json.dumps(settings[name])}" for name in UNREPEATABLE if settings.get(name) is not None]:
+        raise InputError(f"{path} was made with more than the options of a run ({', '.join(stated)}); {instead}")
+
+
+def model_of_recipe(args: argparse.Namespace, recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The model of a recipe as `model_id`, where none was named: one that comes with the package.
+
+    Raises:
+        InputError: it is another one, which must be named.
+    """
+    if args.model is not None:
+        return {}
+    made_by, known = recipe.get("release"), {place.name: name for name, place in hub.EMBEDDED_MODELS.items() if name}
+    if made_by not in known:
+        raise InputError(f"{path} was made by {made_by}; name that checkpoint with --model")
+    return {"model_id": known[made_by]}
+
+
+def warn_of_other_media(run: Run, path: Path) -> None:
+    """Say which images, clips and adapters are not those that a video was made of."""
+    settings = read_recipe(path).get("settings", {})
+    for name in (*MEDIA, "lora"):
+        stored = [record.get("sha256") for record in settings.get(name, ())]
+        given = [each["sha256"] if name == "lora" else each.sha256 for each in getattr(run.request, name) or ()]
+        if stored and given and stored != given:
+            log.warning("--%s is not the one that %s was made of", name.replace("_", "-"), path)
+
+
+# --- the output
+
+
+def is_latents(out: Path) -> bool:
+    """Whether the output holds latents, not a video."""
+    return out.suffix.lower() == ".npz"
+
+
+def output_paths(out: Path, prompts: int, videos: int) -> list[Path]:
+    """A path for each video of each prompt; an npz holds those of all prompts."""
+    return item_paths(out, (1 if is_latents(out) else prompts) * videos)
+
+
+@contextmanager
+def output_of(args: argparse.Namespace) -> Iterator[Path]:
+    """The path of --out; without it, video.mp4 or the first of video-2.mp4, ... that no other run has.
+
+    Its folder of stages is the run's from then on, so that two commands never take one name, and says what was asked
+    for, so that the same command goes on there. What fails before anything is finished leaves no folder.
+    """
+    name, is_new = hosts.from_first(partial(_choose_output, args))
+    out = Path(name)
+    try:
+        yield out
+    except BaseException:
+        if is_new:
+            _give_back(args, out)
+        raise
+    _give_back(args, out)
+
+
+def _give_back(args: argparse.Namespace, out: Path) -> None:
+    """Remove the folder of stages whose name was chosen, if nothing in it is finished."""
+    folder = stages_folder(out)
+    if args.out is None and args.dir is None and hosts.is_first() and not store.finished(folder):
+        with suppress(OSError):
+            (folder / COMMAND_FILE).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _choose_output(args: argparse.Namespace) -> list[Any]:
+    """The path of the output, and whether its folder of stages was made for it now."""
+    if args.out is not None:
+        return [str(args.out), False]
+    like = None if args.like is None else read_recipe(args.like)
+    prompts = read_prompts(args) if like is None or args.prompt else like.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) else 1
+    check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
+    where = {name: getattr(args, name) for name in ("prompt", "model", "revision", "dtype")}
+    asked = json.dumps({**where, **given_options(args), "like": like}, default=str, sort_keys=True)
+    first = Path("video.mp4")
+    for path in itertools.chain([first], (first.with_stem(f"{first.stem}-{i}") for i in itertools.count(2))):
+        is_there = any(os.path.lexists(each) for each in item_paths(path, count * videos))
+        if args.dir is not None:
+            if not is_there:
+                return [str(path), False]
+            continue
+        folder = stages_folder(path)
+        try:
+            if not is_there:
+                folder.mkdir()
+                (folder / COMMAND_FILE).write_text(asked, encoding="utf-8")
+                return [str(path), True]
+        except FileExistsError:
+            pass
+        except OSError as e:
+            raise InputError(f"cannot write to {folder}: {e.strerror}; choose another directory") from e
+        with suppress(OSError, ValueError, InputError):
+            if read_text(folder / COMMAND_FILE) == asked:
+                return [str(path), False]
+    raise AssertionError
+
+
+def stages_folder(out: Path) -> Path:
+    """Where a run keeps its stages until OUT is written.
+
+    Raises:
+        InputError: OUT ends in no name.
+    """
+    check_name(out)
+    return out.with_name(out.name + ".stages")

@@ -1,0 +1,39 @@
+"""`cogvideox upscale`: a clip enlarged by a model that was fine-tuned for it."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from cogvideox_flax.cli.prepare import check_runs, look, open_prepared
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate import upscale as upscaling
+from cogvideox_flax.generate.request import options_of
+from cogvideox_flax.generate.result import check_output, logging_replaced
+from cogvideox_flax.generate.upscale_options import UpscaleOptions
+from cogvideox_flax.io.source import FrameStream
+from cogvideox_flax.io.video import HashedVideo, save_video
+
+
+def upscale(args: argparse.Namespace) -> None:
+    """Enlarge a clip, written as its frames are finished."""
+    if args.model is None:
+        raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
+    check_output([args.out], args.overwrite)
+    source = HashedVideo(args.clip)
+    model, manifest = look(args)
+    given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
+    plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given), model.dtype)
+    prepared = check_runs(args, model, manifest, [plan.run], args.out.absolute().parent)
+    pipe, _ = open_prepared(args, lambda: prepared)
+    how = {"progress": not args.quiet}
+    upscaling.check_memory(pipe, plan, **how)
+    run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
+    frames = FrameStream(plan.shape, partial(upscaling.upscale_frames, source, plan, run_tile, **how))
+    try:
+        with logging_replaced([args.out]):
+            fps = plan.clip.fps or manifest.model.defaults.fps
+            save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("\nstopped; nothing was written") from None
+    print(args.out)
