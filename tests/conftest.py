@@ -29,21 +29,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _equal_programs_are_one():
-    """The pipelines of a file share equal programs, so that JAX traces and compiles them once."""
-    from cogvideox_flax.runtime.compile import CompiledProgram
-
-    real, programs = CompiledProgram.__init__, {}
-
-    def init(self, program, *args, **kwargs):
-        real(self, programs.setdefault(program, program), *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CompiledProgram, "__init__", init)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
 def _compile_with_the_options_of_the_file(request):
     """A file's `XLA_OPTIONS` are those of all programs of its pipelines."""
     from cogvideox_flax.runtime import compile as compiling

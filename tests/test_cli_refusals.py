@@ -18,7 +18,7 @@ from reference import make_transformer, save_layout
 from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax.checkpoint import read_manifest
-from cogvideox_flax.cli.setup import read_prompts
+from cogvideox_flax.cli.prepare import read_prompts
 from cogvideox_flax.generate import store
 from cogvideox_flax.io import tensor_file
 from cogvideox_flax.io.atomic import file_lock

@@ -348,12 +348,12 @@ def test_videos_that_are_there_are_the_runs_own(paths, run, native, tmp_path, ch
 
 def test_a_name_is_taken_when_it_is_chosen(run, native, tmp_path, monkeypatch):
     """Another command that is still loading its model has it; a command that is refused leaves nothing."""
-    from cogvideox_flax.cli import setup
+    from cogvideox_flax.cli import prepare
 
     monkeypatch.chdir(tmp_path)
     args = make_parser().read(["generate", "a", "--seed", "1"])
     other = make_parser().read(["generate", "b"])
-    with setup.output_of(args) as first, setup.output_of(other) as second, setup.output_of(args) as again:
+    with prepare.output_of(args) as first, prepare.output_of(other) as second, prepare.output_of(args) as again:
         assert [str(path) for path in (first, second, again)] == ["video.mp4", "video-2.mp4", "video.mp4"]
     assert run("generate", "a", "--model", native, *QUICK, "--steps", 0)[0] == 2
     assert list(tmp_path.iterdir()) == []

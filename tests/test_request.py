@@ -24,7 +24,7 @@ from reference import save_layout
 from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline
 from cogvideox_flax.checkpoint import Manifest, hub, read_manifest
 from cogvideox_flax.cli.arguments import make_parser
-from cogvideox_flax.cli.setup import given_options
+from cogvideox_flax.cli.prepare import given_options
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
@@ -283,7 +283,7 @@ import numpy as np
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.cli import main
 from cogvideox_flax.cli.arguments import make_parser
-from cogvideox_flax.cli.setup import given_options
+from cogvideox_flax.cli.prepare import given_options
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import expected_of

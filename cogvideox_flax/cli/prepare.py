@@ -37,12 +37,10 @@ from cogvideox_flax.generate.result import check_output
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
 from cogvideox_flax.io.paths import (
-    NotPrivateError,
     check_name,
     check_writable,
     expand_user,
     item_paths,
-    private_cache_dir,
     read_text,
 )
 from cogvideox_flax.plan import chip_of_device, choose_mesh
@@ -121,7 +119,6 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
     model, mesh = prepared.model, explicit_mesh(prepared.model.mesh)
     pipe = Pipeline.open_on_hosts(model.where, model.dtype, mesh, revision=model.revision, progress=not args.quiet)
     pipe.profiling = profiling_options(args)
-    _keep_programs(pipe)
     if len(prepared.runs) < len(prepared.requests):
         runs = [resolve(request_of_json(each), pipe.manifest, pipe.dtype) for each in prepared.requests]
         for theirs, run in zip(prepared.requests, runs, strict=True):
@@ -232,17 +229,6 @@ def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
     if getattr(args, "preview", None) is None:
         return None
     return Preview(manifest, args.preview, overwrite=getattr(args, "overwrite", False))
-
-
-def _keep_programs(pipe: Pipeline) -> None:
-    """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
-    config: Any = jax.config  # its attributes are made at run time
-    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or jax.process_count() > 1:
-        return
-    try:
-        pipe.keep_programs(private_cache_dir("programs"))
-    except (NotPrivateError, InputError, OSError) as e:
-        log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
 
 
 # --- commands that make or continue one run

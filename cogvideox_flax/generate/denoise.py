@@ -25,6 +25,9 @@ from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.schedulers import Scheduler, StepTable
 
+MIN_ROWS = 64
+"""Of the tables of a step; longer ones have a power of two."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -47,6 +50,16 @@ class DenoiseInputs:
     full_steps: Bool[Any, " N"] | None = None
     guided_steps: Bool[Any, " N"] | None = None
     skip_layer_steps: Bool[Any, " N"] | None = None
+
+    def padded(self) -> DenoiseInputs:
+        """The same with tables of one of a few lengths, so that one compiled step serves every number of steps."""
+        missing = max(MIN_ROWS, 1 << (len(self.steps) - 1).bit_length()) - len(self.steps)
+
+        def pad(table: np.ndarray) -> np.ndarray:
+            return np.pad(table, [(0, missing), *[(0, 0)] * (table.ndim - 1)], "edge")
+
+        names = "steps", "guidance", "full_steps", "guided_steps", "skip_layer_steps"
+        return replace(self, **{name: jax.tree.map(pad, getattr(self, name)) for name in names})
 
     def at(self, i: Int32[Array, ""]) -> At:
         """Where step i is, which may be traced."""
@@ -180,6 +193,7 @@ def run_loop(
     model: Any,
     inputs: DenoiseInputs,
     state: DenoiseState,
+    steps: int,
     profiling: ProfilingOptions,
     hint: str = "",
 ) -> Generator[DenoiseState]:
@@ -190,6 +204,7 @@ def run_loop(
         model: as the program takes it.
         inputs: on the devices.
         state: where to start.
+        steps: number of steps.
         hint: what to do about NaN, for the error.
 
     Raises:
@@ -197,14 +212,14 @@ def run_loop(
     """
     if isinstance(program.program, DenoiseLoop):
         state, finite = program(model, inputs, state, jit=profiling.jit)
-        check_finite(fetch(finite), inputs, hint)
+        check_finite(fetch(finite), inputs, steps, hint)
         yield state
         return
     with profiling.steps() as around:
-        for i in range(int(state.step), len(inputs.steps)):
+        for i in range(int(state.step), steps):
             with around(i):
                 state, finite = program(model, inputs, place_state(state, program.mesh), jit=profiling.jit)
-                check_finite(np.asarray([bool(finite)]), inputs, hint, first=i)
+                check_finite(np.asarray([bool(finite)]), inputs, steps, hint, first=i)
             yield state
 
 
@@ -214,15 +229,16 @@ def place_state(state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
     return replace(whole, cache=step_cache.place(state.cache, mesh))
 
 
-def check_finite(finite: np.ndarray, inputs: DenoiseInputs, hint: str = "", *, first: int = 0) -> None:
+def check_finite(finite: np.ndarray, inputs: DenoiseInputs, steps: int, hint: str = "", *, first: int = 0) -> None:
     """Refuse to go on from NaN or infinity.
 
     Args:
         finite: of steps in a row, the first of them being `first`.
+        steps: number of steps of the run.
 
     Raises:
         NonFiniteError: naming the first bad step.
     """
     if not finite.all():
         step = first + int(np.argmin(finite))
-        raise NonFiniteError(step, fetch(inputs.steps.timesteps)[step].item(), len(inputs.steps), hint)
+        raise NonFiniteError(step, fetch(inputs.steps.timesteps)[step].item(), steps, hint)

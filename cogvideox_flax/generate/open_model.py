@@ -25,7 +25,7 @@ from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
 from cogvideox_flax.io.contents import fingerprint
-from cogvideox_flax.io.paths import NotPrivateError
+from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
 from cogvideox_flax.runtime import hosts, libtpu
@@ -86,6 +86,7 @@ class OpenModel:
         self.profiling = ProfilingOptions()
         programs = fingerprint({name: part.to_dict() for name, part in configs.items()})
         self._compiled = Programs(dtype, mesh, programs)
+        self._keep_programs_by_default()
         self._fixed = frozenset(self.__dict__)  # what cannot be set from now on
 
     @classmethod
@@ -438,10 +439,21 @@ class OpenModel:
         yield from self.preparing(program, *args)
         return self._compiled.get(program)(*args, jit=self.profiling.jit)
 
-    def keep_programs(self, folder: Path) -> None:
-        """Keep compiled programs in a folder, and take those that are there: a second process compiles nothing.
+    def _keep_programs_by_default(self) -> None:
+        """Keep compiled programs, unless the user has chosen a cache of JAX for them, or none."""
+        config: Any = jax.config  # its attributes are made at run time
+        if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache or jax.process_count() > 1:
+            return
+        try:
+            self.keep_programs(private_cache_dir("programs"))
+        except (NotPrivateError, InputError, OSError) as e:
+            log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
 
-        It applies to programs compiled after this call. A user-defined sampler's are not kept.
+    def keep_programs(self, folder: Path) -> None:
+        """Keep compiled programs in this folder, and take those that are there: a second process compiles nothing.
+
+        Default: in the library's cache directory, on one host, unless JAX has a compilation cache of its own or is told
+        to use none. It applies to programs compiled after this call. A user-defined scheduler's are not kept.
 
         Raises:
             InputError: others could put programs into the folder, or it cannot be made.

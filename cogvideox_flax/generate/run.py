@@ -312,6 +312,8 @@ class Run:
         if request.skip_layer is not None:
             done = skip_layer_steps(request.num_inference_steps, self.first_step)
             inputs = dataclasses.replace(inputs, skip_layer_steps=done)
+        if not (request.compiled_loop or request.one_program):
+            inputs = inputs.padded()
         if conditioning is not None and conditioning.video is not None:
             latents = self.scheduler.start_from(conditioning.video, latents, timesteps[0])
         sampler_state = self.scheduler.init_state(latents)

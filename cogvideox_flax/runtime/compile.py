@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import Mesh
@@ -78,8 +79,12 @@ def _is_inner(function: FunctionType) -> bool:
     return "<" in function.__qualname__
 
 
+_PROGRAMS: WeakValueDictionary[Any, CompiledProgram] = WeakValueDictionary()
+"""The programs of this process, so that pipelines of one model compile them once."""
+
+
 class Programs:
-    """The compiled programs of a pipeline.
+    """The programs that a pipeline uses, with what was compiled of them.
 
     model: everything besides programs and arguments that determines them, as text.
     cache: of compiled programs; None: no cache.
@@ -98,7 +103,10 @@ class Programs:
             # user-defined code may change between runs, so its programs are not cached
             cache = None if name is None else self.cache
             key = repr((name, program.donate, self.model, options))
-            self._compiled[program] = CompiledProgram(program, options, self.mesh, key, cache)
+            shared = program, self.mesh, key, None if cache is None else cache.folder
+            if shared not in _PROGRAMS:
+                self._compiled[program] = _PROGRAMS[shared] = CompiledProgram(program, options, self.mesh, key, cache)
+            self._compiled[program] = _PROGRAMS[shared]
         return self._compiled[program]
 
 
