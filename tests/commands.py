@@ -17,6 +17,7 @@ from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.request import STAGES
 
 PROMPT = "a small red circle moves to the left"
 SIZE = ["--num-frames", 9, "--height", 32, "--width", 48]
@@ -91,8 +92,8 @@ def work(monkeypatch):
 
         return record
 
-    for name, stage in (("encode", "encoding"), ("denoise", "denoising"), ("decode", "decoding")):
-        monkeypatch.setattr(journey, stage, recorded(name, getattr(journey, stage)))
+    for name in STAGES:
+        monkeypatch.setattr(journey, name, recorded(name, getattr(journey, name)))
     return done
 
 
@@ -100,12 +101,12 @@ def work(monkeypatch):
 def cheap_decoder(monkeypatch):
     """In place of the VAE, for tests of what is around it: each latent frame's first channel, in grey."""
 
-    def decoding(pipe, latents, **_):
+    def decode(model, latents, **_):
         yield from ()
         frames = np.repeat(np.asarray(latents)[..., :1], 4, 1)[:, 3 * (latents.shape[1] % 2) :]
         return np.clip(60 * np.repeat(frames.repeat(8, 2).repeat(8, 3), 3, -1) + 128, 0, 255).astype(np.uint8)
 
-    monkeypatch.setattr(journey, "decoding", decoding)
+    monkeypatch.setattr(journey, "decode", decode)
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:

@@ -256,7 +256,7 @@ def test_a_full_disk(refused, layout, tmp_path, monkeypatch):
 
 def test_a_disk_too_small_for_the_conversion(refused, layout, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(run_files, "check_folder", lambda *_: None)
+    monkeypatch.setattr(store, "check_folder", lambda *_: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=68 * 2**20))
     # each component would fit, all three do not
     message = refused(*generate(layout, tmp_path / "v.mp4"), converts=True)

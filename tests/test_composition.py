@@ -24,8 +24,9 @@ from runs import files_in, latents_of, stop_after
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.journey import generate
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.queue import batches, items_of, jobs_of, request_of
+from cogvideox_flax.generate.queue import batches, items_of, jobs_of, run_of
 from cogvideox_flax.generate.recipe import fields_of
 from cogvideox_flax.sharding import make_mesh
 
@@ -113,14 +114,14 @@ def pipe(pipes, name):
 
 @pytest.fixture(scope="module")
 def whole(pipes):
-    """Name -> the request, and the latents of the uninterrupted run."""
+    """Name -> the run, and its latents when nothing interrupts it."""
     made = {}
 
     def whole(name):
         if name not in made:
             pipe = pipes(MODELS.get(name))
-            request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
-            made[name] = request, latents_of(pipe, request)
+            run = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
+            made[name] = run, latents_of(pipe, run)
         return made[name]
 
     return whole
@@ -129,31 +130,31 @@ def whole(pipes):
 @pytest.mark.parametrize("name", FEATURES)
 def test_killed_and_resumed(pipe, whole, tmp_path, name):
     """After each step, one after the other."""
-    request, expected = whole(name)
+    run, expected = whole(name)
     files = files_in(pipe, tmp_path)
-    for stop in range(1, request.num_steps if not request.compiled_loop else 1):
-        stop_after(pipe, request, files, stop)
-    np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+    for stop in range(1, run.num_steps if not run.request.compiled_loop else 1):
+        stop_after(pipe, run, files, stop)
+    np.testing.assert_array_equal(latents_of(pipe, run, files), expected)
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_stages(pipe, whole, tmp_path, name):
-    request, expected = whole(name)
+    run, expected = whole(name)
     files = files_in(pipe, tmp_path)
-    latents_of(pipe, request, files, ["encode"])
-    np.testing.assert_array_equal(latents_of(pipe, request, files, ["denoise"]), expected)
+    latents_of(pipe, run, files, ["encode"])
+    np.testing.assert_array_equal(latents_of(pipe, run, files, ["denoise"]), expected)
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_loop_goes_on_from_each_state(pipe, whole, name):
     """With its step cache; without it the loop makes the same, or refuses to."""
-    request, expected = whole(name)
-    conditioning = pipe.encode(request, progress=False)
-    states = list(pipe.denoise(conditioning, request))
-    for state in [] if request.compiled_loop else states[:-1]:
+    run, expected = whole(name)
+    conditioning = pipe.encode(run, progress=False)
+    states = list(pipe.denoise(conditioning, run))
+    for state in [] if run.request.compiled_loop else states[:-1]:
         for given in {id(x): x for x in (state, dataclasses.replace(state, cache=None))}.values():
             try:
-                *_, last = pipe.denoise(conditioning, request, state=given)
+                *_, last = pipe.denoise(conditioning, run, state=given)
             except InputError as e:
                 assert given.cache is None and "use what earlier ones kept" in str(e)
                 continue
@@ -162,22 +163,22 @@ def test_a_loop_goes_on_from_each_state(pipe, whole, name):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_made_again_from_its_recipe(pipe, whole, name):
-    request, _ = whole(name)
-    recipe = json.loads(json.dumps(pipe.recipe(request)))
+    run, _ = whole(name)
+    recipe = json.loads(json.dumps(pipe.recipe(run)))
     fields = fields_of(recipe, "the recipe")
     fields.pop("dtype")
     fields |= {key: options_of(name)[key] for key in MEDIA if key in fields}  # by their contents in the recipe
     again = pipe.resolve(GenerationRequest(**{"lora": [], **fields, "distilled": "off"}))
     assert pipe.recipe(again) == recipe
-    assert pipe.resolve(again).denoise == pipe.resolve(request).denoise or request.compiled_loop
+    assert again.denoise == run.denoise or run.request.compiled_loop
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_line_of_a_queue(pipe, whole, name):
-    request, _ = whole(name)
+    run, _ = whole(name)
     line = json.dumps({"prompt": PROMPT, **options_of(name)})
     (job,), faults = jobs_of({1: line}, {"lora": []}, pipe.manifest)
-    assert not faults and pipe.recipe(job.request) == pipe.recipe(request)
+    assert not faults and pipe.recipe(job.run) == pipe.recipe(run)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -188,19 +189,19 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
     jobs, _ = jobs_of(lines, {"lora": []}, pipe.manifest)
     groups = batches(jobs, 2)
     assert len(groups) == (2 if name in ("first_block", "first_block, uni_pc") else 1)
-    request = request_of(groups[0])
-    latents = latents_of(pipe, request)
+    run = run_of(groups[0])
+    latents = latents_of(pipe, run)
     assert relative_error(latents[:1], expected) < 1e-3
-    assert pipe.recipe(items_of(request, [0])) == pipe.recipe(jobs[0].request)
+    assert pipe.recipe(items_of(run, [0])) == pipe.recipe(jobs[0].run)
 
 
 @pytest.mark.further
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_mesh(pipe, whole, name, mesh):
-    request, expected = whole(name)
+    run, expected = whole(name)
     on_mesh = Pipeline.from_pretrained(MODELS.get(name), "float32", make_mesh(*mesh))
-    assert relative_error(latents_of(on_mesh, request), expected) < 1e-3
+    assert relative_error(latents_of(on_mesh, run), expected) < 1e-3
 
 
 PROCESS = """
@@ -214,8 +215,8 @@ for pipe in pipes.values():
     pipe.keep_programs(pathlib.Path(sys.argv[1]))
 for name in FEATURES:
     pipe = pipes[MODELS.get(name)]
-    request = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
-    print(json.dumps([name, hashlib.sha256(latents_of(pipe, request).tobytes()).hexdigest()]))
+    run = pipe.resolve(GenerationRequest(PROMPT, **options_of(name)))
+    print(json.dumps([name, hashlib.sha256(latents_of(pipe, run).tobytes()).hexdigest()]))
 """
 
 
@@ -231,8 +232,8 @@ def test_a_second_process(tmp_path):
 def test_the_next_run_of_a_pipeline_is_the_first(pipes, whole):
     """Whatever ran between: other adapters, other options."""
     for name in FEATURES:
-        request, expected = whole(name)
-        np.testing.assert_array_equal(latents_of(pipes(MODELS.get(name)), request), expected, err_msg=name)
+        run, expected = whole(name)
+        np.testing.assert_array_equal(latents_of(pipes(MODELS.get(name)), run), expected, err_msg=name)
 
 
 def test_two_runs_take_turns(pipes, whole):
@@ -240,9 +241,8 @@ def test_two_runs_take_turns(pipes, whole):
     names = "adapter", "ddim", "four steps"
     turns = {}
     for name in names:
-        request, _ = whole(name)
-        asked = dataclasses.replace(request, output_type="latent").checked_for(request.manifest, request.asked)
-        turns[name] = run(pipes(None), asked), []
+        run, _ = whole(name)
+        turns[name] = generate(pipes(None), run.varied(output_type="latent")), []
     while any(events is not None for events, _ in turns.values()):
         for name, (events, seen) in turns.items():
             if events is not None and (event := next(events, None)) is not None:

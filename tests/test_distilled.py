@@ -219,15 +219,15 @@ def adapter(native, tmp_path_factory):
 def test_in_python(native, adapter):
     pipe = Pipeline.from_pretrained(native, dtype="float32")
     request = GenerationRequest(PROMPT, **SMALL, distilled="tdm")
-    assert settings(pipe.resolve(request)) == TDM
+    assert settings(pipe.resolve(request).request) == TDM
     assert isinstance(pipe.resolve(request).guidance, Unguided)
     video = pipe(PROMPT, **SMALL, distilled="tdm", output_type="latent", progress=False)
     again = pipe(PROMPT, **SMALL, **TDM, use_dynamic_cfg=False, output_type="latent", progress=False)
     assert (video.frames == again.frames).all()
     assert video.metadata["settings"] == again.metadata["settings"]
     pipe.load_lora(adapter)
-    assert settings(pipe.resolve(GenerationRequest(PROMPT, **SMALL))) == TDM
-    assert pipe.resolve(GenerationRequest(PROMPT, **SMALL, distilled="off")).num_inference_steps == 50
+    assert settings(pipe.resolve(GenerationRequest(PROMPT, **SMALL)).request) == TDM
+    assert pipe.resolve(GenerationRequest(PROMPT, **SMALL, distilled="off")).request.num_inference_steps == 50
 
 
 def test_in_the_shell(native, adapter, paths, tmp_path, cheap_decoder):

@@ -142,7 +142,7 @@ def test_a_size_without_a_usable_video_is_refused(caplog, size):
     manifest, prompt = read_manifest(hub.EMBEDDED), "a red circle moves up"
     with pytest.raises(InputError, match=r"no usable video of .*; it knows 17 frames at 64x64. .*--force"):
         resolve(GenerationRequest(prompt, **size), manifest)
-    assert resolve(GenerationRequest(prompt, force=True, **size), manifest).force
+    assert resolve(GenerationRequest(prompt, force=True, **size), manifest).request.force
     assert warnings(caplog, GenerationRequest(prompt, num_frames=33, window=17)) == []
 
 

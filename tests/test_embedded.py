@@ -84,7 +84,7 @@ def test_four_steps_follow_too():
     """The distilled adapter, with the settings that come with its name."""
     pipe = CogVideoXPipeline.from_pretrained(None, dtype="float32")
     request = GenerationRequest(PROMPTS, lora="embedded-four-steps", seed=5)
-    resolved = pipe.resolve(request)
+    resolved = pipe.resolve(request).request
     assert (resolved.scheduler, resolved.num_inference_steps, resolved.guidance_scale) == ("ddim", 4, 1)
     found = percent(pipe(request, progress=False).frames)
     for name, least in BARS.items():

@@ -22,7 +22,7 @@ from reference import save_layout
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, checkpoint, cli, sharding
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import components
+from cogvideox_flax.generate import open_model
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.registry import RELEASES
@@ -146,22 +146,22 @@ def test_steps_that_cannot_be_profiled_are_refused(pipe, tmp_path, steps, option
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatch):
     assert devices.memory_limit(None) is None  # a CPU does not say
     request = GenerationRequest("red", num_frames=1, height=32, width=48)
-    monkeypatch.setattr(components, "memory_limit", lambda mesh: 10_000)
+    monkeypatch.setattr(open_model, "memory_limit", lambda mesh: 10_000)
     with pytest.raises(InputError, match=r"text encoder needs .* GiB on each device, which has"):
         pipe("red", **SMALL)
     assert not pipe._loaded
     # what stays loaded counts: the text encoder's weights are too much for the next stage
     assert bytes_per_device({"a": jnp.zeros((3, 5)), "b": jnp.zeros(2, jnp.int8)}) == 62
-    monkeypatch.setattr(components, "memory_limit", lambda mesh: 40 * 2**20)
+    monkeypatch.setattr(open_model, "memory_limit", lambda mesh: 40 * 2**20)
     pipe.check_memory(request)
-    monkeypatch.setattr(components, "bytes_per_device", lambda tree: 40 * 2**20)
+    monkeypatch.setattr(open_model, "bytes_per_device", lambda tree: 40 * 2**20)
     with pytest.raises(InputError, match=r"denoising step needs .* beside 0\.04 GiB of other weights"):
         pipe.check_memory(request)
 
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, caplog, staged):
-    monkeypatch.setattr(components, "memory_limit", lambda mesh: 2**40)
+    monkeypatch.setattr(open_model, "memory_limit", lambda mesh: 2**40)
     with caplog.at_level("INFO", logger="cogvideox_flax"):
         if staged:
             command = ["generate", "red", "--model", str(native), "--dtype", "bfloat16", "--steps", "2", "--quiet"]

@@ -10,15 +10,16 @@ import jax
 import numpy as np
 import pytest
 from commands import PROMPT, SIZE, generate
+from runs import files_in, latents_of
 
 from cogvideox_flax import GenerationRequest, Pipeline
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.events import Denoised, Finished, last_of
+from cogvideox_flax.generate import journey
+from cogvideox_flax.generate.events import Finished, last_of
 from cogvideox_flax.generate.freshness import UNREPEATABLE, deciding, request_values
-from cogvideox_flax.generate.journey import generate
 from cogvideox_flax.generate.recipe import read_recipe
-from cogvideox_flax.generate.store import RunDirectory
+from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.schedulers import DDIMScheduler
 from tests.reference import make_vae, save_layout
@@ -34,12 +35,6 @@ class Halved(DDIMScheduler):
     def step(self, *args, **kwargs):
         x, state = super().step(*args, **kwargs)
         return x / 2, state
-
-
-@pytest.fixture
-def run_command(request):
-    """The fixture `run` of commands, beside the function of that name."""
-    return request.getfixturevalue("run")
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +68,14 @@ def variants(pipe):
     }
 
 
-def request_of(pipe, how):
+def run_of(pipe, how):
     return pipe.resolve(GenerationRequest(**{"prompt": PROMPT, **QUICK, **how}))
 
 
 def test_no_two_videos_have_one_recipe(pipe):
     seen = {}
     for name, how in variants(pipe).items():
-        stored = json.dumps(pipe.recipe(request_of(pipe, how)), sort_keys=True)
+        stored = json.dumps(pipe.recipe(run_of(pipe, how)), sort_keys=True)
         assert stored not in seen, f"{name} is recorded as {seen[stored]}"
         seen[stored] = name
 
@@ -88,15 +83,13 @@ def test_no_two_videos_have_one_recipe(pipe):
 def test_kept_results_are_of_the_same_arrays_and_schedulers(pipe, tmp_path, caplog):
     """In one folder one after the other, each makes what it makes alone."""
     caplog.set_level("INFO")
-    how = {"model_id": "x", "revision": None, "dtype": "float32", "fingerprints": pipe.fingerprints()}
-    files = RunDirectory(folder=tmp_path, **how)
+    files = files_in(pipe, tmp_path)
     for name, options in variants(pipe).items():
-        request = request_of(pipe, options)
-        alone = last_of(run(pipe, dataclasses.replace(request, output_type="latent").checked_for(pipe.manifest, set())))
+        run = run_of(pipe, options)
+        alone = latents_of(pipe, run)
         for _ in range(2):
             caplog.clear()
-            (kept,) = (e.latents for e in run(pipe, request, files, ["encode", "denoise"]) if isinstance(e, Denoised))
-            np.testing.assert_array_equal(kept, alone.result.frames, err_msg=name)
+            np.testing.assert_array_equal(latents_of(pipe, run, files), alone, err_msg=name)
         is_foreign = name == "a user's scheduler"
         assert ("reusing" in caplog.text.replace("reusing " + str(tmp_path / "stage1"), "")) != is_foreign, name
         assert ("is not used again" in caplog.text) == is_foreign, name
@@ -104,7 +97,7 @@ def test_kept_results_are_of_the_same_arrays_and_schedulers(pipe, tmp_path, capl
 
 def test_an_object_that_is_the_checkpoints_scheduler_is_its_name(pipe):
     config = pipe.manifest.configs["scheduler"]
-    by_name, by_object = (request_of(pipe, {"scheduler": each}) for each in ("ddim", DDIMScheduler(config)))
+    by_name, by_object = (run_of(pipe, {"scheduler": each}) for each in ("ddim", DDIMScheduler(config)))
     assert request_values(by_name) == request_values(by_object)
     assert deciding(request_values(by_name), "encode", "denoise")["noise_schedule"] is None
 
@@ -131,11 +124,10 @@ def test_like_says_what_only_python_can_make(run, pipe, native, tmp_path, name):
     assert code == 2 and "was made with more than the options of a run" in err and err.count("\n") == 1
 
 
-def test_a_directory_of_pythons_is_gone_on_with_there(run_command, pipe, tmp_path):
-    how = {"model_id": "embedded", "revision": None, "dtype": "float32", "fingerprints": pipe.fingerprints()}
-    request = request_of(pipe, variants(pipe)["embeds"])
-    list(run(pipe, request, RunDirectory(folder=tmp_path, **how), ["encode"]))
-    code, _, err = run_command("denoise", "--dir", tmp_path)
+def test_a_directory_of_pythons_is_gone_on_with_there(run, pipe, tmp_path):
+    files = dataclasses.replace(files_in(pipe, tmp_path), model_id="embedded")
+    latents_of(pipe, run_of(pipe, variants(pipe)["embeds"]), files, ["encode"])
+    code, _, err = run("denoise", "--dir", tmp_path)
     assert code == 2 and "with more than the options of a run (arrays" in err and "go on with it there" in err
 
 
@@ -178,18 +170,12 @@ def test_a_run_that_is_stopped_later_says_so(pipe):
 
 def test_a_module_of_the_users_is_used_in_every_stage(pipe, tmp_path):
     """Also where the weights of a stage leave when the next begins."""
-    how = {"model_id": "x", "revision": None, "dtype": "float32"}
-    request = request_of(pipe, {})
-    plain = [
-        e.latents
-        for e in run(pipe, request, RunDirectory(folder=tmp_path / "a", **how, fingerprints=pipe.fingerprints()))
-        if isinstance(e, Denoised)
-    ]
+    run = run_of(pipe, {})
+    plain = latents_of(pipe, run, files_in(pipe, tmp_path / "a"), STAGES)
     pipe.use("transformer", jax.tree.map(lambda x: 0.5 * x, pipe.transformer))
     try:
-        files = RunDirectory(folder=tmp_path / "b", **how, fingerprints=pipe.fingerprints())
-        used = [e.latents for e in run(pipe, request, files) if isinstance(e, Denoised)]
-        assert np.abs(used[0] - plain[0]).max() > 0.1
+        used = latents_of(pipe, run, files_in(pipe, tmp_path / "b"), STAGES)
+        assert np.abs(used - plain).max() > 0.1
     finally:
         pipe.release("transformer")
 
@@ -201,16 +187,14 @@ def test_a_directory_decoded_with_another_model(paths, copied, other, caplog):
 
 def test_tiling_is_part_of_a_video(paths, native, tmp_path, monkeypatch):
     """It is in the recipe, of `decode` and of --like; and a directory's later stages have it."""
-    from cogvideox_flax.generate import journey
-
     tiled = []
-    real = journey.decoding
+    real = journey.decode
 
-    def decoding(*args, tiling=False, **how):
+    def decode(*args, tiling=False, **how):
         tiled.append(tiling)
         return (yield from real(*args, tiling=False, **how))
 
-    monkeypatch.setattr(journey, "decoding", decoding)
+    monkeypatch.setattr(journey, "decode", decode)
     monkeypatch.setattr("cogvideox_flax.models.codec.Codec.check_tiling", lambda self: None)
     (video,) = paths(*generate(native, tmp_path / "v.mp4", "--tiling"))
     assert read_recipe(video)["settings"]["tiling"] is True
@@ -290,7 +274,7 @@ def test_stages_take_an_adapters_few_steps(paths, tmp_path):
 
 
 def test_a_finished_video_holds_its_recipe(pipe):
-    finished = last_of(run(pipe, request_of(pipe, {})))
+    finished = last_of(journey.generate(pipe, run_of(pipe, {})))
     assert (
         isinstance(finished, Finished) and finished.result.metadata["checkpoint"].keys() == pipe.fingerprints().keys()
     )

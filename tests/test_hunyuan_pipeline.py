@@ -127,22 +127,23 @@ def test_image_to_video_against_diffusers(image_layout, picture, tmp_path, disti
 
 
 def test_defaults_are_those_of_the_checkpoint(pipe, tmp_path):
-    request = pipe.resolve(GenerationRequest("a cat"))
+    request = pipe.resolve(GenerationRequest("a cat")).request
     assert (request.num_frames, request.fps, request.num_inference_steps) == (121, 24, 50)
     assert request.guidance_scale == 6.0
     assert request.scheduler == "flow_match"
     folder = save_layout(tmp_path, image=True, guidance_scale=1.0, use_meanflow=True)
     distilled = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
-    request = distilled.resolve(GenerationRequest("a cat", image=np.zeros((30, 20, 3), np.uint8)))
+    run = distilled.resolve(GenerationRequest("a cat", image=np.zeros((30, 20, 3), np.uint8)))
+    request = run.request
     assert (request.num_inference_steps, request.guidance_scale) == (12, 1.0)
     assert request.height > request.width
-    assert not request.guided
+    assert not run.guided
 
 
 @pytest.mark.parametrize(("name", "recorded"), [("uni_pc", "uni_pc"), ("euler", "flow_match"), (None, "flow_match")])
 def test_a_scheduler_is_recorded_by_what_it_computes(pipe, name, recorded):
-    request = pipe.resolve(GenerationRequest("a cat", scheduler=name, **SIZE))
-    assert request_values(request)["scheduler"] == recorded
+    run = pipe.resolve(GenerationRequest("a cat", scheduler=name, **SIZE))
+    assert request_values(run)["scheduler"] == recorded
 
 
 def test_timesteps_from_the_top(pipe):
@@ -342,33 +343,33 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def ways(pipe):
-    """Name -> the request, and the latents of the uninterrupted run."""
-    requests = {
+    """Name -> the run, and its latents when nothing interrupts it."""
+    runs = {
         name: pipe.resolve(GenerationRequest(PROMPTS[1], num_inference_steps=6, **SIZE, **how))
         for name, how in WAYS.items()
     }
-    return {name: (request, latents_of(pipe, request)) for name, request in requests.items()}
+    return {name: (run, latents_of(pipe, run)) for name, run in runs.items()}
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_killed_and_resumed(pipe, ways, tmp_path, name):
     """After each step, one after the other."""
-    request, expected = ways[name]
+    run, expected = ways[name]
     files = files_in(pipe, tmp_path)
-    for stop in range(1, request.num_steps):
-        stop_after(pipe, request, files, stop)
-    np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+    for stop in range(1, run.num_steps):
+        stop_after(pipe, run, files, stop)
+    np.testing.assert_array_equal(latents_of(pipe, run, files), expected)
 
 
 def test_one_folder_after_other_schedulers(pipe, ways, tmp_path):
     """What another scheduler or step cache left there, finished or in the middle, is not taken."""
     files = files_in(pipe, tmp_path)
-    for request, expected in ways.values():
-        np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+    for run, expected in ways.values():
+        np.testing.assert_array_equal(latents_of(pipe, run, files), expected)
     (tmp_path / "stage2_latents.safetensors").unlink()
-    for request, _ in ways.values():
-        stop_after(pipe, request, files, 4)
-    for request, expected in ways.values():
+    for run, _ in ways.values():
+        stop_after(pipe, run, files, 4)
+    for run, expected in ways.values():
         stop_after(pipe, ways["flow_match"][0], files, 3)
-        np.testing.assert_array_equal(latents_of(pipe, request, files), expected)
+        np.testing.assert_array_equal(latents_of(pipe, run, files), expected)
         (tmp_path / "stage2_latents.safetensors").unlink()

@@ -323,7 +323,7 @@ def test_the_config_is_read(models):
     pipe = Pipeline.from_pretrained(models["cogvideox1.5-5b"], "float32")
     config = pipe.manifest.configs["transformer"]
     assert config.takes == "inpaint" and config.add_noise_in_inpaint_model
-    resolved = pipe.resolve(GenerationRequest(PROMPTS[:1]))
+    resolved = pipe.resolve(GenerationRequest(PROMPTS[:1])).request
     assert (resolved.num_frames, resolved.fps, resolved.strength) == (5, 8, None)  # its sample_frames are 9
     released = RELEASES["cogvideox-5b"].configs["transformer"].to_dict()
     assert TransformerConfig.from_dict(released | {"add_noise_in_inpaint_model": True}).takes == "text"

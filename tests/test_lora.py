@@ -462,10 +462,10 @@ def cheap_loop(monkeypatch):
     """In place of denoising: latents that only tell which weights there were. Lists the calls."""
     calls = []
 
-    def denoising(pipe, conditioning, request, **_):
+    def denoise(model, run, conditioning, **_):
         yield from ()
-        denoiser = pipe.denoiser(request)
-        size = pipe.resolve(request).size
+        denoiser = model.denoiser(run)
+        size = run.size
         calls.append(size)
         total = sum(np.abs(x).sum() for x in parameters(denoiser).values())
         latents = np.full(size.latent_shape(conditioning.batch), total / 1e3, np.float32)
@@ -474,7 +474,7 @@ def cheap_loop(monkeypatch):
     def iter_of(state):
         yield state
 
-    monkeypatch.setattr(journey, "denoising", denoising)
+    monkeypatch.setattr(journey, "denoise", denoise)
     return calls
 
 

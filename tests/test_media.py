@@ -379,7 +379,7 @@ def test_stages_of_another_picture_are_not_taken_over(image_model, picture, path
     paths(*encode(moved))
     paths("decode", *folder)  # the same picture in another place
     with monkeypatch.context() as patch:  # the new settings are written, its latents are not
-        patch.setattr(journey, "encoding", interrupted)
+        patch.setattr(journey, "encode", interrupted)
         assert run(*encode(other))[0] == 130
     assert "was made before image changed; run `cogvideox encode` again" in refused("denoise")
     assert "was made before image changed; run `cogvideox denoise` again" in refused("decode")

@@ -277,12 +277,12 @@ def test_a_pipeline_remembers_nothing_of_a_request(fresh, adapters):
     request = GenerationRequest(prompts, output_type="latent", num_inference_steps=2)
     first = fresh(request, progress=False).frames
     prompts[0] = "a blue square moves down"
-    assert fresh.resolve(request).prompt == prompts
+    assert fresh.resolve(request).request.prompt == prompts
     changed = fresh(request, progress=False).frames
     assert (changed != first).any() and (changed == latents_of(fresh, prompts[0])).all()
-    plain = fresh.resolve(request)
+    plain = fresh.resolve(request).request
     fresh.load_lora(adapters[0])
-    assert not plain.lora and len(fresh.resolve(request).lora) == 1
+    assert not plain.lora and len(fresh.resolve(request).request.lora) == 1
     conditioning = fresh.encode(request, progress=False)
     *_, state = fresh.denoise(conditioning, request)
     assert (state.latents != changed).any() and (state.latents == fresh(request, progress=False).frames).all()
@@ -371,15 +371,15 @@ def test_a_request_leaves_no_adapter_behind(fresh, adapters):
 def test_an_assigned_scheduler_and_few_steps(fresh):
     """The settings of an adapter that is known come first, as they do where nothing is assigned."""
     request = GenerationRequest(PROMPT, lora=["embedded-four-steps"])
-    expected = fresh.resolve(request)
+    expected = fresh.resolve(request).request
     fresh.scheduler = "dpm"
-    found = fresh.resolve(request)
+    found = fresh.resolve(request).request
     assert (found.num_inference_steps, found.guidance_scale, found.scheduler) == (
         expected.num_inference_steps,
         expected.guidance_scale,
         expected.scheduler,
     )
-    assert fresh.resolve(PROMPT).sampler.kind == "dpm"
+    assert fresh.resolve(PROMPT).scheduler.kind == "dpm"
 
 
 def test_a_subclass_has_attributes_of_its_own():

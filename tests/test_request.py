@@ -28,7 +28,7 @@ from cogvideox_flax.cli.prepare import given_options
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
-from cogvideox_flax.generate.events import Finished, LoopBegan, Step
+from cogvideox_flax.generate.events import Denoised, Finished, LoopBegan, Step
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.request import json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
@@ -54,8 +54,8 @@ SMALL = {"num_frames": 1, "height": 32, "width": 48, "num_inference_steps": 3}
 def test_none_is_what_the_authors_recommend(release, expected):
     found = resolve(GenerationRequest(PROMPT), Manifest.of_release(RELEASES[release]))
     names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "scheduler")
-    assert tuple(getattr(found, name) for name in (*names, "fps")) == expected
-    assert (found.prompt, found.negative_prompt, found.lora) == ([PROMPT], [""], None)
+    assert tuple(getattr(found.request, name) for name in (*names, "fps")) == expected
+    assert (found.request.prompt, found.request.negative_prompt, found.request.lora) == ([PROMPT], [""], None)
 
 
 @pytest.mark.parametrize(
@@ -83,21 +83,16 @@ def test_all_faults_are_in_one_error():
     assert "num_inference_steps is 0" in str(error.value)
 
 
-def test_what_was_resolved_stays_and_what_was_changed_is_checked_again(caplog):
+def test_what_was_changed_is_checked_again(caplog):
     manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
     with caplog.at_level(logging.WARNING):
-        resolved = resolve(GenerationRequest(PROMPT, height=720), manifest)
-        assert resolve(resolved, manifest) is resolved
-        assert [one.seed for one in resolve(dataclasses.replace(resolved, num_videos=3), manifest).videos()] == [
-            0,
-            1,
-            2,
-        ]
+        request = resolve(GenerationRequest(PROMPT, height=720), manifest).request
+        more = resolve(dataclasses.replace(request, num_videos=3), manifest)
+        assert [one.request.seed for one in more.seeds()] == [0, 1, 2]
     assert caplog.text.count("was trained at") == 2  # once for each request
     with pytest.raises(InputError, match="num_frames is 3"):
-        resolve(dataclasses.replace(resolved, num_frames=3), manifest)
-    other = resolve(resolved, Manifest.of_release(RELEASES["cogvideox1.5-5b"]))
-    assert other is not resolved and other.height == 720
+        resolve(dataclasses.replace(request, num_frames=3), manifest)
+    assert resolve(request, Manifest.of_release(RELEASES["cogvideox1.5-5b"])).request.height == 720
 
 
 def test_every_option_of_the_command_line_is_a_field_of_the_request():
@@ -155,7 +150,7 @@ def test_several_videos_are_those_of_the_following_seeds(paths, native, tmp_path
 
 def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native, tmp_path, monkeypatch, work):
     command = generate(native, tmp_path / "x.npz", "--num-videos", 3)
-    real, calls = journey.denoising, []
+    real, calls = journey.denoise, []
 
     def second_is_interrupted(*args, **kwargs):
         calls.append(args)
@@ -164,7 +159,7 @@ def test_a_killed_run_of_several_videos_goes_on_with_the_next(run, paths, native
         return (yield from real(*args, **kwargs))
 
     with monkeypatch.context() as patch:
-        patch.setattr(journey, "denoising", second_is_interrupted)
+        patch.setattr(journey, "denoise", second_is_interrupted)
         assert run(*command)[0] == 130
     folder = tmp_path / "x.npz.stages"
     assert store.finished(folder) == [store.EMBEDDINGS_FILE, f"seed-0/{store.LATENTS_FILE}"]
@@ -195,7 +190,7 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     request = pipe.resolve(GenerationRequest(PROMPT, **SMALL, num_videos=2, seed=4))
     expected = pipe(request, progress=False)
     seen = list(pipe.run(request))
-    assert [type(event) for event in seen] == [LoopBegan, *[Step] * 3, Finished] * 2  # compiled before
+    assert [type(event) for event in seen] == [LoopBegan, *[Step] * 3, Denoised, Finished] * 2  # compiled before
     assert [event.request.seed for event in seen if isinstance(event, Finished)] == [4, 5]
     assert [event.timestep for event in seen if isinstance(event, Step)][:3] == [999, 666, 332]
     frames = np.concatenate([event.result.frames for event in seen if isinstance(event, Finished)])
@@ -205,7 +200,7 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     named = {"model_id": str(native), "revision": None}
-    files = store.RunDirectory(folder=folder, **named, dtype=pipe.dtype, fingerprints=pipe.fingerprints())
+    files = store.RunDirectory(folder=folder, **named, fingerprints=pipe.fingerprints())
     events = pipe.run(request, files)
     for event in events:
         if isinstance(event, Step) and (event.request.seed, int(event.state.step)) == (5, 2):
@@ -316,7 +311,7 @@ json.dump(settings | {"gain": [1, "x"]}, open("run/generation_config.json", "w")
 assert main(["denoise", "--dir", "run"]) == 2
 
 planned = make_parser().parse_args(["plan", *gain])
-assert resolve(GenerationRequest("", **given_options(planned)), pipe.manifest).gain == (0.5, 0.25)
+assert resolve(GenerationRequest("", **given_options(planned)), pipe.manifest).request.gain == (0.5, 0.25)
 """
 
 
@@ -324,10 +319,10 @@ def test_a_new_option_is_a_field_and_the_code_that_uses_it(tmp_path):
     """Two lines are added to a copy of the library: it is then known to the shell, Python, stages, plan and recipe."""
     copied = tmp_path / "cogvideox_flax"
     shutil.copytree(ROOT / "cogvideox_flax", copied, ignore=shutil.ignore_patterns("__pycache__"))
-    request, programs = (copied / "generate" / f"{name}.py" for name in ("request", "programs"))
+    request, run = (copied / "generate" / f"{name}.py" for name in ("request", "run"))
     for path, before, added in (
         (request, "    noise: Float", NEW_OPTION),
-        (programs, "        # as in the reference, dynamic guidance counts", ITS_USE),
+        (run, "        # as in the reference, dynamic guidance counts", ITS_USE),
     ):
         text = path.read_text()
         assert text.count(before) == 1
@@ -379,7 +374,7 @@ def test_odd_values_are_taken_or_refused(field, monkeypatch, tmp_path):
         except InputError as e:
             assert len(str(e)) < 1000 and (field.name.split("_")[0] in str(e) or field.name in OTHER_NAMES), str(e)
             continue
-        assert json.dumps(request_json(found), default=lambda array: array.tolist())
+        assert json.dumps(request_json(found.request), default=lambda array: array.tolist())
         taken.append(value)
     assert len(taken) < len(ODD) / 2, taken
 
@@ -435,7 +430,6 @@ def test_noise_of_the_encoder_is_checked_before_anything_is_encoded():
 def test_values_of_numpy_are_values():
     """Also tuples, ranges, JAX's arrays, and None for no negative prompt."""
     manifest = read_manifest(hub.EMBEDDED)
-    shape = resolve(GenerationRequest("a"), manifest)
     noise = np.zeros(manifest.model.resolve_size().latent_shape(2), np.float16)
     odd = GenerationRequest(
         np.array(["a", "b"]), None, num_frames=np.int64(17), height=np.uint16(64), guidance_scale=np.float32(3),
@@ -446,14 +440,14 @@ def test_values_of_numpy_are_values():
         ["a", "b"], "", num_frames=17, height=64, guidance_scale=3.0, seed=7, use_dynamic_cfg=False,
         num_inference_steps=9, latents=noise.tolist(), guidance_interval=[0.0, 0.5], fps=8,
     )  # fmt: skip
-    found, expected = resolve(odd, manifest), resolve(plain, manifest)
+    found, expected = resolve(odd, manifest).request, resolve(plain, manifest).request
     assert found == expected and found.negative_prompt == ["", ""]
     assert isinstance(found.latents, jax.Array) and found.latents.dtype == jnp.float16
     values = request_json(dataclasses.replace(found, latents=None))
     assert values == request_json(dataclasses.replace(expected, latents=None)) == json.loads(json.dumps(values))
     cached = {"step_cache": "deepcache", "num_inference_steps": 9}
     steps = [
-        resolve(GenerationRequest("a", **cached, step_cache_full=full), manifest).step_cache_full
+        resolve(GenerationRequest("a", **cached, step_cache_full=full), manifest).request.step_cache_full
         for full in (range(0, 9, 2), (0, 2, 4, 6, 8), np.arange(0, 9, 2))
     ]
-    assert steps == [[0, 2, 4, 6, 8]] * 3 and shape.seed == 0
+    assert steps == [[0, 2, 4, 6, 8]] * 3

@@ -115,7 +115,7 @@ def test_refused(pipe, options, message):
 def by_hand(pipe, asked):
     """The loop with the transformer's own methods."""
     run, conditioning = pipe.resolve(asked), pipe.encode(asked, progress=False)
-    guided, form = run.request.guided, run.request.step_cache
+    guided, form = run.guided, run.request.step_cache
     x, noise = result_of(journey._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
     x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
@@ -220,8 +220,8 @@ def test_a_mesh_computes_the_same(pipe, mesh):
 
 def test_pictures_are_part_of_the_tokens():
     manifest = Manifest.of_release(RELEASES["cogvideox-5b-i2v"])
-    asked = resolve(GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual"), manifest)
-    shape = RunPrograms(asked, "bfloat16").cache_shapes(None)
+    asked = GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual")
+    shape = resolve(asked, manifest, "bfloat16").cache_shapes(None)
     assert (shape.shape, shape.dtype) == ((2, 226 + 13 * 30 * 45, 48 * 64), np.float32)
 
 
@@ -334,8 +334,7 @@ def test_a_layer_that_does_not_attend_once_is_refused(calls, stacked):
 def test_on_a_tpu_no_stack_of_weights_is_copied():
     """With the whole step in the choice, XLA copied those of q and k into another layout: 1.6 GiB."""
     manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
-    asked = (resolve(GenerationRequest("", step_cache=form), manifest) for form in (None, "residual"))
-    runs = (RunPrograms(each, "bfloat16") for each in asked)
+    runs = (resolve(GenerationRequest("", step_cache=form), manifest, "bfloat16") for form in (None, "residual"))
     exact, cached = (next(forecast(run, "v6e:2x4", (2, 4, 1), ["denoise"])) for run in runs)
     assert cached.temp_gib - exact.temp_gib < 0.5
 

@@ -68,10 +68,11 @@ def test_the_sampler_decides_its_settings():
     media = clip(9, 32, 48)
     how = {"scheduler": "one_step", "num_frames": 9, "height": 32, "width": 48}
     found = resolve(GenerationRequest("", video=media, **how), MANIFEST)
-    assert (found.num_inference_steps, found.guidance_scale, found.use_dynamic_cfg, found.strength) == (1, 1, False, 1)
+    names = "num_inference_steps", "guidance_scale", "use_dynamic_cfg", "strength"
+    assert [getattr(found.request, name) for name in names] == [1, 1, False, 1]
     assert found.first_step == 0 and not found.guided
     same = {"num_inference_steps": 1, "guidance_scale": 1, "use_dynamic_cfg": False, "strength": 1}
-    assert resolve(GenerationRequest("", video=media, **how, **same), MANIFEST).strength == 1
+    assert resolve(GenerationRequest("", video=media, **how, **same), MANIFEST).request.strength == 1
     wrong = {"num_inference_steps": 50, "guidance_scale": 6.0, "use_dynamic_cfg": True, "strength": 0.8}
     for name, value in wrong.items():
         with pytest.raises(InputError, match=rf"^the one_step sampler needs {name} .* \(got {value}\)[^\n]*$"):
@@ -331,5 +332,5 @@ def test_a_film_that_is_saved_again_midway_leaves_no_file(run, model, tmp_path, 
 def test_what_was_planned_is_what_is_run(pipe, film):
     """The memory check compiles the program of the visual encoder that then runs: float32 frames."""
     plan = plan_upscale(pipe.manifest, open_video(film).info, UpscaleOptions(scale=1))
-    ((_, arguments, _),) = pipe.resolve(plan.request).abstract("encode")[1:]
+    ((_, arguments, _),) = plan.run.abstract("encode")[1:]
     assert arguments[1].dtype == np.float32 and arguments[1].shape == (1, *plan.window, 3)
