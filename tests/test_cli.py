@@ -327,7 +327,7 @@ def test_ctrl_c_at_the_start(tmp_path, command, delay):
 
 
 @pytest.mark.parametrize(
-    "module", ["numpy.exceptions", "jaxtyping", "cogvideox_flax.cli.doctor", "ml_dtypes", "jax._src.config", "jax"]
+    "module", ["numpy.exceptions", "jaxtyping", "cogvideox_flax.cli.arguments", "ml_dtypes", "jax._src.config", "jax"]
 )
 def test_ctrl_c_while_jax_is_imported(tmp_path, module):
     code, said = interrupted(COMMANDS["module"], module, 0, tmp_path)

@@ -211,7 +211,7 @@ def test_other_forms_of_attention_are_refused(pipe, named):
     with pytest.raises(InputError, match=f"sparse_attention is '{named}'; this model has none"):
         embedded.resolve(GenerationRequest("a red circle", sparse_attention=named))
     if named == "all":
-        with pytest.raises(InputError, match="sparse_attention is 'all'; this model has sliding, selective"):
+        with pytest.raises(InputError, match="sparse_attention is 'all'; expected sliding or selective"):
             pipe.resolve(GenerationRequest("a cat", sparse_attention=named))
 
 

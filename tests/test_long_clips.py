@@ -181,7 +181,7 @@ def test_memory_of_a_step_does_not_grow_with_the_clip(pipe):
         ({"window": 25, "window_overlap": 6}, "window_overlap is 6; expected a multiple of 4"),
         ({"window_overlap": 8}, "give --window too"),
         ({"window": 25, "tiling": True}, "leave tiling or the window out"),
-        ({"positions": "yarn"}, "positions is 'yarn'; this model has riflex"),
+        ({"positions": "yarn"}, "positions is 'yarn'; expected riflex"),
     ],
 )
 def test_refusals(pipe, options, message):

@@ -519,7 +519,11 @@ def bad(tmp_path_factory):
         ("text", ["--image", "{bad}/whole.png"], "a text-to-video model, which takes no image; it takes video"),
         ("text", ["--video", "{bad}/empty"], "there are no frames"),
         ("text", ["--video", "{bad}/notes.txt"], "notes.txt"),
-        ("text", ["--video", "{bad}/moving.gif", "--strength", "1.5"], "strength is 1.5; expected above 0 to 1"),
+        (
+            "text",
+            ["--video", "{bad}/moving.gif", "--strength", "1.5"],
+            "strength is 1.5; expected a number above 0 to 1",
+        ),
         ("text", ["--video", "{bad}/moving.gif", "--strength", "0.01"], "is less than one step; use 0.02 or more"),
         ("text", ["--strength", "0.5"], "give --video, or leave strength out"),
         ("text", ["--image-scale", "1"], "image_scale is a factor of an image's latents"),

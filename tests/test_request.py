@@ -30,7 +30,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import Denoised, Finished, LoopBegan, Step
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.request import json_type, options, recorded
+from cogvideox_flax.generate.request import check_option, help_of, json_type, options, recorded
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import expected_of
@@ -78,7 +78,7 @@ def test_all_faults_are_in_one_error():
     )
     with pytest.raises(InputError) as error:
         resolve(request, Manifest.of_release(RELEASES["cogvideox-5b"]))
-    for fault in ("prompts is empty", "num_frames is 10", "seed is -1", "fps is 0", "output_type 'pil'", "'often'"):
+    for fault in ("prompts is empty", "num_frames is 10", "seed is -1", "fps is 0", "output_type is 'pil'", "'often'"):
         assert fault in str(error.value)
     assert "num_inference_steps is 0" in str(error.value)
 
@@ -413,6 +413,67 @@ def test_values_of_another_type(options, message):
     with pytest.raises(InputError) as error:
         resolve(GenerationRequest(**{"prompt": "a", **options}), read_manifest(hub.EMBEDDED))
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("guidance_scale", float("nan"), "nan; expected a number"),
+        ("guidance_scale", float("inf"), "inf; expected a number"),
+        ("guidance_scale", 1e300, "1e+300; expected a number"),
+        ("guidance_rescale", 2, "2; expected a number from 0 to 1"),
+        ("guidance_rescale", float("nan"), "nan; expected a number from 0 to 1"),
+        ("guidance", "strong", "'strong'; expected cfg or cfg_zero or apg"),
+        ("guidance_interval", [0.5], "[0.5]; expected a list of numbers from 0 to 1: START,STOP"),
+        ("guidance_interval", [0, 2], "[0, 2]; expected a list of numbers from 0 to 1: START,STOP"),
+        ("skip_layer", -1, "-1; expected a whole number of 0 or more"),
+        ("skip_layer_scale", float("nan"), "nan; expected a number"),
+        ("timesteps", [], "[]; expected a list of numbers"),
+        ("timesteps", [999, float("inf")], "[999, inf]; expected a list of numbers"),
+        ("image_scale", 1e300, "1e+300; expected a number above 0"),
+        ("image_scale", 0.0, "0.0; expected a number above 0"),
+        ("strength", 0.0, "0.0; expected a number above 0 to 1"),
+        ("strength", 1.5, "1.5; expected a number above 0 to 1"),
+        ("seed", -1, "-1; expected a whole number from 0 to 4294967295"),
+        ("seed", 2**32, "4294967296; expected a whole number from 0 to 4294967295"),
+        ("num_videos", 0, "0; expected a whole number from 1 to 10000"),
+        ("num_videos", 10_001, "10001; expected a whole number from 1 to 10000"),
+        ("fps", 0, "0; expected a whole number from 1 to 1000 frames per second"),
+        ("fps", -8, "-8; expected a whole number from 1 to 1000 frames per second"),
+        ("fps", 7.5, "7.5; expected a whole number from 1 to 1000 frames per second"),
+        ("fps", 10**6, "1000000; expected a whole number from 1 to 1000 frames per second"),
+        ("fit", "squeeze", "'squeeze'; expected crop or stretch"),
+        ("output_type", "pt", "'pt'; expected uint8 or float or latent"),
+        ("sparse_attention", "all", "'all'; expected sliding or selective"),
+        ("positions", "yarn", "'yarn'; expected riflex"),
+        ("window_overlap", 0, "0; expected a whole number of 1 or more frames"),
+        ("height", 10**30, f"{10**30}; expected a whole number of at most {2**63 - 1}"),
+        ("step_cache", "fbcache", "'fbcache'; expected deepcache or residual"),
+        ("step_cache_schedule", [0, 4, 2], "[0, 4, 2]; expected a list of whole numbers from 1 to 1000000: START,END"),
+        ("step_cache_schedule", [1, 4], "[1, 4]; expected a list of whole numbers from 1 to 1000000: START,END"),
+        ("step_cache_threshold", -1.0, "-1.0; expected a number of 0 or more"),
+        ("step_cache_full", [-1], "[-1]; expected a list of whole numbers from 0 to 1000000"),
+        ("step_cache_ratios", [], "[]; expected a list of numbers"),
+        ("step_cache_ratios", [float("nan")], "[nan]; expected a list of numbers"),
+    ],
+)
+def test_an_option_says_what_it_takes(name, value, words):
+    """Without a model; and a whole request says the same."""
+    message = f"{name} is {words}"
+    with pytest.raises(InputError) as error:
+        check_option(name, value)
+    assert str(error.value).startswith(message)
+    with pytest.raises(InputError) as error:
+        resolve(GenerationRequest("a", **{name: value}), read_manifest(hub.EMBEDDED))
+    assert str(error.value).startswith(message)
+
+
+def test_help_says_range_and_default():
+    helps = {field.name: help_of(field) for field in dataclasses.fields(GenerationRequest) if field.metadata}
+    assert helps["seed"].endswith("; from 0 to 4294967295; default: 0")
+    assert helps["fps"].endswith("; from 1 to 1000 frames per second; default: the release's")
+    assert helps["strength"].endswith("; above 0 to 1; default: 0.8, with a mask 1")
+    assert helps["guidance"].endswith("; default: cfg") and "default" not in helps["tiling"]
 
 
 def test_noise_of_the_encoder_is_checked_before_anything_is_encoded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import types
 import typing
@@ -17,13 +18,15 @@ from cogvideox_flax.generate.request import (
     GenerationRequest,
     Option,
     Stage,
+    expected,
+    help_of,
     options,
     options_of,
     types_of,
 )
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.values import is_count, typed
+from cogvideox_flax.io.values import is_count, shown, typed
 from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
@@ -173,7 +176,8 @@ def add_option(
     kind: type = GenerationRequest,
 ) -> None:
     """Give a parser the flag of a field of the request, or of other options; None says that it was not used."""
-    how: dict[str, Any] = {"dest": name, "default": None, "help": option.help}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    how: dict[str, Any] = {"dest": name, "default": None, "help": help_of(fields[name]).replace("%", "%%")}
     of_one = _without_none(types_of(kind)[name])
     if option.choices is not None:
         how |= {"type": _one_of(option.choices), "metavar": "{" + ",".join(option.choices) + "}"}
@@ -181,7 +185,10 @@ def add_option(
         how |= {"action": "store_const", "const": True}
     else:
         kind_of_value = {int: "N", float: "X"}.get(of_one, "TEXT")
-        how |= {"type": option.parse or _parser_of(of_one), "metavar": option.metavar or kind_of_value}
+        how |= {
+            "type": option.parse or _parser_of(of_one, expected(option, of_one)),
+            "metavar": option.metavar or kind_of_value,
+        }
         how |= {"action": "append"} if option.repeat else {}
     action = parser.add_argument(f"--{name.replace('_', '-')}", *option.flags, **how)
     if kind is GenerationRequest and not option.common:
@@ -194,16 +201,16 @@ def _without_none(kind: Any) -> Any:
     return parts[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
 
 
-def _parser_of(kind: Any) -> Callable[[str], Any]:
-    """What makes a value of this type of a text: "3", or "3,4" for tuples and lists."""
-    if (origin := typing.get_origin(kind)) is None:
-        return kind
-    each = typing.get_args(kind)[0]
+def _parser_of(kind: Any, words: str) -> Callable[[str], Any]:
+    """What makes a value of this type of a text: "3", or "3,4" for tuples and lists; `words` say what is expected."""
+    parts = typing.get_args(kind)
 
     def parse(text: str) -> Any:
-        return typed(kind, [each(part.strip()) for part in text.split(",")])
+        try:
+            return typed(kind, [parts[0](part.strip()) for part in text.split(",")] if parts else kind(text))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {words}; got {shown(text)}") from None
 
-    parse.__name__ = f"{origin.__name__} of {each.__name__}"  # argparse names it in its message
     return parse
 
 

@@ -39,8 +39,8 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.predict.windows import in_pieces
 from cogvideox_flax.generate.queue import Queue, all_have_images, items_of, save_videos
 from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
-from cogvideox_flax.generate.request import STAGES
-from cogvideox_flax.generate.resolve import check_fps, check_pieces, check_prompts
+from cogvideox_flax.generate.request import STAGES, check_option
+from cogvideox_flax.generate.resolve import check_pieces, check_prompts
 from cogvideox_flax.generate.result import GenerationResult, check_output, logging_replaced
 from cogvideox_flax.generate.run import Run, decode_programs
 from cogvideox_flax.generate.store import (
@@ -218,7 +218,7 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
     else:
         settings = read_settings(args.dir)
     check_output(item_paths(out, len(settings["prompt"])), args.overwrite)
-    check_fps(args.fps)
+    check_option("fps", args.fps)
     check_folder(out.absolute().parent)
     model, manifest = look(args, settings)
     model = with_automatic_mesh(args, model, manifest)

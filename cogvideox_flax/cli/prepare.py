@@ -31,8 +31,8 @@ from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.recipe import fields_of, read_recipe, short_fingerprints
-from cogvideox_flax.generate.request import THRESHOLDS, GenerationRequest, options
-from cogvideox_flax.generate.resolve import check_model, check_num_videos, check_prompts, check_run, resolve
+from cogvideox_flax.generate.request import THRESHOLDS, GenerationRequest, check_option, options
+from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
 from cogvideox_flax.generate.result import check_output
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
@@ -238,8 +238,7 @@ def prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
     """`generate` of the prompts on the command line, or of --like."""
     like = {} if args.like is None else read_like(args)
     prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
-    videos = 1 if args.num_videos is None else args.num_videos
-    check_num_videos(videos)
+    videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
     check_output(output_paths(out, len(prompts), videos), args.overwrite, args.preview, latents=is_latents(out))
     check_folder(folder := args.dir or stages_folder(out))
     model, manifest = look(args, like)
@@ -419,7 +418,7 @@ def _choose_output(args: argparse.Namespace) -> list[Any]:
     like = None if args.like is None else read_recipe(args.like)
     prompts = read_prompts(args) if like is None or args.prompt else like.get("prompt")
     count = len(prompts) if isinstance(prompts, list) else 1
-    check_num_videos(videos := 1 if args.num_videos is None else args.num_videos)
+    videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
     where = {name: getattr(args, name) for name in ("prompt", "model", "revision", "dtype")}
     asked = json.dumps({**where, **given_options(args), "like": like}, default=str, sort_keys=True)
     first = Path("video.mp4")

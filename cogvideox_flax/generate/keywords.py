@@ -7,9 +7,9 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from cogvideox_flax.generate.request import GenerationRequest, option_names, options_of
+from cogvideox_flax.generate.request import GenerationRequest, help_of, option_names, options_of
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ METHODS = {
 ADAPTERS = ("load_lora_weights", "set_adapters", "unload_lora_weights", "get_active_adapters", "get_list_adapters")
 """Methods of a diffusers pipeline that pipelines have."""
 
-OUTPUT_TYPES = {"np": "float", "pil": "uint8"}
+OUTPUT_TYPES: dict[str, Literal["uint8", "float"]] = {"np": "float", "pil": "uint8"}
 """diffusers' output_type -> ours; "pil" is a list of PIL images for each video."""
 
 
@@ -107,9 +107,10 @@ def with_options(call: Call) -> Call:
     parameters = [*of_method[:prompt], *positional, *keywords, *of_method[prompt:]]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     known, lines = options_of(GenerationRequest), []
+    fields = {field.name: field for field in dataclasses.fields(GenerationRequest)}
     for group in {option.group: None for option in known.values()}:
         lines += ["", f"{group}:"]
-        for text in (f"{name}: {option.help}" for name, option in known.items() if option.group == group):
+        for text in (f"{name}: {help_of(fields[name])}" for name, option in known.items() if option.group == group):
             lines += textwrap.wrap(
                 text, 112, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False
             )

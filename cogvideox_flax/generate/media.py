@@ -22,7 +22,7 @@ from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.pictures import decoding, is_one_picture, read_picture, to_rgb
 from cogvideox_flax.io.source import Frames, format_of
-from cogvideox_flax.io.values import is_count, is_finite_number, shown
+from cogvideox_flax.io.values import is_count
 from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.runtime import hosts
@@ -240,27 +240,25 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
-def resolve_strength(strength: Any, has_video: bool, has_mask: bool, num_inference_steps: Any) -> float | None:
+def resolve_strength(strength: float | None, has_video: bool, has_mask: bool, num_inference_steps: Any) -> float | None:
     """The share of the steps that a run from a video does; None for a run from noise.
 
     The default is 0.8; with a mask, which says what is kept, it is 1.
 
     Raises:
-        InputError: out of range, too small for one step, or given without a video.
+        InputError: too small for one step, or given without a video.
     """
     if not has_video:
         if strength is not None:
             raise InputError("strength is how far a given video is changed; give --video, or leave strength out")
         return None
     value = (1.0 if has_mask else 0.8) if strength is None else strength
-    if not is_finite_number(value) or not 0 < value <= 1:
-        raise InputError(f"strength is {shown(value)}; expected above 0 to 1 (1 forgets the video)")
     if is_count(num_inference_steps, 10**6) and int(num_inference_steps * value) < 1:
         raise InputError(
             f"strength {value:g} of {num_inference_steps} steps is less than one step; "
             f"use {1 / num_inference_steps:.3g} or more"
         )
-    return float(value)
+    return value
 
 
 def check_image_scale(model: VideoModel, image_scale: Any) -> None:

@@ -1,4 +1,4 @@
-"""Everything that a user can ask of a run: each option once, with its default and its help. `resolve` checks it.
+"""Everything that a user can ask of a run: each option once, with its default, its help and what it takes.
 
 No JAX, so that the command line answers at once.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -17,6 +17,7 @@ from jaxtyping import Float
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
+from cogvideox_flax.io.values import expected_of, is_finite_number, shown, typed
 
 if TYPE_CHECKING:
     from cogvideox_flax.generate.media import Media
@@ -44,6 +45,11 @@ MAX_SEED = 2**32 - 1
 MAX_VIDEOS = 10_000
 """Videos of one request."""
 
+MAX_STEPS = 1_000_000
+
+MAX_INT = 2**63 - 1
+"""Of any whole number that is given; most options have a range of their own."""
+
 WHAT, INPUTS, SAMPLING, LONG, CACHE, OUTPUT = (
     "what to make",
     "pictures and clips",
@@ -58,10 +64,34 @@ Stage = Literal["encode", "denoise", "decode", "generate"]
 
 
 @dataclass(frozen=True)
-class Option:
-    """How an option is given on the command line.
+class Range:
+    """The numbers from `low` to `high`, or without an upper end.
 
-    help: what it does, and its default.
+    is_open: `low` itself is not one of them.
+    """
+
+    low: float
+    high: float | None = None
+    is_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.is_open else self.low <= value) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"above {self.low}" if self.is_open else f"of {self.low} or more"
+        return f"{'above' if self.is_open else 'from'} {self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What an option takes, what it does, and how it is given on the command line.
+
+    help: what it does; `help_of` adds the range and the default.
+    unset: what its default None stands for.
+    range: of its number, or of each of its numbers.
+    length: how many numbers it takes, for options of several; 0: one or more.
+    unit: of its numbers.
     group: the heading in the help under which it stands.
     stage: the first stage that needs it; "generate": none of the stages alone.
     recorded: whether the settings in a run directory hold it.
@@ -76,6 +106,10 @@ class Option:
     """
 
     help: str
+    unset: str = ""
+    range: Range | None = None
+    length: int | None = None
+    unit: str = ""
     group: str = ""
     stage: Stage = "denoise"
     recorded: bool = True
@@ -144,19 +178,16 @@ def _before_number(text: str, mark: str) -> tuple[str, float | None]:
         return text, None
 
 
-def parse_schedule(text: str) -> list[int]:
-    """'11,45,4' -> [11, 45, 4].
-
-    Raises:
-        InputError: not three whole numbers.
-    """
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
-        raise InputError(f"step_cache_schedule must be START,END,INTERVAL such as 11,45,4; got {text!r}")
-    return [int(part) for part in parts]
+def _side_option(side: str) -> Any:
+    """A field for the height or the width."""
+    unset = "the release's, or what suits the image"
+    how: dict[str, Any] = {"common": True, "for_media": True, "planned": True}
+    return option(None, f"{side} in pixels", unset=unset, unit="pixels", group=WHAT, **how)
 
 
-_SIDE = "pixels; default: the release's, or what suits the picture"
+def _names(names: Iterable[str]) -> dict[str, str]:
+    """Choices that are called what they are."""
+    return {name: name for name in names}
 
 
 @dataclass(frozen=True)
@@ -166,7 +197,8 @@ class GenerationRequest:
     prompt: one prompt or a list, each a video of one batch.
     negative_prompt: what to steer away from; one for all or one per prompt; None is "". Used where
         guidance is on.
-    latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; extra latent frames count.
+    latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; T includes extra latent
+        frames.
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
     lora: adapters of this run, each a file or a hub id, "FILE:SCALE", or a mapping with file and scale; None stands for
         those that the pipeline has loaded.
@@ -181,7 +213,7 @@ class GenerationRequest:
         models with `add_noise_in_inpaint_model`: what is added to "image" or, with "mask_video", to the video.
     one_program: run everything, tokens to frames, as one compiled program, all components loaded at once.
     same_noise: each video of the batch gets the noise that it would get alone; else each gets noise of its own.
-    The help of the other fields says what they are.
+    The help of the other fields says what they are, and their `Option` what they take: see `check_option`.
     """
 
     prompt: str | Sequence[str]
@@ -190,77 +222,98 @@ class GenerationRequest:
     )
     num_frames: int | None = option(
         None,
-        "such as 49; default: the release's, or what the video has",
+        "number of frames, such as 49",
+        unset="the release's, or what the video has",
+        unit="frames",
         group=WHAT,
         common=True,
         for_media=True,
         planned=True,
     )
-    height: int | None = option(None, _SIDE, group=WHAT, common=True, for_media=True, planned=True)
-    width: int | None = option(None, _SIDE, group=WHAT, common=True, for_media=True, planned=True)
+    height: int | None = _side_option("height")
+    width: int | None = _side_option("width")
     num_inference_steps: int | None = option(
-        None, "default: the release's, such as 50", group=SAMPLING, flags=("--steps",), common=True, planned=True
+        None,
+        "number of denoising steps",
+        unset="the release's, such as 50",
+        group=SAMPLING,
+        flags=("--steps",),
+        common=True,
+        planned=True,
     )
     guidance_scale: float | None = option(
-        None, "default: the checkpoint's, such as 6; 1 turns guidance off", group=SAMPLING, common=True, planned=True
+        None,
+        "weight of the prompt; 1 turns guidance off",
+        unset="the checkpoint's, such as 6",
+        group=SAMPLING,
+        common=True,
+        planned=True,
     )
     use_dynamic_cfg: bool | Literal["index"] | None = option(
         None,
-        "guidance that changes over the steps: as released (timestep) or rising (index); default: the release's",
+        "guidance that changes over the steps: as released (timestep) or rising (index)",
+        unset="the release's",
         group=SAMPLING,
         flags=("--dynamic-cfg",),
         choices={"off": False, "timestep": True, "index": "index"},
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
         None,
-        "the sampler, such as ddim, dpm, euler, uni_pc; default: the release's",
+        "the sampler, such as ddim, dpm, euler, uni_pc",
+        unset="the release's",
         group=SAMPLING,
         common=True,
         planned=True,
     )
-    seed: int = option(0, f"0 to {MAX_SEED}; default: 0", group=SAMPLING, common=True, for_media=True)
+    seed: int = option(0, "seed of all noise", range=Range(0, MAX_SEED), group=SAMPLING, common=True, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
-    output_type: str = "uint8"
+    output_type: Literal["uint8", "float", "latent"] = "uint8"
     _: KW_ONLY
     guidance: str = option(
         "cfg",
-        "how the prompt weighs: cfg as released; cfg_zero scales the half without the prompt, apg leaves out what only "
-        "makes colours stronger; for large guidance scales; default: cfg",
+        "cfg (as released), cfg_zero (scales the half without the prompt), apg (less oversaturation at large scales)",
         group=SAMPLING,
-        choices={name: name for name in GUIDANCE},
+        choices=_names(GUIDANCE),
     )
     guidance_rescale: float = option(
         0.0,
-        "0 to 1: against colours that a large guidance scale makes too strong, such as 0.7; default: 0",
+        "share of a correction against the oversaturation of a large guidance scale, such as 0.7",
+        range=Range(0, 1),
         group=SAMPLING,
     )
     guidance_interval: Sequence[float] | None = option(
         None,
-        "guidance in a part of the steps, such as 0,0.6: the others take half the time; default: all",
+        "the part of the steps that has guidance, such as 0,0.6; the others take half the time",
+        unset="all",
+        range=Range(0, 1),
+        length=2,
         group=SAMPLING,
         metavar="START,STOP",
     )
     skip_layer: int | None = option(
         None,
-        "away from what the model predicts without this block, such as 11 of 42: clearer shapes, half a guided step "
-        "more work in the first fifth of the steps; default: off",
+        "skip-layer guidance: steer away from the prediction without this block, such as 11 of 42: sharper shapes; "
+        "half a guided step more in the first fifth of the steps",
+        unset="off",
+        range=Range(0),
         group=SAMPLING,
         metavar="BLOCK",
         planned=True,
     )
-    skip_layer_scale: float = option(1.0, "of --skip-layer; default: 1", group=SAMPLING)
+    skip_layer_scale: float = option(1.0, "weight of --skip-layer", group=SAMPLING)
     timesteps: Sequence[float] | None = option(
         None,
-        "those that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to the "
-        "next of them; for models that were distilled to a few",
+        "timesteps that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to "
+        "the next of them; for models that were distilled to a few",
+        length=0,
         group=SAMPLING,
         metavar="T,T,...",
         planned=True,
     )
     distilled: str | None = option(
         None,
-        "steps, timesteps, sampler and guidance of a model that was distilled to a few steps, such as tdm; off: not "
-        "even those of an adapter that is known by its name; see docs/few_steps.md",
+        "settings (steps, timesteps, sampler, guidance) of a model that was distilled to a few steps, such as tdm; "
+        "off: not even those of an adapter that is known by its name; see docs/few_steps.md",
         group=SAMPLING,
         recorded=False,
         planned=True,
@@ -285,7 +338,8 @@ class GenerationRequest:
     )
     num_videos: int = option(
         1,
-        "videos of each prompt, of seed, seed + 1, ...; default: 1",
+        "videos of each prompt, with seed, seed + 1, ...",
+        range=Range(1, MAX_VIDEOS),
         group=WHAT,
         stage="generate",
         recorded=False,
@@ -307,27 +361,30 @@ class GenerationRequest:
         "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs"
     )
     mask_video: Any = _media_option(  # noqa: RUF009
-        "what of the video is made anew, for inpainting models: white is, black stays; a video file, a folder of PNGs, "
-        "or one picture for all frames"
+        "the part of the video that is made anew, for inpainting models: white is, black stays; a video file, a folder "
+        "of PNGs, or one image for all frames"
     )
     strength: float | None = option(
         None,
-        "how much of the video is changed: above 0 to 1, which forgets it; default: 0.8, with a mask 1",
+        "how much of the video is changed; 1 forgets it",
+        unset="0.8, with a mask 1",
+        range=Range(0, 1, is_open=True),
         group=INPUTS,
         common=True,
     )
     fit: str = option(
         "crop",
-        "what happens to pictures of another aspect ratio: crop uses their middle, stretch is the reference's way; "
-        "default: crop",
+        "images of another aspect ratio: crop uses their middle, stretch is the reference's way",
         group=INPUTS,
         stage="encode",
-        choices={name: name for name in FITS},
+        choices=_names(FITS),
     )
     image_scale: float | None = option(
         None,
-        "factor of the pictures' latents; default: as released. 1.5-I2V divides by 0.7, where its authors' own code "
-        "has 1; users report first frames nearer to the picture with 1",
+        "factor of the images' latents. 1.5-I2V divides by 0.7, where its authors' own code has 1; users report first "
+        "frames nearer to the image with 1",
+        unset="as released",
+        range=Range(0, is_open=True),
         group=INPUTS,
         stage="encode",
     )
@@ -335,63 +392,78 @@ class GenerationRequest:
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     sparse_attention: str | None = option(
         None,
-        "for HunyuanVideo-1.5: tiles of the video attend to those around them alone (sliding), or also to the most "
-        "important ones (selective), as its sparse checkpoints were trained; default: all tokens to all",
+        "attention in tiles, for HunyuanVideo-1.5: to those around each alone (sliding), or also to the most important "
+        "ones (selective), as its sparse checkpoints were trained",
+        unset="all tokens to all",
         group=SAMPLING,
-        choices={"sliding": "sliding", "selective": "selective"},
+        choices=_names(("sliding", "selective")),
         planned=True,
     )
     positions: str | None = option(
         None,
-        "for clips longer than in training: riflex lowers the rotary frequency that makes them repeat; default: as "
-        "trained",
+        "positions of clips longer than in training: riflex lowers the rotary frequency that makes them repeat",
+        unset="as trained",
         group=LONG,
-        choices={"riflex": "riflex"},
+        choices=_names(("riflex",)),
         planned=True,
     )
     window: int | None = option(
         None,
         "frames that are denoised at once, such as 49: longer clips are made in overlapping windows, in the memory of "
-        "one; default: the whole clip",
+        "one",
+        unset="the whole clip",
+        unit="frames",
         group=LONG,
         planned=True,
     )
     window_overlap: int | None = option(
-        None, "frames that two windows share; default: a third of one", group=LONG, planned=True
+        None,
+        "frames that two windows share",
+        unset="a third of a window",
+        range=Range(1),
+        unit="frames",
+        group=LONG,
+        planned=True,
     )
     step_cache: str | None = option(
         None,
-        "leave out work in some steps: faster, another video (docs/step_cache.md); default: every step is full",
+        "leave out work in some steps: faster, another video; see docs/step_cache.md",
+        unset="every step is full",
         group=CACHE,
-        choices={name: name for name in STEP_CACHES},
+        choices=_names(STEP_CACHES),
         planned=True,
     )
     step_cache_schedule: Sequence[int] | None = option(
         None,
-        "which of the steps, counted from 0, are full: those before START, then every INTERVAL-th before END, and all "
-        "from END on; default: 11,45,4 for 50 steps, START and END scaled for others, about half of the steps",
+        "full steps, counted from 0: those before START, then every INTERVAL-th before END, and all from END on",
+        unset="11,45,4 for 50 steps, START and END scaled for others, about half of the steps",
+        range=Range(1, MAX_STEPS),
+        length=3,
         group=CACHE,
-        parse=parse_schedule,
         metavar="START,END,INTERVAL",
         planned=True,
     )
     step_cache_threshold: float | None = option(
         None,
-        "a step is full when something has changed by more; higher is faster; default: "
-        + ", ".join(f"{form} {threshold:g}" for form, threshold in THRESHOLDS.items()),
+        "a step is full when something has changed by more; higher is faster",
+        unset=", ".join(f"{form} {threshold:g}" for form, threshold in THRESHOLDS.items()),
+        range=Range(0),
         group=CACHE,
         planned=True,
     )
     step_cache_full: Sequence[int] | None = option(
         None,
         "the full steps, counted from 0, as a run with first_block logs them",
+        range=Range(0, MAX_STEPS),
+        length=0,
         group=CACHE,
         metavar="N,N,...",
         planned=True,
     )
     step_cache_ratios: Sequence[float] | None = option(
         None,
-        "for magcache, which measures and logs them in a run without",
+        "ratios for magcache, which measures and logs them in a run without",
+        length=0,
         group=CACHE,
         metavar="R,R,...",
         planned=True,
@@ -400,7 +472,15 @@ class GenerationRequest:
         False, "run all steps as one compiled program", group=SAMPLING, recorded=False, planned=True
     )
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", group=OUTPUT, stage="decode")
-    fps: int | None = option(None, f"1 to {MAX_WRITTEN_FPS}; default: the release's", group=OUTPUT, stage="decode")
+    fps: int | None = option(
+        None,
+        "frame rate of the file",
+        unset="the release's",
+        range=Range(1, MAX_WRITTEN_FPS),
+        unit="frames per second",
+        group=OUTPUT,
+        stage="decode",
+    )
     noise: Float[Any, "N B T h w C"] | None = dataclasses.field(default=None, compare=False)
     one_program: bool = False
     same_noise: bool = False
@@ -446,6 +526,65 @@ def option_names() -> dict[str, str]:
 def types_of(kind: type) -> dict[str, Any]:
     """Field of a dataclass of options -> its type; a sampler is held by its name."""
     return typing.get_type_hints(kind, localns={"Scheduler": str})
+
+
+def check_option(name: str, value: Any, kind: type = GenerationRequest) -> Any:
+    """Return a value of an option as its type.
+
+    Args:
+        kind: the dataclass of options.
+
+    Raises:
+        InputError: it is of another type, none of the choices, out of range, not finite, or not so many numbers.
+    """
+    hint, option = types_of(kind)[name], options_of(kind).get(name, Option(""))
+    try:
+        result = typed(hint, value)
+    except ValueError:
+        result = _REFUSED
+    if result is _REFUSED or not _is_taken(option, result):
+        is_huge = isinstance(value, int) and option.range is None and abs(value) > MAX_INT
+        words = f"a whole number of at most {MAX_INT}" if is_huge else expected(option, hint)
+        raise InputError(f"{name} is {shown(value)}; expected {words}")
+    return result
+
+
+_REFUSED = object()
+
+
+def _is_taken(option: Option, value: Any) -> bool:
+    """Whether a value of an option's type is one that the option takes."""
+    if value is None or isinstance(value, bool):
+        return True
+    if option.choices is not None:
+        return value in option.choices.values()
+    if option.length is not None:
+        return len(value) == (option.length or len(value) or 1) and all(
+            _is_taken(dataclasses.replace(option, length=None), each) for each in value
+        )
+    if isinstance(value, int):
+        return value in (option.range or Range(-MAX_INT, MAX_INT))
+    return not isinstance(value, float) or (is_finite_number(value) and (option.range is None or value in option.range))
+
+
+def expected(option: Option, hint: Any) -> str:
+    """What an option takes, in words."""
+    if option.choices is not None and all(name == value for name, value in option.choices.items()):
+        return " or ".join(option.choices)
+    words = expected_of(hint).replace(" in quotes", "").removesuffix(" or null")
+    words = words if option.range is None else f"{words} {option.range} {option.unit}".rstrip()
+    return f"{words}: {option.metavar}" if option.length else words
+
+
+def help_of(field: dataclasses.Field[Any]) -> str:
+    """The help of an option: what it does, its range, its default."""
+    option, default = field.metadata["option"], field.default
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        default = f"{default:g}"
+    has_ends = option.range is not None and (option.range.is_open or option.range.high not in (None, MAX_STEPS))
+    limits = f"{option.range} {option.unit}".rstrip() if has_ends else ""
+    said = f"default: {option.unset or default}" if option.unset or (default and default is not None) else ""
+    return "; ".join(part for part in (option.help, limits, said) if part)
 
 
 def json_type(name: str) -> Any:

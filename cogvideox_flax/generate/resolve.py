@@ -19,25 +19,21 @@ from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.generate import media
 from cogvideox_flax.generate.distilled import with_distillation
 from cogvideox_flax.generate.encode import NEGATIVE
-from cogvideox_flax.generate.predict.forms import is_adaptive
 from cogvideox_flax.generate.predict.windows import resolve_windows, window_size
 from cogvideox_flax.generate.request import (
     DTYPES,
-    GUIDANCE,
     MAX_SEED,
-    MAX_VIDEOS,
     STEP_CACHES,
     THRESHOLDS,
     FilledRequest,
     GenerationRequest,
+    check_option,
     given_options,
     parse_lora,
     types_of,
 )
 from cogvideox_flax.generate.run import Run
-from cogvideox_flax.io.clips import FITS
-from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import is_count, is_finite_number, shown, typed
+from cogvideox_flax.io.values import shown
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
@@ -46,13 +42,6 @@ from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.sharding.devices import find_devices
 
 log = logging.getLogger(__name__)
-
-OUTPUT_TYPES = ("uint8", "float", "latent")
-
-MAX_STEPS = 1_000_000
-
-MAX_INT = 2**63 - 1
-"""Of any whole number that is given; each option has limits of its own."""
 
 
 def resolve(
@@ -148,10 +137,10 @@ def _warn_once(warnings: Sequence[str], warned: set[str]) -> None:
 
 
 def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationRequest:
-    """The request with values of its fields' types: numpy's numbers and arrays, and all sequences, become Python's.
+    """The request with values that its fields take: numpy's numbers and arrays, and all sequences, become Python's.
 
     Args:
-        faults: where values of another type go; in the request, the field's default takes their place.
+        faults: where other values go, see `check_option`; in the request, the field's default takes their place.
     """
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(GenerationRequest):
@@ -160,11 +149,11 @@ def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationReque
             continue
         changes[name] = "" if field.default is dataclasses.MISSING else field.default
         with faults.caught():
-            changes[name] = _typed_field(name, kind, value)
+            changes[name] = _typed_field(name, value)
     return dataclasses.replace(request, **changes)
 
 
-def _typed_field(name: str, kind: Any, value: Any) -> Any:
+def _typed_field(name: str, value: Any) -> Any:
     if name in ("latents", "noise"):
         return value if value is None else _numbers(name, value)
     if name in ("encoder_noise", "text_features") and isinstance(value, Mapping):
@@ -172,14 +161,7 @@ def _typed_field(name: str, kind: Any, value: Any) -> Any:
     plain = _plain(value)
     if name == "lora" and plain is not None and not isinstance(plain, list):
         plain = [plain]
-    try:
-        found = typed(kind, plain)
-        if isinstance(found, int) and abs(found) > MAX_INT:
-            raise ValueError(f"a whole number of at most {MAX_INT}")
-    except ValueError as e:
-        expected = str(e).replace(" in quotes", "").removesuffix(" or null")
-        raise InputError(f"{name} is {shown(value)}; expected {expected}") from None
-    return found
+    return check_option(name, plain)
 
 
 def _plain(value: Any) -> Any:
@@ -216,16 +198,10 @@ def _recommended(request: GenerationRequest, manifest: Manifest) -> dict[str, An
 
 
 def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
-    """Timesteps, and how many they are; {} where none were given.
-
-    Raises:
-        InputError: there are none in the list, or they are not finite.
-    """
+    """Timesteps, and how many they are; {} where none were given."""
     steps = request.timesteps
     if steps is None:
         return {}
-    if not steps or not all(map(is_finite_number, steps)):
-        raise InputError(f"timesteps are {shown(steps)}; expected a list of numbers, such as 999,749,499,249")
     count = len(steps) if request.num_inference_steps is None else request.num_inference_steps
     return {"timesteps": list(steps), "num_inference_steps": count}
 
@@ -347,26 +323,6 @@ def _check_negative_features(run: Run) -> None:
         raise InputError("with guidance, prompt_embeds need negative_prompt_embeds; or take guidance_scale=1")
 
 
-def check_num_videos(num_videos: int) -> None:
-    """Refuse a number of videos per prompt that is out of range.
-
-    Raises:
-        InputError: it is.
-    """
-    if not is_count(num_videos, MAX_VIDEOS):
-        raise InputError(f"num_videos is {shown(num_videos)}; expected a whole number from 1 to {MAX_VIDEOS}")
-
-
-def check_fps(fps: int | None) -> None:
-    """Refuse a frame rate that no video is written at; None is the release's.
-
-    Raises:
-        InputError: it is none.
-    """
-    if fps is not None and not is_count(fps, MAX_WRITTEN_FPS):
-        raise InputError(f"fps is {shown(fps)}; expected a whole number from 1 to {MAX_WRITTEN_FPS} frames per second")
-
-
 def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Faults) -> dict[str, Any]:
     """The fields that the request's sampler fixes, with their values.
 
@@ -401,58 +357,32 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
 
 
 def _check_values(run: Run) -> None:
-    """Refuse values that no model takes, or that do not go together.
+    """Refuse values that do not go together.
 
     Raises:
         InputError: all faults in one message.
     """
     request, faults = run.request, []
-    if not is_finite_number(request.guidance_scale):
+    interval = request.guidance_interval
+    if interval is not None and not interval[0] < interval[1]:
+        faults.append(f"guidance_interval is {shown(interval)}; expected START below STOP")
+    if interval is not None and request.step_cache is not None:
+        faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
+    is_plain = (request.guidance, request.guidance_rescale, interval) == ("cfg", 0.0, None)
+    if not is_plain and not run.guided:
+        faults.append(f"guidance is off at a guidance_scale of {request.guidance_scale:g}; leave its other options out")
+    if (last := request.seed + request.num_videos - 1) > MAX_SEED:
         faults.append(
-            f"guidance_scale is {shown(request.guidance_scale)}; expected a number (about 6 is usual, 1 is no guidance)"
+            f"seed is {request.seed}; with num_videos {request.num_videos} the last is {last}, above {MAX_SEED}"
         )
-    for check, value in ((check_num_videos, request.num_videos), (check_fps, request.fps)):
-        try:
-            check(value)
-        except InputError as e:
-            faults.append(str(e))
-    faults += _guidance_faults(run)
-    following = request.num_videos - 1 if is_count(request.num_videos, MAX_VIDEOS) else 0
-    if not 0 <= request.seed <= MAX_SEED - following:
-        less = f" less the {following} that follow" if following else ""
-        faults.append(f"seed is {shown(request.seed)}; expected a whole number from 0 to {MAX_SEED}{less}")
-    if request.output_type not in OUTPUT_TYPES:
-        faults.append(f"unknown output_type {request.output_type!r}; known are {', '.join(OUTPUT_TYPES)}")
     if request.one_program and request.output_type == "latent":
         faults.append('one program ends in frames; leave one_program off for output_type "latent"')
-    if request.fit not in FITS:
-        faults.append(f"fit is {shown(request.fit)}; expected {' or '.join(FITS)}")
-    if request.image_scale is not None and not (is_finite_number(request.image_scale) and request.image_scale > 0):
-        faults.append(f"image_scale is {shown(request.image_scale)}; expected a number above 0")
     if request.image_scale is not None and request.image is None:
         faults.append("image_scale is a factor of an image's latents; give an image, or leave it out")
     if request.num_videos != 1 and (request.latents is not None or request.noise is not None):
         faults.append("num_videos draws noise of several seeds; leave it at 1 where latents or noise are given")
     if faults:
         raise InputError("\n".join(faults))
-
-
-def _guidance_faults(run: Run) -> list[str]:
-    request, faults = run.request, []
-    interval = request.guidance_interval
-    if request.guidance not in GUIDANCE:
-        faults.append(f"guidance is {shown(request.guidance)}; expected {', '.join(GUIDANCE)}")
-    if not is_finite_number(request.guidance_rescale) or not 0 <= request.guidance_rescale <= 1:
-        faults.append(f"guidance_rescale is {shown(request.guidance_rescale)}; expected a number from 0 to 1")
-    if interval is not None:
-        if len(interval) != 2 or not 0 <= interval[0] < interval[1] <= 1:
-            faults.append(f"guidance_interval is {shown(interval)}; expected two rising shares of the steps, 0 to 1")
-        if request.step_cache is not None:
-            faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
-    is_plain = (request.guidance, request.guidance_rescale, interval) == ("cfg", 0.0, None)
-    if not is_plain and is_finite_number(request.guidance_scale) and not run.guided:
-        faults.append(f"guidance is off at a guidance_scale of {request.guidance_scale:g}; leave its other options out")
-    return faults
 
 
 def _check_arrays(run: Run) -> None:
@@ -545,11 +475,9 @@ def _check_skip_layer(run: Run) -> None:
     """
     request = run.request
     block, layers = request.skip_layer, run.model.workload(run.size).layers
-    if not is_finite_number(request.skip_layer_scale):
-        raise InputError(f"skip_layer_scale is {shown(request.skip_layer_scale)}; expected a number")
     if block is None:
         return
-    if not 0 <= block < layers:
+    if block >= layers:
         raise InputError(f"skip_layer is {shown(block)}; expected a block from 0 to {layers - 1}")
     for name in ("step_cache", "window", "positions", "sparse_attention"):
         if getattr(request, name) is not None:
@@ -557,7 +485,7 @@ def _check_skip_layer(run: Run) -> None:
 
 
 def _check_step_cache(run: Run) -> None:
-    """Refuse an unknown form of the cache, or a schedule that the run's steps do not have.
+    """Refuse options that the step cache, the model, or the run's steps do not have.
 
     Raises:
         InputError: with what is expected.
@@ -565,8 +493,6 @@ def _check_step_cache(run: Run) -> None:
     request = run.request
     form, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
     steps = run.num_steps
-    if form is not None and form not in STEP_CACHES:
-        raise InputError(f"step_cache is {shown(form)}; expected {' or '.join(STEP_CACHES)}, or leave it out")
     if form is None:
         for name in ("step_cache_schedule", "step_cache_threshold", "step_cache_full", "step_cache_ratios"):
             if getattr(request, name) is not None:
@@ -574,34 +500,23 @@ def _check_step_cache(run: Run) -> None:
         return
     if form == "fastercache" and not run.guided:
         raise InputError(
-            f"fastercache leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
+            f"{form} leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
         )
     _ = run.predict  # the form is made for the model, or refused
-    threshold = request.step_cache_threshold
-    if threshold is not None and not (is_adaptive(form) and is_finite_number(threshold) and threshold >= 0):
+    if request.step_cache_threshold is not None and form not in THRESHOLDS:
+        raise InputError(f"step_cache_threshold is of {', '.join(THRESHOLDS)}; leave it out for {form}")
+    if request.step_cache_ratios is not None and form != "magcache":
+        raise InputError(f"step_cache_ratios are of magcache; leave them out for {form}")
+    if full is not None and schedule is not None:
+        raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
+    if full is not None and (0 not in full or max(full) >= steps):
         raise InputError(
-            f"step_cache_threshold is {shown(threshold)}; expected a number from 0 on, of {', '.join(THRESHOLDS)}"
+            f"step_cache_full is {shown(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
         )
-    ratios = request.step_cache_ratios
-    if ratios is not None and not (form == "magcache" and len(ratios) > 0 and all(map(is_finite_number, ratios))):
-        raise InputError(f"step_cache_ratios are {shown(ratios)}; expected numbers, one for each step, of magcache")
-    if full is not None:
-        if schedule is not None:
-            raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
-        known = [each for each in full if 0 <= each < steps]
-        if 0 not in known or len(known) < len(full):
-            raise InputError(
-                f"step_cache_full is {shown(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
-            )
     if schedule is None:
         return
-    if is_adaptive(form):
+    if form in THRESHOLDS:
         raise InputError(f"{form} decides itself which steps are full; leave step_cache_schedule out")
-    if len(schedule) != 3 or not all(is_count(each, MAX_STEPS) for each in schedule):
-        raise InputError(
-            f"step_cache_schedule is {shown(schedule)}; expected START, END and INTERVAL, whole numbers of 1 or more: "
-            "the first step must be full"
-        )
     start, end, _ = schedule
     if not start <= end <= steps:
         raise InputError(

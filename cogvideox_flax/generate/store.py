@@ -35,8 +35,8 @@ from cogvideox_flax.generate.freshness import deciding, plain, request_values, u
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.predict.adaptive import FULL, Decided
 from cogvideox_flax.generate.predict.step_cache import StepCache
-from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
-from cogvideox_flax.generate.resolve import check_fps, check_prompts
+from cogvideox_flax.generate.request import GenerationRequest, check_option, json_type, recorded
+from cogvideox_flax.generate.resolve import check_prompts
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
@@ -477,7 +477,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
     found |= {name: [Media.of(facts) for facts in found[name]] for name in MEDIA if name in found}
     check_prompts(found["prompt"], found["negative_prompt"])
-    check_fps(found.get("fps"))
+    check_option("fps", found.get("fps"))
     return found
 
 

@@ -27,7 +27,7 @@ from cogvideox_flax.generate.journey import encode_text, make_videos
 from cogvideox_flax.generate.media import Media
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.recipe import recipe
-from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.generate.request import GenerationRequest, check_option
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Memory
@@ -41,7 +41,6 @@ from cogvideox_flax.runtime.terminal import Progress, reliable_interrupts
 
 SIDE_STEP, FRAME_STEP = 16, 8
 """The clip is padded to a multiple of 16 pixels before it is enlarged, and to 8 n + 1 frames, as in the source."""
-MAX_SCALE = 16
 SAMPLER = "one_step"
 
 RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 3"]]
@@ -121,12 +120,11 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, d
 
 def _check_options(options: UpscaleOptions) -> None:
     faults = []
-    if not is_count(options.scale, MAX_SCALE):
-        faults.append(f"scale is {shown(options.scale)}; expected a whole number from 1 to {MAX_SCALE}")
-    for name in ("overlap", "chunk_overlap"):
-        value = getattr(options, name)
-        if value != 0 and not is_count(value, limits.MAX_FRAMES):
-            faults.append(f"{name} is {shown(value)}; expected a whole number of 0 or more")
+    for name in ("scale", "overlap", "chunk_overlap"):
+        try:
+            check_option(name, getattr(options, name), UpscaleOptions)
+        except InputError as e:
+            faults.append(str(e))
     sides: Any = () if options.tile is None else options.tile
     if options.tile is not None and not (isinstance(sides, tuple | list) and len(sides) == 2):
         faults.append(f"tile is {shown(sides)}; expected (height, width) in pixels")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from cogvideox_flax.generate.request import option
+from cogvideox_flax.generate.request import MAX_SEED, Range, option
 
 
 def parse_tile(text: str) -> tuple[int, int]:
@@ -29,17 +29,20 @@ class UpscaleOptions:
     The others say it in their help.
     """
 
-    scale: int = option(4, "factor of both sides, 1 to 16; default: 4")
+    scale: int = option(4, "factor of both sides", range=Range(1, 16))
     tile: tuple[int, int] | None = option(
         None,
-        "tiles of the result, multiples of 16 pixels; default: whole frames",
+        "tiles of the result, multiples of 16 pixels",
+        unset="whole frames",
         parse=parse_tile,
         metavar="HxW",
     )
-    overlap: int = option(32, "that neighbouring tiles share at least; default: 32", metavar="PIXELS")
+    overlap: int = option(32, "pixels that neighbouring tiles share at least", range=Range(0), metavar="PIXELS")
     chunk: int | None = option(
-        None, "8 n + 1, done at once; default: as many as the release was trained on", metavar="FRAMES"
+        None, "8 n + 1 frames, done at once", unset="as many as the release was trained on", metavar="FRAMES"
     )
-    chunk_overlap: int = option(8, "that neighbouring chunks share at least; default: 8", metavar="FRAMES")
-    seed: int = option(0, "of the noise of the encoder's posterior, the same for each tile; default: 0")
+    chunk_overlap: int = option(8, "frames that neighbouring chunks share at least", range=Range(0), metavar="FRAMES")
+    seed: int = option(
+        0, "seed of the noise of the encoder's posterior, the same for each tile", range=Range(0, MAX_SEED)
+    )
     tiling: bool = option(False, "encode and decode in the VAE's own tiles too: less memory, slightly different")

@@ -18,7 +18,7 @@ from cogvideox_flax.generate.media import PICTURES
 from cogvideox_flax.generate.predict.plain import At, Kept, Plain
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
-from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.io.values import shown
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
@@ -137,7 +137,7 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
     per_latent = (window.num_frames - 1) // (window.latent_frames - window.extra_latents - 1)
     if overlap is None:
         overlap = max(window.num_frames // (3 * per_latent), 1) * per_latent
-    if not is_count(overlap, window.num_frames - 1) or overlap % per_latent:
+    if overlap >= window.num_frames or overlap % per_latent:
         raise InputError(
             f"window_overlap is {shown(overlap)}; expected a multiple of {per_latent} below the window's "
             f"{window.num_frames} frames"
