@@ -215,6 +215,13 @@ def test_an_interval_does_not_divide_over_what_guidance_alone_fills():
         spread(PROMPT, step_cache="fastercache")
 
 
+def test_a_run_of_another_mesh_is_checked_again(pipe):
+    run = pipe.resolve(GenerationRequest(PROMPT, guidance_scale=1.0))
+    spread = Pipeline.from_pretrained(dtype="float32", mesh=make_mesh(2, 1, 1))
+    with pytest.raises(InputError, match="1 does not divide over mesh axis dp of size 2"):
+        spread.resolve(run)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [

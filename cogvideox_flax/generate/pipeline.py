@@ -135,17 +135,16 @@ class Pipeline(OpenModel):
         Raises:
             InputError: with every fault found.
         """
-        if isinstance(request, Run):
-            if (request.manifest, request.dtype) == (self.manifest, self.dtype):
-                return request
+        if isinstance(request, Run) and (request.manifest, request.dtype) != (self.manifest, self.dtype):
             request = request.request
-        if not isinstance(request, GenerationRequest):
-            request = GenerationRequest(request)
-        if request.lora is None:
-            request = replace(request, lora=list(self.loras))
-        run = resolve(request, self.manifest, self.dtype, self._warned, self._scheduler)
-        check_run(run, self.mesh, self.profiling)
-        return run
+        if not isinstance(request, Run):
+            if not isinstance(request, GenerationRequest):
+                request = GenerationRequest(request)
+            if request.lora is None:
+                request = replace(request, lora=list(self.loras))
+            request = resolve(request, self.manifest, self.dtype, self._warned, self._scheduler)
+        check_run(request, self.mesh, self.profiling)  # which another pipeline of this model may not have
+        return request
 
     def encode(
         self,

@@ -64,7 +64,7 @@ class FinetuneJob:
             seed=sample.seed,
             force=True,  # it learns this size
         )
-        return resolve(request, self.manifest)
+        return resolve(request, self.manifest, config.loop.dtype)
 
     @cached_property
     def size(self) -> Size:
