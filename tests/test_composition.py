@@ -177,7 +177,7 @@ def test_made_again_from_its_recipe(pipe, whole, name):
 def test_a_line_of_a_queue(pipe, whole, name):
     run, _ = whole(name)
     line = json.dumps({"prompt": PROMPT, **options_of(name)})
-    (job,), faults = jobs_of({1: line}, {"lora": []}, pipe.manifest)
+    (job,), faults = jobs_of({1: line}, {"lora": []}, pipe.manifest, pipe.dtype)
     assert not faults and pipe.recipe(job.run) == pipe.recipe(run)
 
 
@@ -186,7 +186,7 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
     """The same up to rounding; what would be another video is not joined."""
     _, expected = whole(name)
     lines = {i: json.dumps({"prompt": prompt, **options_of(name)}) for i, prompt in enumerate((PROMPT, OTHER))}
-    jobs, _ = jobs_of(lines, {"lora": []}, pipe.manifest)
+    jobs, _ = jobs_of(lines, {"lora": []}, pipe.manifest, pipe.dtype)
     groups = batches(jobs, 2)
     assert len(groups) == (2 if name in ("first_block", "first_block, uni_pc") else 1)
     run = run_of(groups[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +13,6 @@ import numpy as np
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.request import GenerationRequest, Stage, recorded
 from cogvideox_flax.generate.run import Run
-
-log = logging.getLogger(__name__)
 
 UNREPEATABLE = ("arrays", "noise_schedule", "steps_done", "decode_dtype")
 """Values that no option of a run gives: SHA-256 of arrays, a scheduler object that is not the checkpoint's, how many
@@ -93,10 +90,4 @@ def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
 
 def unhashed(run: Run) -> dict[str, Any]:
     """Part of a key that no other key has, where something that decides the latents cannot be hashed; else {}."""
-    if "class" not in (_noise_schedule(run) or {}):
-        return {}
-    log.warning(
-        "%r is a scheduler from outside cogvideox_flax, whose code is not known: what this run keeps is not used again",
-        run.scheduler,
-    )
-    return {"unhashed": secrets.token_hex(8)}
+    return {"unhashed": secrets.token_hex(8)} if "class" in (_noise_schedule(run) or {}) else {}

@@ -252,6 +252,12 @@ class RunDirectory:
 
     def states(self, run: Run, conditioning: Conditioning) -> StateKeeper:
         """What keeps the state of the denoising loop."""
+        if unhashed(run):
+            log.warning(
+                "%r is a scheduler from outside cogvideox_flax, whose code is not known: what this run keeps is not "
+                "used again",
+                run.scheduler,
+            )
         return StateKeeper(self._folder(run) / STATE_FILE, self._latents_key(run, conditioning), run)
 
     def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
