@@ -19,9 +19,11 @@ from commands import ROOT
 from flax import nnx
 from PIL import Image
 
-from cogvideox_flax import CogVideoXPipeline, GenerationRequest, GenerationResult, Pipeline
+from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, GenerationResult, Pipeline
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.keywords import ADAPTERS, CALL, METHODS
+from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -87,6 +89,16 @@ def test_a_prompt_stands_for_a_request(pipe):
     same = pipe.encode(GenerationRequest([PROMPT]), progress=False)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), conditioning, same))
     assert pipe.resolve([PROMPT, PROMPT]).batch == 2
+
+
+def test_a_run_stays_and_another_models_is_resolved_again(pipe):
+    run = pipe.resolve(PROMPT)
+    assert pipe.resolve(run) is run
+    size = {name: getattr(run.request, name) for name in ("num_frames", "height", "width")}
+    other = resolve(GenerationRequest(PROMPT, **size), Manifest.of_release(RELEASES["cogvideox-2b"]))
+    for given in (other, resolve(GenerationRequest(PROMPT), pipe.manifest, "bfloat16")):
+        found = pipe.resolve(given)
+        assert (found.manifest, found.dtype) == (pipe.manifest, pipe.dtype)
 
 
 def test_what_is_printed_is_short_and_says_what_it_is(pipe, video):
