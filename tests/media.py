@@ -1,15 +1,16 @@
-"""Pictures and video files for tests, these made and decoded by ffmpeg alone; the memory that reading one takes."""
+"""Pictures and video files for tests, these made and decoded by PyAV alone; the memory that reading one takes."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import re
 import sys
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
-import imageio_ffmpeg
+import av
 import numpy as np
 import processes
 from PIL import Image
@@ -18,7 +19,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.video import count_frames, read_metadata, read_video, save_video
 
 ROOT = Path(__file__).resolve().parents[1]
-EXACT = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
+EXACT = "flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 
 
 def smooth(seed: int, *shape: int) -> np.ndarray:
@@ -31,25 +32,67 @@ def smooth(seed: int, *shape: int) -> np.ndarray:
     return np.stack(frames).reshape(*shape, 3)
 
 
-def ffmpeg(*arguments: object) -> bytes:
-    """Run ffmpeg; returns what it writes to stdout."""
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", "-loglevel", "error", "-y"]
-    done = processes.run([*command, *arguments], text=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def pattern(width: int = 64, height: int = 48, rate: object = 24, seconds: float = 6) -> str:
+    """A source for `encode` whose frames are all different."""
+    return f"testsrc2=s={width}x{height}:r={rate}:d={seconds}"
 
 
-def pattern(width: int = 64, height: int = 48, rate: object = 24, seconds: float = 6) -> list[str]:
-    """Arguments for a source whose frames are all different."""
-    return ["-f", "lavfi", "-i", f"testsrc2=s={width}x{height}:r={rate}:d={seconds}"]
+def encode(
+    path: Path,
+    source: str,
+    codec: str,
+    options: dict[str, object] | None = None,
+    pix_fmt: str = "yuv420p",
+    muxer: dict[str, str] | None = None,
+    container: str | None = None,
+    turn: tuple[int, bool, bool] | None = None,
+) -> None:
+    """Write a video.
+
+    Args:
+        source: a graph of FFmpeg's filters that makes the frames.
+        turn: degrees and flips that the file states.
+    """
+    with (
+        av.open(source, format="lavfi") as frames,
+        av.open(str(path), "w", format=container, options=muxer or {}) as output,
+    ):
+        made = frames.streams.video[0]
+        settings = {name: str(value) for name, value in (options or {}).items()}
+        stream: Any = output.add_stream(codec, rate=Fraction(str(made.guessed_rate)), options=settings)
+        stream.width, stream.height, stream.pix_fmt = made.width, made.height, pix_fmt
+        if turn:
+            stream.set_display_rotation(*turn)
+        for frame in frames.decode(video=0):
+            frame.pict_type = 0  # the encoder chooses
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
 
 
-def whole(path: Path) -> np.ndarray:
-    """Every frame of a video in the plainest way: one command, no seeking."""
-    size = re.search(r"#dimensions 0: (\d+)x(\d+)", ffmpeg("-i", path, "-frames:v", 1, "-f", "framecrc", "-").decode())
-    assert size
-    raw = ffmpeg("-i", path, "-map", "0:V:0", "-vf", EXACT, "-pix_fmt", "rgb24", "-f", "rawvideo", "-")
-    return np.frombuffer(raw, np.uint8).reshape(-1, int(size[2]), int(size[1]), 3)
+def copy(source: Path, path: Path, container: str | None = None, rate: int = 0) -> None:
+    """The packets of a video in another container; a `rate` gives times to those that have none, without B-frames."""
+    with av.open(str(source)) as packets, av.open(str(path), "w", format=container) as output:
+        stream = output.add_stream_from_template(packets.streams.video[0])
+        for i, packet in enumerate(packets.demux(video=0)):
+            if packet.size:
+                if rate:
+                    packet.pts, packet.dts, packet.duration, packet.time_base = i, i, 1, Fraction(1, rate)
+                packet.stream = stream
+                output.mux(packet)
+
+
+def whole(path: Path, *filters: tuple[str, str]) -> np.ndarray:
+    """Every frame of a video in the plainest way: no seeking, one graph of filters."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        graph = av.filter.Graph()
+        nodes = [*filters, ("scale", EXACT), ("format", "rgb24"), ("buffersink", None)]
+        graph.link_nodes(graph.add_buffer(stream), *(graph.add(*node) for node in nodes)).configure()
+        frames = []
+        for frame in container.decode(stream):
+            graph.push(frame)
+            frames.append(graph.pull().to_ndarray())
+    return np.stack(frames)
 
 
 _MEASURED = """
@@ -62,34 +105,18 @@ def peak():
 
 before, began = peak(), time.monotonic()
 clip = load_clip(Path(sys.argv[1]), 9, 32, 48, 8)
-print(json.dumps({"shape": clip.shape, "python": peak() - before, "seconds": time.monotonic() - began}))
+print(json.dumps({"shape": clip.shape, "memory": peak() - before, "seconds": time.monotonic() - began}))
 """
 
-_WRAPPER = """#!{python} -SE
-import os, sys
-pid = os.spawnv(os.P_NOWAIT, {ffmpeg!r}, ["ffmpeg", *sys.argv[1:]])
-_, status, usage = os.wait4(pid, 0)
-with open({log!r}, "a") as log:
-    log.write(str(usage.ru_maxrss) + "\\n")
-sys.exit(os.waitstatus_to_exitcode(status) % 256)
-"""
-
-
-def cost_of_loading(path: Path, folder: Path) -> dict:
+def cost_of_loading(path: Path) -> dict:
     """What a new process takes to load 9 frames of 32x48 at 8 per second.
 
     Returns:
-        python: MiB at its peak above what it had before; ffmpeg: MiB of its largest child; seconds; shape.
+        memory: MiB at its peak above what it had before; seconds; shape.
     """
-    log, wrapper = folder / "ffmpeg.log", folder / "ffmpeg"
-    log.touch()
-    text = _WRAPPER.format(python=sys.executable, ffmpeg=imageio_ffmpeg.get_ffmpeg_exe(), log=str(log))
-    wrapper.write_text(text)
-    wrapper.chmod(0o755)
-    env = os.environ | {"IMAGEIO_FFMPEG_EXE": str(wrapper), "PYTHONPATH": str(ROOT)}
-    run = processes.run([sys.executable, "-c", _MEASURED, path], env=env)
+    run = processes.run([sys.executable, "-c", _MEASURED, path], env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout) | {"ffmpeg": max(map(int, log.read_text().split()), default=0) / 1024}
+    return json.loads(run.stdout)
 
 
 def refusals_of_damaged(path: Path, data: bytes, trials: int, head: int) -> int:

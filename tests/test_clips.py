@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from diffusers.image_processor import VaeImageProcessor
-from media import CAPTION, cost_of_loading, ffmpeg, make_clips, pattern
+from media import CAPTION, cost_of_loading, encode, make_clips, pattern
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
@@ -37,10 +37,10 @@ def load_from_whole_decode(path, num_frames, height, width, fps):
 )
 def test_load_clip_equals_decoding_the_whole_video(tmp_path, name, rate):
     path = tmp_path / name
-    codec = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-bf", 3]
+    codec, options = "libx264", {"bf": 3}
     if name == "a.webm":
-        codec = ["-c:v", "libvpx", "-deadline", "realtime", "-cpu-used", 8]
-    ffmpeg(*pattern(90, 50, rate, 12), *codec, "-g", 24, path)
+        codec, options = "libvpx", {"deadline": "realtime", "cpu-used": 8}
+    encode(path, pattern(90, 50, rate, 12), codec, options | {"g": 24})
     for num_frames, size in ((9, (32, 48)), (49, (16, 16))):
         expected = load_from_whole_decode(path, num_frames, *size, 8)
         np.testing.assert_array_equal(load_clip(path, num_frames, *size, 8), expected)
@@ -89,18 +89,16 @@ def test_an_inexact_frame_rate_never_selects_a_frame_past_the_end(tmp_path):
 def minute(tmp_path_factory):
     """60 s of 1280x720 in 77 kB."""
     path = tmp_path_factory.mktemp("media") / "a.mp4"
-    source = ["-f", "lavfi", "-i", "color=c=teal:s=1280x720:r=24:d=60"]
-    ffmpeg(*source, "-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p", path)
+    encode(path, "color=c=teal:s=1280x720:r=24:d=60", "libx264", {"preset": "veryfast"})
     assert path.stat().st_size < 100_000
     return path
 
 
-def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute, tmp_path):
-    """Decoded whole it is 3.7 GiB. Measured: 10 MiB and 75 MiB in 1.5 s."""
-    cost = cost_of_loading(minute, tmp_path)
+def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute):
+    """Decoded whole it is 3.7 GiB. Measured: MEASURED."""
+    cost = cost_of_loading(minute)
     assert cost["shape"] == [9, 32, 48, 3]
-    assert cost["python"] < 64
-    assert 0 < cost["ffmpeg"] < 200
+    assert cost["memory"] < 200
     assert cost["seconds"] < 20
 
 
@@ -110,18 +108,18 @@ def test_a_clip_of_many_pictures_takes_little_memory(tmp_path, name):
     picture = np.zeros((600, 800, 3), np.uint8)
     picture[:, :400] = 200
     save_video(tmp_path / name, np.broadcast_to(picture, (120, *picture.shape)).copy() * moving(), 8)
-    cost = cost_of_loading(tmp_path / name, tmp_path)
+    cost = cost_of_loading(tmp_path / name)
     assert cost["shape"] == [9, 32, 48, 3]
-    assert cost["python"] < 64
+    assert cost["memory"] < 64
 
 
 @pytest.mark.parametrize("own", [(1, limits.MAX_SIDE), (limits.MAX_SIDE, 1)])
 def test_a_clip_of_thin_frames_takes_little_memory(tmp_path, own):
     """Resized whole, one of its frames has 67 or 151 million pixels."""
     save_video(tmp_path / "c", np.full((9, *own, 3), 200, np.uint8), 8)
-    cost = cost_of_loading(tmp_path / "c", tmp_path)
+    cost = cost_of_loading(tmp_path / "c")
     assert cost["shape"] == [9, 32, 48, 3]
-    assert cost["python"] < 64
+    assert cost["memory"] < 64
 
 
 def moving():

@@ -105,7 +105,7 @@ def test_what_a_run_costs(run):
 def test_the_doctor(run, home, tmp_path):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    for word in ("jax ", "ffmpeg", "8 x cpu", "cores", str(home), "cogvideox-2b", "next"):
+    for word in ("jax ", "av ", "8 x cpu", "cores", str(home), "cogvideox-2b", "next"):
         assert word in out
     assert all(len(line) <= 120 for line in out.splitlines())
     found = json.loads(run("doctor", "--json")[1])

@@ -11,10 +11,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.errors import InputError, install_extra
+from cogvideox_flax.errors import install_extra
 from cogvideox_flax.version import __version__
 
-PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "numpy", "safetensors", "tokenizers", "optax", "orbax-checkpoint")
+PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "numpy", "safetensors", "tokenizers", "av", "optax", "orbax-checkpoint")
 
 SHARE = 0.8
 """Of the memory that weights may take; the rest is for activations."""
@@ -43,7 +43,6 @@ def report() -> dict[str, Any]:
         "cogvideox-flax": __version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "ffmpeg": _ffmpeg(),
         "devices": {"platform": devices[0].platform, "kind": kind, "count": count, "bytes": limit},
         "host": {"cores": os.cpu_count(), "bytes": host_memory()},
         "caches": _caches(home),
@@ -58,15 +57,6 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _ffmpeg() -> str | None:
-    from cogvideox_flax.io.containers import find_ffmpeg
-
-    try:
-        return find_ffmpeg()
-    except InputError:
         return None
 
 
@@ -151,7 +141,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
         ("installed", f"cogvideox-flax {found['cogvideox-flax']}, Python {found['python']}"),
         ("", ", ".join(packages[:5])),
         ("", ", ".join(packages[5:])),
-        ("", f"ffmpeg {found['ffmpeg'] or 'is missing: pip install imageio-ffmpeg'}"),
         ("devices", f"{devices['count']} x {devices['kind']} ({devices['platform']}){each}"),
         *([("", found["unused"])] if found["unused"] else []),
         ("host", f"{host['cores']} cores, {size_text(host['bytes'])} of memory to be had"),

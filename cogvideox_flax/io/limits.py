@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from cogvideox_flax.errors import InputError
+
+T = TypeVar("T")
 
 MAX_PIXELS = 2**25
 """Pixels of a frame or picture: a little more than 8K video (7680x4320)."""
@@ -23,11 +28,9 @@ MAX_ARRAY_BYTES = 4 * 2**30
 MAX_METADATA_BYTES = 16 * 2**20
 """Bytes of text stored in a video beside its frames."""
 MAX_DECODE_SECONDS = 600.0
-"""Seconds that decoding may take per request. When encoding: seconds per frame."""
+"""Seconds that decoding may take per request."""
 DECODER_THREADS = 4
 """Threads of a decoder; each needs memory for its own frames."""
-MAX_BLOCK_BYTES = 2**29
-"""Bytes that ffmpeg may allocate at once: a frame of `MAX_PIXELS` in its widest pixel format, twice."""
 
 
 def check_size(path: Path, height: int, width: int) -> None:
@@ -84,3 +87,21 @@ def check_decoded_bytes(path: Path, num_frames: int, height: int, width: int) ->
             f"{path}: {num_frames:,} frames of {width}x{height} are {nbytes / 2**30:.1f} GiB once decoded; "
             f"at most {MAX_DECODED_BYTES / 2**30:g} GiB are read at once. Cut it shorter or scale it to a smaller size"
         )
+
+
+def timed(path: Path, frames: Iterator[T]) -> Iterator[T]:
+    """The same frames; the time between them, which is their consumer's, does not count.
+
+    Raises:
+        InputError: they take longer than `MAX_DECODE_SECONDS` to decode.
+    """
+    left = MAX_DECODE_SECONDS
+    while True:
+        began = time.monotonic()
+        frame = next(frames, None)
+        left -= time.monotonic() - began
+        if frame is None:
+            return
+        if left < 0:
+            raise InputError(f"{path}: its frames take longer than {MAX_DECODE_SECONDS:g} seconds to decode")
+        yield frame

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.containers import Container, find_ffmpeg, write_mp4, write_webm
+from cogvideox_flax.io.containers import Container, write_mp4, write_webm
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.paths import check_name, check_writable
@@ -57,7 +58,7 @@ def check_output_path(path: str | Path) -> None:
     """Refuse a path that `save_video` cannot write, before any work is done.
 
     Raises:
-        InputError: unknown format, other files at the path, the directory is not writable, or ffmpeg is missing.
+        InputError: unknown format, other files at the path, the directory is not writable, or PyAV is missing.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -77,8 +78,8 @@ def check_output_path(path: str | Path) -> None:
         raise InputError(f"{path} is a file; a path without a suffix is a directory of frames. Known are {FORMATS}")
     elif suffix == ".png" and len(NUMBER.findall(path.name)) != 1:
         raise InputError(f"{path} names one picture; known are {FORMATS}")
-    if suffix in (".mp4", ".webm"):
-        find_ffmpeg()
+    if suffix in (".mp4", ".webm") and find_spec("av") is None:
+        raise InputError(f"PyAV, which writes {suffix}, is not installed: pip install av; or save as .gif or as a directory of PNGs")
 
 
 def save_video(
