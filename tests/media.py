@@ -108,6 +108,7 @@ clip = load_clip(Path(sys.argv[1]), 9, 32, 48, 8)
 print(json.dumps({"shape": clip.shape, "memory": peak() - before, "seconds": time.monotonic() - began}))
 """
 
+
 def cost_of_loading(path: Path) -> dict:
     """What a new process takes to load 9 frames of 32x48 at 8 per second.
 

@@ -95,10 +95,10 @@ def minute(tmp_path_factory):
 
 
 def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute):
-    """Decoded whole it is 3.7 GiB. Measured: MEASURED."""
+    """Decoded whole it is 3.7 GiB. Measured: 60 MiB in 1.1 s."""
     cost = cost_of_loading(minute)
     assert cost["shape"] == [9, 32, 48, 3]
-    assert cost["memory"] < 200
+    assert cost["memory"] < 128
     assert cost["seconds"] < 20
 
 

@@ -26,6 +26,7 @@ from cogvideox_flax.io.containers import Container
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
+
 def h264(**options):
     return "libx264", {"preset": "veryfast"} | options
 
@@ -140,7 +141,7 @@ def test_an_mp4_that_takes_every_frame_for_a_keyframe(tmp_path, caplog):
     caplog.set_level(logging.INFO, "cogvideox_flax")
     assert_any_frames_equal_the_whole(path, expected)
     assert {record.levelname for record in caplog.records} == {"INFO"}
-    assert "a.mp4: decoded from its beginning, as from frame 72 on: 0 of 2 frames can be decoded" in caplog.text
+    assert re.search(r"a\.mp4: decoded from its beginning, as from frame 72 on: .* 0 of 2 frames can be", caplog.text)
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])

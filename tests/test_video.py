@@ -218,7 +218,9 @@ def test_unwritable_directory():
 
 def test_a_missing_library_is_reported_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(video, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"PyAV, which writes \.mp4, is not installed: .*; or save as \.gif or as a dir"):
+    with pytest.raises(
+        InputError, match=r"PyAV, which writes \.mp4, is not installed: .*; or save as \.gif or as a dir"
+    ):
         check_output_path(tmp_path / "a.mp4")
     check_output_path(tmp_path / "a.gif")
 

@@ -86,11 +86,8 @@ class Container:
                 return
             except InputError as e:
                 log.info("%s: decoded from its beginning, as from frame %d on: %s", self.path, indices[0], e)
-        try:
-            if message := (yield from self._decode(indices, shown, None)):
-                log.warning("%s is damaged, its frames may be too: %s", self.path, message)
-        except InputError as e:
-            raise InputError(f"cannot read {self.path}: {e}") from e
+        if message := (yield from self._decode(indices, shown, None)):
+            log.warning("%s is damaged, its frames may be too: %s", self.path, message)
 
     def comment(self) -> str:
         with self._open() as (container, _):
@@ -105,15 +102,15 @@ class Container:
         import av
 
         options = {"max_pixels": str(limits.MAX_PIXELS), "threads": str(limits.DECODER_THREADS)}
-        text = {"metadata_errors": "surrogateescape"} if av.__version__ < "19" else {}  # later versions always do this
+        # PyAV 19 always does this
+        text: Any = {"metadata_errors": "surrogateescape"} if av.__version__ < "19" else {}
         try:
             with (
                 open_file(self.path) as file,
                 av.open(file, format=self._demuxer, options=options, io_open=_refuse, **text) as container,
             ):
                 cover = av.stream.Disposition.attached_pic
-                videos = (s for s in container.streams.video if not s.disposition & cover)
-                stream = next(videos, None)
+                stream = next((s for s in container.streams.video if not s.disposition & cover), None)
                 if stream is None or stream.codec_context is None:
                     raise InputError(f"{self.path} holds no frame that can be decoded")
                 if stream.width and stream.height:  # otherwise only the first frame gives the size
@@ -130,14 +127,14 @@ class Container:
         rate, unit, height, width = self._read_first_frame()
         limits.check_fps(self.path, float(rate))
         has_timestamps = all(presented is not None for presented, _ in times)  # otherwise those of decoding are taken
-        ticks = np.sort([tick for pair in times if (tick := pair[not has_timestamps]) is not None])
+        ticks = sorted(tick for pair in times if (tick := pair[not has_timestamps]) is not None)
         limits.check_count(self.path, len(ticks))
-        # The last frame counts once, whatever its duration.
-        slots = np.asarray([math.floor(int(tick - ticks[0]) * unit * rate + Fraction(1, 2)) for tick in ticks])
-        limits.check_count(self.path, int(slots[-1]) + 1)
+        up, down = (2 * rate * unit).as_integer_ratio()
+        slots = [((tick - ticks[0]) * up + down) // (2 * down) for tick in ticks]  # rounded
+        limits.check_count(self.path, slots[-1] + 1)  # the last frame counts once, whatever its duration
         lead = math.ceil((_LEAD_SECONDS + _LEAD_FRAMES / rate) / unit)
-        info = VideoInfo(int(slots[-1]) + 1, float(rate), height, width)
-        return Timeline(info, slots, ticks if has_timestamps else None, lead)
+        info = VideoInfo(slots[-1] + 1, float(rate), height, width)
+        return Timeline(info, np.asarray(slots), np.asarray(ticks) if has_timestamps else None, lead)
 
     def _read_packets(self, read: Callable[[Any], T]) -> list[T]:
         """What `read` gives for each packet; decodes nothing."""
@@ -184,7 +181,7 @@ class Container:
                         faults.append("a frame is incomplete")
                     yield frame
             except av.FFmpegError as e:
-                faults.append(e.strerror)
+                faults.append(str(e.strerror))
 
     def _decode(
         self, indices: Sequence[int], shown: Int[np.ndarray, " N"], start: int | None
@@ -207,8 +204,10 @@ class Container:
             for frame in limits.timed(self.path, self._decoded(container, stream, faults)):
                 at = at + 1 if ticks is None or frame.pts is None else int(np.searchsorted(ticks, frame.pts))
                 intra = intra or frame.pict_type == _INTRA
-                if start is not None and (faults or at > shown[0] and before is None or at >= shown[0] and not intra):
-                    break
+                if start is not None and at >= shown[0]:
+                    late = before is None and at > shown[0]
+                    if faults or late or not intra:
+                        break
                 while done < len(shown) and shown[done] <= at:
                     yield indices[done], convert(frame if shown[done] == at or before is None else before)
                     done += 1
@@ -219,9 +218,8 @@ class Container:
             for index in indices[done:]:
                 yield index, convert(before)
             return next(iter(faults), "")
-        raise InputError(
-            f"{done} of {len(indices)} frames can be decoded; {next(iter(faults), 'it is damaged')}"
-        )
+        message = next(iter(faults), "it is damaged")
+        raise InputError(f"cannot read {self.path}: {done} of {len(indices)} frames can be decoded; {message}")
 
     def _converter(self) -> Callable[[Any], Frame]:
         """A function from decoded frames to pixels, upright, in the first frame's size."""

@@ -79,7 +79,9 @@ def check_output_path(path: str | Path) -> None:
     elif suffix == ".png" and len(NUMBER.findall(path.name)) != 1:
         raise InputError(f"{path} names one picture; known are {FORMATS}")
     if suffix in (".mp4", ".webm") and find_spec("av") is None:
-        raise InputError(f"PyAV, which writes {suffix}, is not installed: pip install av; or save as .gif or as a directory of PNGs")
+        raise InputError(
+            f"PyAV, which writes {suffix}, is not installed: pip install av; or save as .gif or as a directory of PNGs"
+        )
 
 
 def save_video(
