@@ -1,13 +1,18 @@
 """Tests run on the CPU, eight fake devices of it, whatever else the machine has; those marked `gpu` have a process of
 their own for that."""
 
+import hashlib
 import os
+import platform
 import signal
 import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import xla_options
 
+from cogvideox_flax.io.paths import NotPrivateError, make_private
 from cogvideox_flax.runtime import libtpu
 
 pytest.register_assert_rewrite("commands")
@@ -19,12 +24,38 @@ libtpu.prepare_to_compile()  # where it is installed, it is only ever a compiler
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs them in the background has it ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_cache = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
-os.environ["COGVIDEOX_HOME"] = _cache.name
-# all workers of a run, and their subprocesses, share what they compile; runs share it in a directory that is named here
-os.environ.setdefault("COGVIDEOX_TESTS_XLA_CACHE", f"{_cache.name}/xla")  # workers inherit the first process's
-os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["COGVIDEOX_TESTS_XLA_CACHE"]
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+_home = tempfile.TemporaryDirectory(prefix="cogvideox-tests-")  # gone when the run ends
+os.environ["COGVIDEOX_HOME"] = _home.name
+
+CACHE_LIMIT = 2 * 2**30
+"""Bytes of compiled programs; those used longest ago are removed first."""
+
+
+def _cpu():
+    """The kinds of CPU of this machine: their instructions, as Linux names them."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return sorted({line for line in lines if line.startswith(("flags", "Features"))})
+    return platform.uname().version, platform.processor()
+
+
+def _compiled_programs():
+    """The folder that runs share, with their workers and subprocesses; where none can be made, this run's alone."""
+    # JAX's key is the program with all options and versions, but not what the CPU can run
+    name = hashlib.sha256(repr(_cpu()).encode()).hexdigest()[:12]
+    folder = Path(os.environ.get("COGVIDEOX_TESTS_CACHE") or Path.home() / ".cache" / "cogvideox-tests").absolute()
+    try:
+        make_private(folder / "xla" / name)
+    except (NotPrivateError, OSError):
+        folder = Path(_home.name) / "cache"
+        make_private(folder / "xla" / name)
+    os.environ["COGVIDEOX_TESTS_CACHE"] = str(folder)  # workers inherit it
+    return folder / "xla" / name
+
+
+XLA_CACHE = _compiled_programs()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(XLA_CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.01"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
@@ -50,6 +81,29 @@ def _trace_for_cpus():
 
 def pytest_addoption(parser):
     parser.addoption("--optimized", action="store_true", help="the tests marked so, compiled as for users")
+
+
+def pytest_report_header():
+    return f"compiled programs: {XLA_CACHE}"
+
+
+def pytest_sessionstart(session):
+    """The first process makes room in the cache."""
+    if hasattr(session.config, "workerinput"):
+        return
+    used, total = [(max(s.st_atime, s.st_mtime), s.st_size, path) for path, s in _files(XLA_CACHE.parent)], 0
+    for _, size, path in sorted(used, reverse=True):
+        total += size
+        if total > CACHE_LIMIT:
+            path.unlink(missing_ok=True)
+
+
+def _files(folder):
+    """The files below a folder, with their facts, also while other runs remove some."""
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                yield path, path.stat()
 
 
 def pytest_configure(config):
