@@ -12,7 +12,7 @@ import processes
 import pytest
 from reference import save_layout
 
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.generate import journey

@@ -191,7 +191,7 @@ def test_processes_and_exit_codes(native, layout, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
-    code = "from cogvideox_flax.checkpoint import hub; hub.peek = 1; from cogvideox_flax import cli; cli.main(['info'])"
+    code = "from cogvideox_flax import hub; hub.peek = 1; from cogvideox_flax import cli; cli.main(['info'])"
     done = python("-c", code)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
@@ -351,6 +351,6 @@ def test_an_import_that_an_interrupt_broke_is_no_failure(run, monkeypatch):
         except KeyboardInterrupt:
             raise ImportError("numpy._core.multiarray failed to import") from None
 
-    monkeypatch.setattr("cogvideox_flax.checkpoint.hub.peek", broken)
+    monkeypatch.setattr("cogvideox_flax.hub.peek", broken)
     code, _, err = run("info")
     assert code == 130 and err.strip() == "stopped; the same command goes on from what was finished"

@@ -833,7 +833,7 @@ def test_a_disk_that_fails_anywhere_is_a_message(run, layout, tmp_path, monkeypa
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number), "/a/file")
 
-    monkeypatch.setattr("cogvideox_flax.checkpoint.hub.peek", fail)
+    monkeypatch.setattr("cogvideox_flax.hub.peek", fail)
     code, _, err = run(*generate(layout, tmp_path / "x.mp4"))
     assert code == 2 and f"error: /a/file: {os.strerror(number)}; {advice} or choose another place" in err
 
@@ -865,7 +865,8 @@ def test_without_libtpu_plan_names_the_extra():
 PLATFORMS = """
 import jax, sys
 from cogvideox_flax import Pipeline
-from cogvideox_flax.checkpoint import hub, load_vae
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import InputError
 

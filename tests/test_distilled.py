@@ -14,13 +14,13 @@ import pytest
 from commands import PROMPT, SIZE
 from safetensors.numpy import save_file
 
-from cogvideox_flax import GenerationRequest, Pipeline
-from cogvideox_flax.checkpoint import hub, load_transformer, read_manifest
-from cogvideox_flax.checkpoint.hub import EMBEDDED
+from cogvideox_flax import GenerationRequest, Pipeline, hub
+from cogvideox_flax.checkpoint import load_transformer, read_manifest
 from cogvideox_flax.checkpoint.manifest import write_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.distilled import recognised, with_distillation
 from cogvideox_flax.generate.guidance import Unguided
+from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from reference import SHARED
 
-from cogvideox_flax import GenerationRequest
-from cogvideox_flax.checkpoint import Domain, hub, read_manifest
+from cogvideox_flax import GenerationRequest, hub
+from cogvideox_flax.checkpoint import Domain, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.values import load_json

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import xla_options
 
-from cogvideox_flax import CogVideoXPipeline, GenerationRequest, sharding
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import CogVideoXPipeline, GenerationRequest, hub, sharding
 from cogvideox_flax.schedulers import DDIMScheduler
 from weights.toy_world import judge_image_to_video, judge_video_to_video
 from weights.toy_world.judge import rates, score

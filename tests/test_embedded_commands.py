@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.io.video import read_video
 from weights.toy_world import judge_image_to_video

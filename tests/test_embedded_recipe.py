@@ -10,7 +10,8 @@ import torch
 from flax import nnx
 from reference import relative_error
 
-from cogvideox_flax.checkpoint import hub, load_text_encoder, load_transformer, load_vae, read_manifest
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import load_text_encoder, load_transformer, load_vae, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder

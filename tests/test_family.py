@@ -13,8 +13,7 @@ import pytest
 from flax import nnx
 from tiny_family import CONFIGS, RELEASE, TABLES, Denoiser, Tiny, save_layout
 
-from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cli, sharding
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import RELEASES, GenerationRequest, Pipeline, checkpoint, cli, hub, sharding
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion.configs import find_family
 from cogvideox_flax.conversion.convert import convert
@@ -136,8 +135,8 @@ def test_one_component_by_the_command(layout, tmp_path, capsys):
 
 def test_the_cache_converts_it_once(layout):
     assert hub.peek(layout).configs == CONFIGS
-    native = hub.resolve(layout, progress=False)
-    assert hub.resolve(layout, progress=False) == native
+    native = hub.find(layout, progress=False)
+    assert hub.find(layout, progress=False) == native
     assert checkpoint.read_manifest(native).family == "tiny"
 
 

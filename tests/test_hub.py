@@ -189,7 +189,7 @@ def environment(server, tmp_path):
 
 CLIENT = """
 import json, sys
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.lora import find_adapter
 answers = []
@@ -199,7 +199,7 @@ for name, where, revision in json.loads(sys.argv[1]):
             answers.append(str(find_adapter(where)))
             continue
         answer = getattr(hub, name)(where, revision)
-        answers.append(str(answer) if name == "resolve" else answer.to_json())
+        answers.append(str(answer) if name == "find" else answer.to_json())
     except InputError as e:
         answers.append("error: " + str(e))
 print(json.dumps(answers))
@@ -251,7 +251,7 @@ def test_download_once_convert_once_then_offline(server, client, sources, tmp_pa
     assert set(server.files()) == CONFIGS
     server.asked.clear()
 
-    (native,) = client(("resolve", MODEL, None))
+    (native,) = client(("find", MODEL, None))
     assert set(server.files()) == NEEDED - CONFIGS
     assert len(server.files()) == len(NEEDED - CONFIGS)
     assert {headers.get("authorization") for _, _, headers in server.asked} == {"Bearer hf_secret"}
@@ -265,34 +265,34 @@ def test_download_once_convert_once_then_offline(server, client, sources, tmp_pa
         assert record["source"]["revision"] == commit
 
     server.asked.clear()
-    again = client(("resolve", MODEL, None), ("peek", MODEL, None), HF_HUB_OFFLINE="1")
+    again = client(("find", MODEL, None), ("peek", MODEL, None), HF_HUB_OFFLINE="1")
     assert again == [str(native), facts[0]]
     assert server.asked == []
 
 
 def test_a_server_that_is_down_does_not_matter_once_cached(server, client):
-    (native,) = client(("resolve", MODEL, None))
+    (native,) = client(("find", MODEL, None))
     server.shutdown()
     server.server_close()
-    assert client(("resolve", MODEL, None)) == [native]
+    assert client(("find", MODEL, None)) == [native]
 
 
 def test_the_converted_form_outlives_the_download(server, client, tmp_path):
-    (native,) = client(("resolve", MODEL, "main"))
+    (native,) = client(("find", MODEL, "main"))
     shutil.rmtree(tmp_path / "hf")
     server.asked.clear()
-    assert client(("resolve", MODEL, "main")) == [native]
+    assert client(("find", MODEL, "main")) == [native]
     assert set(server.files()) == CONFIGS
     # but a damaged one needs the weights again
     (Path(native) / "vae" / "model.safetensors").write_bytes(b"")
-    assert client(("resolve", MODEL, "main")) == [native]
+    assert client(("find", MODEL, "main")) == [native]
     assert set(server.files()) == NEEDED
     verify(native)
 
 
 def test_revisions(server, client, sources):
     commits = [commit_of(sources / name) for name in ("one", "two")]
-    calls = [("resolve", MODEL, revision) for revision in ("main", "dev", *commits)]
+    calls = [("find", MODEL, revision) for revision in ("main", "dev", *commits)]
     main, dev, *by_commit = client(*calls)
     assert main != dev
     assert by_commit == [main, dev]
@@ -308,7 +308,7 @@ def test_refusals_say_what_to_do(server, client):
     server.gated.add("asks/first")
     server.status |= {"for/others": 403, "wrong/token": 401, "broken/hub": 500}
     names = ["nobody/nothing", "asks/first", "for/others", "wrong/token", "broken/hub", "other/model", "a/b--c..d"]
-    errors = client(*(("resolve", name, None) for name in names), ("peek", MODEL, "v9"))
+    errors = client(*(("find", name, None) for name in names), ("peek", MODEL, "v9"))
     expected = [
         r"no model 'nobody/nothing', or none that this token may read .* does not exist here.*zai-org/CogVideoX-2b",
         r"asks/first asks for its terms to be accepted: .* HF_TOKEN or run `hf auth login`",
@@ -361,14 +361,14 @@ def test_an_adapter_of_the_hub(server, client, tmp_path):
 
 def test_nothing_cached_and_nobody_there(server, client, tmp_path):
     message = r"error: .* is not complete in the hub's cache, and the hub cannot be reached"
-    calls = [("peek", MODEL, None), ("resolve", MODEL, None)]
+    calls = [("peek", MODEL, None), ("find", MODEL, None)]
     offline = client(*calls, HF_HUB_OFFLINE="1")
     assert all(re.match(message + ".*Unset HF_HUB_OFFLINE", error) for error in offline)
     down = client(*calls, HF_ENDPOINT="http://127.0.0.1:9")
     assert all(re.match(message, error) for error in down)
     # configs alone do not make a model
     client(("peek", MODEL, None))
-    (error,) = client(("resolve", MODEL, None), HF_HUB_OFFLINE="1")
+    (error,) = client(("find", MODEL, None), HF_HUB_OFFLINE="1")
     assert re.match(message, error)
     assert not list((tmp_path / "home").glob("*/config.json"))
 
@@ -394,7 +394,7 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sou
 def test_a_killed_download_keeps_the_files_that_were_complete(server, environment, client, tmp_path):
     name = "transformer/diffusion_pytorch_model.safetensors"
     server.stall.add(name)
-    command = [sys.executable, "-c", CLIENT, json.dumps([("resolve", MODEL, None)])]
+    command = [sys.executable, "-c", CLIENT, json.dumps([("find", MODEL, None)])]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     snapshots = tmp_path / "hf" / "hub"
     with processes.running(command, **quiet, env=environment):  # and killed
@@ -408,7 +408,7 @@ def test_a_killed_download_keeps_the_files_that_were_complete(server, environmen
     server.stall.clear()
     assert not (tmp_path / "home").exists() or not list((tmp_path / "home").glob("*/config.json"))
     server.asked.clear()
-    (native,) = client(("resolve", MODEL, None))
+    (native,) = client(("find", MODEL, None))
     assert server.files() == [name]
     verify(native)
 

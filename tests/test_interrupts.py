@@ -16,7 +16,7 @@ import pytest
 from commands import ROOT
 from media import make_clips
 
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 
 PROMPT = "a large yellow circle goes up against a black background"

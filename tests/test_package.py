@@ -59,13 +59,13 @@ def test_the_wheel_holds_one_package_with_its_tables_and_models(wheel):
 SCRIPT = """
 import importlib, pkgutil, sys
 import cogvideox_flax
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.lora import find_adapter
 
 for module in pkgutil.walk_packages(cogvideox_flax.__path__, "cogvideox_flax."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-assert hub.resolve(None).is_relative_to(sys.argv[1]), hub.resolve(None)
+assert hub.find(None).is_relative_to(sys.argv[1]), hub.find(None)
 find_adapter("embedded-four-steps")
 assert len(cogvideox_flax.Pipeline.from_pretrained().tokenizer(["a red circle"])) == 1
 assert not {"conversion", "weights"} & set(sys.modules)

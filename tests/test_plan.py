@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cogvideox_flax import cli, sharding
 from cogvideox_flax.attention import attend, splash
 from cogvideox_flax.checkpoint import Manifest, read_manifest
-from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.registry import RELEASES
 from cogvideox_flax.nn.scopes import runs_in, share_of

@@ -11,8 +11,8 @@ from PIL import Image
 from reference import SHARED
 from safetensors.numpy import load_file
 
-from cogvideox_flax import GenerationRequest, Pipeline
-from cogvideox_flax.checkpoint import Manifest, hub, load_vae, read_manifest
+from cogvideox_flax import GenerationRequest, Pipeline, hub
+from cogvideox_flax.checkpoint import Manifest, load_vae, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import preview as previews
 from cogvideox_flax.generate.events import Step

@@ -21,8 +21,8 @@ from commands import PROMPT, ROOT, generate
 from flax import nnx
 from reference import save_layout
 
-from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline
-from cogvideox_flax.checkpoint import Manifest, hub, read_manifest
+from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, Pipeline, hub
+from cogvideox_flax.checkpoint import Manifest, read_manifest
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.prepare import given_options
 from cogvideox_flax.conversion.convert import convert

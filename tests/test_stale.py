@@ -15,8 +15,7 @@ from commands import generate, python
 from reference import make_transformer, save_layout
 from safetensors.numpy import load_file
 
-from cogvideox_flax import checkpoint
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion import convert as conversion_module
 from cogvideox_flax.conversion.convert import convert
@@ -266,10 +265,10 @@ def transformer_of(native: Path) -> np.ndarray:
 @pytest.mark.parametrize("how", ["copied over", "replaced"])
 def test_the_cache_does_not_give_another_models_weights(home, two, how):
     layout, other = two
-    first = transformer_of(hub.resolve(layout, progress=False))
-    expected = transformer_of(hub.resolve(other, progress=False))
+    first = transformer_of(hub.find(layout, progress=False))
+    expected = transformer_of(hub.find(other, progress=False))
     swap(layout, other, how)
-    found = transformer_of(hub.resolve(layout, progress=False))
+    found = transformer_of(hub.find(layout, progress=False))
     assert np.array_equal(found, expected) and not np.array_equal(found, first)
 
 
@@ -336,14 +335,14 @@ def test_a_conversion_that_ends_anothers_is_locked_to_its_end(two, tmp_path, mon
 @pytest.mark.parametrize("how", ["removed", "cut", "edited"])
 def test_a_damaged_config_in_the_cache_is_mended(home, two, how):
     layout, _ = two
-    native = hub.resolve(layout, progress=False)
+    native = hub.find(layout, progress=False)
     path, manifest = native / "config.json", checkpoint.read_manifest(native)
     text = path.read_text()
     if how == "removed":
         path.unlink()
     else:
         path.write_text(text[:100] if how == "cut" else text.replace('scaling_factor": 1', 'scaling_factor": 2'))
-    assert hub.resolve(layout, progress=False) == native
+    assert hub.find(layout, progress=False) == native
     assert is_as_written(json.loads(path.read_text())) and checkpoint.read_manifest(native).configs == manifest.configs
     checkpoint.verify(native)
 
@@ -385,19 +384,19 @@ def test_a_folder_that_changes_while_it_is_converted_is_not_kept_as_it_was(two, 
     with monkeypatch.context() as patch:
         patch.setattr(hub, "convert", convert)
         with pytest.raises(CheckpointError, match="changed while it was converted; start again"):
-            hub.resolve(layout, progress=False)
+            hub.find(layout, progress=False)
     assert not list(home.glob("*/config.json"))
-    checkpoint.verify(hub.resolve(layout, progress=False))
+    checkpoint.verify(hub.find(layout, progress=False))
 
 
 def test_a_damaged_conversion_in_the_cache_is_made_again(home, two, caplog):
     layout, _ = two
-    native = hub.resolve(layout, progress=False)
+    native = hub.find(layout, progress=False)
     path = checkpoint.weights_file(native, "vae")
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    assert hub.resolve(layout, progress=False) == native
+    assert hub.find(layout, progress=False) == native
     assert "is damaged and will be made again" in caplog.text
     checkpoint.verify(native)
 
@@ -425,11 +424,11 @@ def test_a_damaged_download_is_not_converted(two, tmp_path, name):
 
 def test_a_whole_conversion_is_read_where_nothing_can_be_written(home, two, monkeypatch):
     layout, _ = two
-    native = hub.resolve(layout, progress=False)
+    native = hub.find(layout, progress=False)
 
     def locked(*args):
         raise AssertionError("a lock was wanted")
 
     monkeypatch.setattr(hub, "_locked", locked)
-    assert hub.resolve(layout, progress=False) == native
+    assert hub.find(layout, progress=False) == native
     assert not list(native.parent.glob("*.lock"))

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec
 
 from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
 from cogvideox_flax.checkpoint import Manifest, read_manifest
-from cogvideox_flax.checkpoint.hub import EMBEDDED
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import result_of
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.predict.step_cache import SCOPE, default_schedule, full_steps
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.models.cogvideox.model import CogVideoX

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cogvideox_flax.checkpoint import WEIGHTS_FILE, hub, load_transformer, parameters, read_manifest
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import WEIGHTS_FILE, load_transformer, parameters, read_manifest
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile, TensorWriter
 

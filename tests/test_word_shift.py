@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from weights.toy_world import caption_cost

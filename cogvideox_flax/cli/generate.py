@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.cli.prepare import (
     Prepared,
     check_runs,

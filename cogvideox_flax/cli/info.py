@@ -7,7 +7,8 @@ import json
 import os
 from typing import Any
 
-from cogvideox_flax.checkpoint import hub, is_native
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import is_native
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.distilled import recognised
 from cogvideox_flax.generate.recipe import read_recipe

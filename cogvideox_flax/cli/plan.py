@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 
-from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.prepare import given_options
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import UNSEEN

@@ -22,7 +22,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
 from cogvideox_flax.generate.distilled import SETTINGS

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.checkpoint import hub, read_manifest
+from cogvideox_flax import hub
+from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.checkpoint.manifest import is_native
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, parse_lora

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from cogvideox_flax import checkpoint
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
 from cogvideox_flax.generate.freshness import request_values
@@ -132,7 +131,7 @@ class OpenModel:
         manifest = hub.peek(where, revision, progress=progress)
         dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
-        return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+        return cls(hub.find(where, revision, progress=progress), dtype, mesh)
 
     @classmethod
     def open_on_hosts(
@@ -146,7 +145,7 @@ class OpenModel:
         """
 
         def open_here() -> Any:
-            return cls(hub.resolve(where, revision, progress=progress), dtype, mesh)
+            return cls(hub.find(where, revision, progress=progress), dtype, mesh)
 
         hosts.check_mesh(mesh)
         return hosts.first_host_first(open_here, "the checkpoints", cls.fingerprints)

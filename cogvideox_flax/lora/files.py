@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax.numpy as jnp
 import numpy as np
 
-from cogvideox_flax import checkpoint
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.config import Config
 from cogvideox_flax.conversion.mapping import Move, source_moves
 from cogvideox_flax.errors import CheckpointError, InputError

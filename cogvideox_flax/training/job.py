@@ -17,8 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from cogvideox_flax import checkpoint, lora, sharding
-from cogvideox_flax.checkpoint import Manifest, hub
+from cogvideox_flax import checkpoint, hub, lora, sharding
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, resolve

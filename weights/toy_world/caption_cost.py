@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.runner import Report, make_parser
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from weights.toy_world import world
 from weights.toy_world.denoiser import Denoiser
 

@@ -26,7 +26,7 @@ from jaxtyping import UInt8
 
 from benchmarks.fidelity import psnr
 from benchmarks.runner import Report, make_parser
-from cogvideox_flax.checkpoint import hub
+from cogvideox_flax import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world

@@ -1,4 +1,4 @@
-"""resolve(where): the native checkpoint of a directory, a hub id, or the embedded model."""
+"""find(where): the native checkpoint of a directory, a hub id, or the embedded model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cogvideox_flax.models.registry import component_names
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = Path(__file__).parents[1].joinpath("weights", "embedded").resolve()
+EMBEDDED = Path(__file__).parent.joinpath("weights", "embedded").resolve()
 """The small checkpoint that comes with the package; in a checkout, cogvideox_flax/weights/ links to it."""
 
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
@@ -49,7 +49,7 @@ EMBEDDED_MODELS: dict[Any, Path] = {
 """The checkpoints that come with the package, by the names that `where` may have."""
 
 
-def resolve(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
+def find(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
     """The native checkpoint that `where` names.
 
     A native directory is returned as it is. A directory in the Hugging Face layout, or a hub id ("owner/name"),
@@ -91,7 +91,7 @@ def resolve(where: str | Path | None, revision: str | None = None, *, progress: 
 def peek(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Manifest:
     """A model's manifest from its config files alone: converts nothing, and downloads only the configs of a hub id.
 
-    Arguments and errors as for `resolve`; `weights` is empty for a model that is not converted.
+    Arguments and errors as for `find`; `weights` is empty for a model that is not converted.
     """
     path = _local(where, revision)
     if path is None:
