@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +22,13 @@ from safetensors.numpy import load_file
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
-from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.io.video import read_video
-from cogvideox_flax.runtime import rendezvous
-from cogvideox_flax.runtime.rendezvous import Place, find_place, join
+from cogvideox_flax.runtime.multihost.messages import Connection
+from cogvideox_flax.runtime.multihost.rendezvous import ProcessAddress, find_address, join
 from cogvideox_flax.training.config import read_config
 from cogvideox_flax.training.finetune import finetune
 from cogvideox_flax.training.job import check
 from cogvideox_flax.training.metrics import read_metrics
-from cogvideox_flax.version import __version__
 
 pytest_plugins = ["commands"]
 
@@ -349,15 +346,15 @@ def test_one_process_of_one_needs_no_other(run, tmp_path):
 
 
 def test_an_address_may_be_ipv6():
-    assert Place("[fd00::2]:9999", 2, 1).address == ("fd00::2", 9999)
+    assert ProcessAddress("[fd00::2]:9999", 2, 1).host_and_port == ("fd00::2", 9999)
 
 
 def test_a_cluster_that_jax_knows_is_found(monkeypatch):
     for name, value in {"NTASKS": "2", "PROCID": "1", "LOCALID": "0", "JOB_ID": "5", "STEP_NODELIST": "n1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    place = find_place(None, None, None, True)
-    assert (place.num_processes, place.process_id) == (2, 1)
-    assert place.address[0] == "n1"
+    address = find_address(None, None, None, True)
+    assert (address.num_processes, address.process_id) == (2, 1)
+    assert address.host_and_port[0] == "n1"
 
 
 def test_messages_hold_values_and_arrays():
@@ -392,14 +389,14 @@ def test_processes_that_do_not_belong_are_refused():
         thread.start()
         return thread
 
-    first = start("first", Place(address, 3, 0, 20))
-    start("other count", Place(address, 2, 1, 20)).join(60)
+    first = start("first", ProcessAddress(address, 3, 0, 20))
+    start("other count", ProcessAddress(address, 2, 1, 20)).join(60)
     with socket.create_connection(("127.0.0.1", port)) as stray:
         stray.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    second = start("second", Place(address, 3, 1, 20))
+    second = start("second", ProcessAddress(address, 3, 1, 20))
     time.sleep(0.5)
-    start("again", Place(address, 3, 1, 20)).join(60)
-    third = start("third", Place(address, 3, 2, 20))
+    start("again", ProcessAddress(address, 3, 1, 20)).join(60)
+    third = start("third", ProcessAddress(address, 3, 2, 20))
     for thread in (first, second, third):
         thread.join(60)
     assert "--num-processes 2, process 0 says 3" in results["other count"]
@@ -409,139 +406,32 @@ def test_processes_that_do_not_belong_are_refused():
     assert results["second"][1] == results["third"][1] == jax_port
 
 
-@pytest.fixture
-def peer():
-    """Starts a listener whose connections are given to a function, each in a thread; returns its ADDRESS:PORT."""
-    stop, threads = threading.Event(), []
+def test_what_is_not_process_0_is_not_waited_for():
+    def listen(answer):
+        with server.accept()[0] as peer:
+            peer.sendall(answer)
+            stop.wait(20)
 
-    def start(answer):
-        def accept():
-            with server:
-                while not stop.is_set():
-                    with suppress(OSError):
-                        threads.append(threading.Thread(target=answer, args=(server.accept()[0], stop)))
-                        threads[-1].start()
-
-        server = socket.create_server(("127.0.0.1", 0))
-        server.settimeout(0.05)
-        address = "{}:{}".format(*server.getsockname())
-        threads.append(threading.Thread(target=accept))
-        threads[-1].start()
-        return address
-
-    yield start
-    stop.set()
-    for thread in threads:
-        thread.join(5)
-        assert not thread.is_alive()
-
-
-def silent(sock, stop):
-    with sock:
-        stop.wait(10)
-
-
-def dribble(sock, stop):
-    """A byte now and then: each is in time, the message never is."""
-    with sock, suppress(OSError):
-        while not stop.wait(0.05):
-            sock.sendall(b"\1")
-
-
-def speaks_http(sock, stop):
-    with sock:
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-
-
-def says(message):
-    def answer(sock, stop):
-        link = Connection(sock)
-        link.send(message)
-        stop.wait(10)
-        link.close()
-
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (silent, "accepts a connection at .* and does not answer within 0.5 s"),
-        (dribble, "accepts a connection at .* and does not answer within 0.5 s"),
-        (speaks_http, "ended before all had joined"),
-        (says([1]), "is not process 0 of this run; check --coordinator"),
-        (says({"jax_port": "x"}), "is not process 0 of this run; check --coordinator"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_peer_that_is_not_process_0_is_not_waited_for(peer, monkeypatch, answer, message):
-    monkeypatch.setattr(rendezvous, "_LATE_S", 0.2)
-    start = time.monotonic()
-    with pytest.raises(InputError, match=message):
-        join(Place(peer(answer), 2, 1, 0.5))
-    assert time.monotonic() - start < 3
-
-
-def test_silent_and_slow_peers_do_not_keep_process_0_from_the_others():
-    """Neither from those that join, nor from its time limit."""
-    address = f"127.0.0.1:{free_port()}"
-    stop = threading.Event()
-
-    def pester(act):
-        host, port = address.split(":")
-        while not stop.is_set():
-            with suppress(OSError):
-                act(socket.create_connection((host, int(port)), 1), stop)
-
-    def lies(sock, stop):
-        """About its length, and in what it says."""
-        sock.sendall(b"\xff" * 16)
-        sock.close()
-        for hello in ([], {"__array__": 5}, {"__array__": ["O", [1]]}, {"process": [], "version": __version__}):
-            stop.wait(0.05)
-            link = Connection(socket.create_connection(address.split(":"), 1))
-            link.send(hello)
-            link.close()
-
-    acts = [silent, silent, silent, dribble, lies]
-    threads = [threading.Thread(target=pester, args=(act,)) for act in acts]
-    results = {}
-
-    def gather():
-        try:
-            results["links"] = join(Place(address, 2, 0, 20))[0]
-        except InputError as e:
-            results["links"] = str(e)
-
-    threads.append(threading.Thread(target=gather))
-    try:
-        for thread in threads:
+    for answer in (b"", b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", bytes(16)):
+        stop = threading.Event()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            thread = threading.Thread(target=listen, args=(answer,))
             thread.start()
-        time.sleep(0.5)
-        start = time.monotonic()
-        join(Place(address, 2, 1, 10))
-        assert time.monotonic() - start < 5
-        threads[-1].join(5)
-        assert set(results["links"]) == {1}
-        start = time.monotonic()
-        with pytest.raises(InputError, match=r"process 1 of 2 has not joined within 1 s"):
-            join(Place(address, 2, 0, 1))
-        assert time.monotonic() - start < 4
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(5)
-            assert not thread.is_alive()
+            start = time.monotonic()
+            with pytest.raises(InputError, match=r"accepts a connection at .* and does not answer within 0.5 s"):
+                join(ProcessAddress("{}:{}".format(*server.getsockname()), 2, 1, 0.5))
+            assert time.monotonic() - start < 5
+            stop.set()
+            thread.join(60)
 
 
-def test_a_process_that_ended_while_it_waited_may_join_again(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_LATE_S", 0.2)
+def test_a_process_that_ended_while_it_waited_may_join_again():
     address, results = f"127.0.0.1:{free_port()}", {}
-    first = threading.Thread(target=lambda: results.update(links=join(Place(address, 3, 0, 20))[0]))
+    first = threading.Thread(target=lambda: results.update(links=join(ProcessAddress(address, 3, 0, 20))[0]))
     first.start()
     with pytest.raises(InputError, match=r"accepts a connection at .* does not answer within 1 s"):
-        join(Place(address, 3, 1, 1))
-    others = [threading.Thread(target=join, args=(Place(address, 3, i, 10),)) for i in (1, 2)]
+        join(ProcessAddress(address, 3, 1, 1))
+    others = [threading.Thread(target=join, args=(ProcessAddress(address, 3, i, 10),)) for i in (1, 2)]
     for thread in others:
         thread.start()
     for thread in (first, *others):

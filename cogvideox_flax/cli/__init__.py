@@ -19,8 +19,9 @@ from cogvideox_flax.cli.arguments import MODULES, TRAINING_OPTIONS, make_parser,
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt, loaded
 from cogvideox_flax.io.values import printable
-from cogvideox_flax.runtime import hosts, libtpu
-from cogvideox_flax.runtime.rendezvous import Place, find_place
+from cogvideox_flax.runtime import libtpu
+from cogvideox_flax.runtime.multihost import hosts
+from cogvideox_flax.runtime.multihost.rendezvous import ProcessAddress, find_address
 from cogvideox_flax.runtime.terminal import leave, reliable_interrupts
 
 STOPPED = "\nstopped; the same command goes on from what was finished"
@@ -86,11 +87,11 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _place(args: argparse.Namespace) -> Place | None:
+def _place(args: argparse.Namespace) -> ProcessAddress | None:
     """Which process of several this one is, by its options; None: the only one."""
     if "coordinator" not in args:
         return None
-    return find_place(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
+    return find_address(args.coordinator, args.num_processes, args.process_id, args.distributed, args.join_timeout)
 
 
 def _same_on_all(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from cogvideox_flax.generate.request import (
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.values import is_count, shown, typed
-from cogvideox_flax.runtime.rendezvous import JOIN_TIMEOUT_S
+from cogvideox_flax.runtime.multihost.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
 TRAINING_OPTIONS = {

@@ -56,7 +56,7 @@ from cogvideox_flax.generate.store import (
     space_needed,
 )
 from cogvideox_flax.io.paths import check_name, item_paths
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.terminal import duration_text, say
 
 

@@ -45,7 +45,7 @@ from cogvideox_flax.io.paths import (
     read_text,
 )
 from cogvideox_flax.plan import chip_of_device, choose_mesh
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.sharding import describe_mesh, make_mesh, parse_mesh
 
@@ -113,7 +113,7 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
     Returns:
         The model, and what was prepared, with its runs.
     """
-    decided: Any = hosts.from_first(prepare, Prepared.to_json)
+    decided: Any = hosts.broadcast(prepare, Prepared.to_json)
     if isinstance(decided, dict):  # on another process
         decided = Prepared(**decided | {"model": ModelChoice(**decided["model"])})
     prepared: Prepared = decided
@@ -392,7 +392,7 @@ def output_of(args: argparse.Namespace) -> Iterator[Path]:
     Its folder of stages is the run's from then on, so that two commands never take one name, and says what was asked
     for, so that the same command goes on there. What fails before anything is finished leaves no folder.
     """
-    name, is_new = hosts.from_first(partial(_choose_output, args))
+    name, is_new = hosts.broadcast(partial(_choose_output, args))
     out = Path(name)
     try:
         yield out

@@ -25,7 +25,7 @@ from cogvideox_flax.io.source import Frames, format_of
 from cogvideox_flax.io.values import is_count
 from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.models.model import VideoModel
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ def read_media(
     """
     batch, num_frames, height, width, _ = shape
 
-    @hosts.first_reads
+    @hosts.broadcast_result
     def read() -> UInt8[np.ndarray, "N F H W 3"]:
         clips = [each.read(num_frames, *(video or (height, width)), fit) for each in media]
         is_resized = video not in (None, (height, width))

@@ -27,10 +27,11 @@ from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 from cogvideox_flax.io.values import is_finite_number, shown
 from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
-from cogvideox_flax.runtime import hosts, libtpu
+from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.schedulers import Scheduler
@@ -148,7 +149,7 @@ class OpenModel:
             return cls(hub.find(where, revision, progress=progress), dtype, mesh)
 
         hosts.check_mesh(mesh)
-        return hosts.first_host_first(open_here, "the checkpoints", cls.fingerprints)
+        return hosts.process_0_then_others(open_here, "the checkpoints", cls.fingerprints)
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {','.join(map(str, self.mesh.devices.shape))}"

@@ -19,8 +19,8 @@ from cogvideox_flax.generate.events import Events, LoopBegan, Step
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import check_writable
 from cogvideox_flax.io.pictures import decoding
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch
+from cogvideox_flax.runtime.multihost import hosts
 
 SUFFIXES = (".png", ".webp")
 
@@ -122,7 +122,7 @@ class Preview:
         return None
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def write_preview(path: Path, frames: UInt8[np.ndarray, "T h w 3"], enlarge: int, fps: float) -> None:
     """Write latent frames, each pixel as a square: a row of some as a PNG, or all as an animated WebP."""
     large = frames.repeat(enlarge, 1).repeat(enlarge, 2)

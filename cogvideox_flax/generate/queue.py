@@ -34,7 +34,7 @@ from cogvideox_flax.generate.result import logging_replaced, save_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import shown, typed
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class Queue:
         """
         return [[Todo(**item) for item in batch] for batch in self._todo(model)]
 
-    @hosts.first_reads
+    @hosts.broadcast_result
     def _todo(self, model: OpenModel) -> list[list[dict[str, Any]]]:
         jobs = [job for group in self.groups for job in group]
         wanted = [(path_of(self.out, job.line, job.run.request), model.recipe(job.run)) for job in jobs]
@@ -344,7 +344,7 @@ class Queue:
         first = f"of {len(self.lines)} prompts in {self.file}, these were not made:"
         return InputError("\n".join([first, *each]))
 
-    @hosts.first_writes
+    @hosts.on_process_0
     def write_page(self) -> None:
         """Write the page of what is there, what failed, and what is still to be made."""
         wrong = [PageRow(number, self.lines[number], fault=fault) for number, fault in self.faults.items()]

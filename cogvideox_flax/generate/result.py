@@ -25,7 +25,7 @@ from cogvideox_flax.io.paths import check_writable, item_paths
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.values import shown
 from cogvideox_flax.io.video import check_output_path, save_video
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def logging_replaced(paths: Sequence[Path]) -> Iterator[None]:
         log.info("%s was replaced", path)
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata: dict[str, Any]) -> None:
     """Write an npz of `latents`, as the decoder takes them, and of `metadata`, a JSON string."""
     with atomic_write(path) as partial, partial.open("wb") as file:

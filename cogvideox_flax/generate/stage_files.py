@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def check_unchanged(
         raise InputError(f"{path} was made before {' and '.join(differ)} changed; {again}")
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: dict[str, Any]) -> None:
     """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
     kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})
@@ -75,7 +75,7 @@ def save(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: 
     write_tensors(path, whole, {"dtype_info": kinds, **texts})
 
 
-@hosts.first_reads
+@hosts.broadcast_result
 def is_fresh(path: Path, key: str) -> bool:
     """Whether a stage file is there, whole, and made from these settings, which are JSON."""
     if not path.exists():
@@ -91,7 +91,7 @@ def is_fresh(path: Path, key: str) -> bool:
     return same
 
 
-@hosts.first_reads
+@hosts.broadcast_result
 def load(
     path: Path, names: tuple[str, ...] | None, maker: str
 ) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:

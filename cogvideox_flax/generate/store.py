@@ -42,8 +42,8 @@ from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.paths import check_free_space, check_writable
 from cogvideox_flax.io.values import load_json, typed
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch, fetch_on_first
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class RunDirectory:
         fingerprints = {name: self.fingerprints[name] for name in parts}
         return json.dumps({**settings, "dtype": run.dtype, "model": fingerprints, **more}, ensure_ascii=False)
 
-    @hosts.first_writes
+    @hosts.on_process_0
     def _write_settings(self, folder: Path, run: Run) -> None:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -352,7 +352,7 @@ class StateKeeper(States):
     def __enter__(self) -> Self:
         return self
 
-    @hosts.first_writes
+    @hosts.on_process_0
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._path.unlink(missing_ok=True)
@@ -562,7 +562,7 @@ def _directories(folder: Path) -> list[Path]:
     return [folder, *sorted(path for path in folder.glob("seed-*") if path.is_dir())]
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def remove_files(folder: Path) -> None:
     """Remove what a run keeps in its directory; the files of others stay."""
     for at in reversed(_directories(folder)):

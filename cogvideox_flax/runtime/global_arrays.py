@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 
 def fetch(x: jax.Array | np.ndarray) -> np.ndarray:
@@ -37,7 +37,7 @@ def put_from_first(arrays: dict[str, np.ndarray], like: dict[str, jax.Array]) ->
         arrays: what process 0 has; it is emptied on the way.
         like: name -> an array with the sharding that is wanted.
     """
-    return {name: put(hosts.from_first(partial(arrays.pop, name)), x.sharding) for name, x in like.items()}
+    return {name: put(hosts.broadcast(partial(arrays.pop, name)), x.sharding) for name, x in like.items()}
 
 
 def replicate(tree: Any, mesh: Mesh | None) -> Any:

@@ -34,8 +34,8 @@ from cogvideox_flax.generate.store import Memory, run_dir_lock
 from cogvideox_flax.io.video import save_contact_sheet
 from cogvideox_flax.lora import lora_parameters, save_lora, with_parameters
 from cogvideox_flax.models.denoiser import Features
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings
 from cogvideox_flax.training.job import RECORD_FILE, FinetuneJob
 from cogvideox_flax.training.latent_cache import LatentCache
@@ -221,12 +221,12 @@ def _sheet_path(job: FinetuneJob, done: int) -> Path:
     return job.config.out / "samples" / f"{done:06d}.png"
 
 
-@hosts.first_reads
+@hosts.broadcast_result
 def _has_sheet(job: FinetuneJob, done: int) -> bool:
     return _sheet_path(job, done).exists()
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: int) -> None:
     sample, size = job.config.sample, job.size
     shown = np.linspace(0, size.num_frames - 1, min(sample.frames, size.num_frames)).round().astype(int)
@@ -235,7 +235,7 @@ def _save_sheet(job: FinetuneJob, video: UInt8[np.ndarray, "B F H W 3"], done: i
     log.info("samples of step %d in %s", done, path)
 
 
-@hosts.first_reads
+@hosts.broadcast_result
 def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen: dict[str, Any]) -> str:
     """Write the adapters or the checkpoint, whose path is returned, and the plot of the loss."""
     denoiser = _assemble(job, trained, frozen)

@@ -27,7 +27,7 @@ from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent, expand_user
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import random_key
 from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint, find_clips
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
@@ -121,7 +121,7 @@ class FinetuneJob:
         return clip_contents(self.clips)
 
     @cached_property
-    @hosts.first_reads
+    @hosts.broadcast_result
     def clips_fingerprint(self) -> str:
         """Fingerprint of the clips' `contents` and captions."""
         return clips_fingerprint(self.clips, self.contents)
@@ -206,7 +206,7 @@ def open_job(path: Path, overrides: Mapping[str, Any]) -> FinetuneJob:
         clips = [[str(clip.path), clip.name, clip.caption] for clip in job.clips]
         return {"config": config_json(job.config), "manifest": job.manifest.to_json(), "clips": clips}
 
-    decided = hosts.from_first(decide)
+    decided = hosts.broadcast(decide)
     if not made:
         clips = [Clip(Path(path), name, caption) for path, name, caption in decided["clips"]]
         config, manifest = config_of_json(decided["config"]), Manifest.from_json(decided["manifest"])

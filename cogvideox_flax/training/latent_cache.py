@@ -22,7 +22,7 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
 from cogvideox_flax.io.contents import content_hash, fingerprint, read_record, write_record
 from cogvideox_flax.io.paths import read_text
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def prepare(
     made_from = fingerprint(record)
     shards = [_shard_path(folder, shard) for shard in range(math.ceil(count / shard_size))]
 
-    @hosts.first_reads
+    @hosts.broadcast_result
     def find_missing() -> list[int]:
         _match_record(folder, record)
         return [i for i, shard in enumerate(shards) if not _is_fresh(shard, made_from)]
@@ -85,7 +85,7 @@ def prepare(
     return LatentCache(folder, count, shard_size)
 
 
-@hosts.first_writes
+@hosts.on_process_0
 def _write_shard(shard: Path, arrays: Arrays, made_from: str) -> None:
     with atomic_write(shard) as partial:
         save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, partial)

@@ -33,8 +33,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from cogvideox_flax.errors import DivergedError, InputError
 from cogvideox_flax.io.contents import match_record, write_record
 from cogvideox_flax.io.interrupts import interrupt
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options, compiling_on
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.settings import own_settings, random_key
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.sharding import ParameterRows
@@ -168,7 +168,7 @@ class Trainer:
                         step_log.write_one(done, self.validation.name, measure(state))
                     stop = hosts.stop_requested(bool(on_step and on_step(done, state)) or stopped.is_set())
                     is_due = partial(_has_passed, last_save + 60 * config.save_minutes)
-                    save = hosts.from_first(is_due) or stop or done == self.last_step
+                    save = hosts.broadcast(is_due) or stop or done == self.last_step
                     if save or done % config.log_every == 0:
                         step_log.write(done, metrics)
                     if save:
@@ -185,7 +185,7 @@ class Trainer:
         before, now = match_run(record, ours, MAY_CHANGE, may_grow=("steps",))["steps"], self.config.steps
         if before < now:
             log.info("steps was raised from %d to %d; the learning rate follows the schedule of %d", before, now, now)
-            hosts.first_writes(write_record)(record, ours)
+            hosts.on_process_0(write_record)(record, ours)
 
     def _is_validated(self, done: int, every: int) -> bool:
         return done % every == 0 or done == self.last_step
@@ -205,7 +205,7 @@ class Trainer:
             assert self.validation is not None
             losses = []
             for i in range(self.validation.count):
-                batch = hosts.from_first(partial(self.validation.batches, i))
+                batch = hosts.broadcast(partial(self.validation.batches, i))
                 losses.append(one(state.trained, self.frozen, put_batch(batch, alone, self.mesh), np.int32(i)))
             return float(np.mean([float(loss) for loss in losses]))
 
@@ -240,7 +240,7 @@ def match_run(
         InputError: they are different runs, or the record is damaged.
     """
     ours = json.loads(json.dumps(ours))
-    theirs = hosts.from_first(lambda: match_record(record, ours))
+    theirs = hosts.broadcast(lambda: match_record(record, ours))
 
     def may_differ(name: str) -> bool:
         before = theirs.get(name)
@@ -329,7 +329,7 @@ def prefetch(batches: Callable[[int], Batch], steps: range) -> Iterator[Iterator
                     pending[each] = pool.submit(batches, each)
             return pending.pop(step).result()
 
-        yield (hosts.from_first(partial(make, step)) for step in steps)
+        yield (hosts.broadcast(partial(make, step)) for step in steps)
 
 
 @contextmanager

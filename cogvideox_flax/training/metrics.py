@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write, write_text
 from cogvideox_flax.io.paths import read_text
-from cogvideox_flax.runtime import hosts
+from cogvideox_flax.runtime.multihost import hosts
 
 
 @jax.tree_util.register_dataclass
@@ -49,12 +49,12 @@ class MetricsLog:
                 str(path.parent / "tensorboard"), purge_step=last_step + 1, filename_suffix=f".{last_step}"
             )
 
-    @hosts.first_writes
+    @hosts.on_process_0
     def _remove_after(self, last_step: int) -> None:
         kept = [line for line in read_metrics(self._path) if line["step"] <= last_step] if self._path.exists() else []
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    @hosts.first_writes
+    @hosts.on_process_0
     def write(self, values: Mapping[str, float]) -> None:
         """Append one line; the operating system has it when this returns."""
         try:

@@ -17,9 +17,9 @@ from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.denoiser import Features
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options
 from cogvideox_flax.runtime.global_arrays import fetch, put
+from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.training import latent_cache
 from cogvideox_flax.training.clips import load_clip
 from cogvideox_flax.training.job import FinetuneJob
@@ -57,7 +57,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
     size, part = job.size, job.model.decoder
     encode = compiled_once(jax.jit(job.model.codec.encode, compiler_options=compiler_options(pipe.dtype)), None)
 
-    @hosts.first_reads
+    @hosts.broadcast_result
     def load(group: list[int]) -> np.ndarray:
         clips = []
         for i in group:

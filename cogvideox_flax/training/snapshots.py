@@ -25,8 +25,8 @@ import orbax.checkpoint as ocp
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hashes, read_record, write_record
 from cogvideox_flax.io.paths import free_bytes, size_text
-from cogvideox_flax.runtime import hosts
 from cogvideox_flax.runtime.global_arrays import fetch_on_first, put_from_first
+from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Snapshots:
         """
         wanted, found = _by_name(like), {}
 
-        @hosts.first_reads
+        @hosts.broadcast_result
         def read() -> bool:
             if (step := self._newest_undamaged()) is not None:
                 found.update(self._read(step, wanted))

@@ -1,13 +1,12 @@
 """Several processes, usually one per host, that run one command together.
 
-JAX connects their devices. All other messages go through process 0, over one TCP connection per process: the start, the
-files that process 0 reads, the failure of a process, and the end. A killed process closes its connection, so the others
-are notified at once, also while they wait in a collective. JAX's coordination service cannot report this: where a
-process is lost or does not join, it aborts the others from C++ (exit code 134) before Python sees an error.
+JAX connects their devices. All other messages go over one TCP connection between process 0 and each other process: the
+start, values that process 0 broadcasts, the failure of a process, and the end. A killed process closes its connection,
+so the others are notified at once, also while they wait in a collective. JAX's coordination service cannot report
+this: if a process is lost or does not join, it aborts the others (exit code 134) before Python sees an error.
 
-Only process 0 reads, decides, writes and prints: `from_first` sends what it read or decided to the others.
-`first_reads` marks a function whose result is sent so, and `first_writes` one that writes a file. Without `joined`
-there is one process, and every function here is a plain call.
+Process 0 alone reads, decides, writes and prints, and broadcasts what it read or decided. Outside of `joined` there is
+one process, and every function here is a plain call.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.interrupts import loaded
-from cogvideox_flax.io.messages import Connection
 from cogvideox_flax.io.values import printable
-from cogvideox_flax.runtime.rendezvous import Place, join
+from cogvideox_flax.runtime.multihost.messages import Connection
+from cogvideox_flax.runtime.multihost.rendezvous import ProcessAddress, join
 
 if TYPE_CHECKING:  # imported late: the command line uses this module before it needs JAX
     from jax.sharding import Mesh
@@ -57,13 +56,13 @@ class Failure:
 class _Group:
     """One process' connections to the run: process 0 is connected to all others, each of them to process 0."""
 
-    def __init__(self, place: Place, links: dict[int, Connection]):
-        self.place, self.links = place, links
-        self.is_first = place.process_id == 0
+    def __init__(self, address: ProcessAddress, links: dict[int, Connection]):
+        self.address, self.links = address, links
+        self.is_first = address.process_id == 0
         self.failure: Failure | None = None
         self.stop_requested = False
         self.handles_interrupt = False  # the command itself stops at the next Ctrl-C
-        self.is_making = False  # process 0 is in `from_first`
+        self.is_making = False  # process 0 is in `broadcast`
         self.values: queue.SimpleQueue[Any] = queue.SimpleQueue()  # from process 0
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._finished = False
@@ -107,7 +106,7 @@ class _Group:
             if self.failure is not None:
                 return False
             self.failure = failure
-        if self.is_first or failure.process == self.place.process_id:
+        if self.is_first or failure.process == self.address.process_id:
             self.send("failure", [failure.process, failure.code, failure.message])
         self._failed.set()
         return True
@@ -124,7 +123,7 @@ class _Group:
 
     def fail(self, code: int, message: str) -> None:
         """End all processes with this one's failure, or with the failure of another process that caused it."""
-        own = Failure(self.place.process_id, code, message)
+        own = Failure(self.address.process_id, code, message)
         if code == 1 and self._failed.wait(_CAUSE_WAIT_S):
             self._exit()
         self._set_failure(own)
@@ -137,8 +136,8 @@ class _Group:
             failure = failure or self.failure
             assert failure is not None
             said = failure.message
-            if failure.process != self.place.process_id:
-                said = f"{self.place.name(failure.process)}: {failure.message.strip()}"
+            if failure.process != self.address.process_id:
+                said = f"{self.address.name(failure.process)}: {failure.message.strip()}"
             try:
                 print(printable(said), file=sys.stderr, flush=True)
                 sys.stdout.flush()
@@ -176,26 +175,26 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(
-    place: Place | None, same: dict[str, Any], outcome: Callable[[BaseException], tuple[int, str | None]]
+    address: ProcessAddress | None, same: dict[str, Any], outcome: Callable[[BaseException], tuple[int, str | None]]
 ) -> Iterator[bool]:
-    """Run a command as one process of several, before any device is used: they begin together and end together.
+    """Run a command as one of several processes that begin and end together. Enter before any device is used.
 
-    All but process 0 discard their standard output. An error in here ends all processes.
+    All but process 0 discard their standard output. An error inside ends all processes.
 
     Args:
-        place: None: this is the only process, and nothing is done.
-        same: options by name, as JSON values, that must be the same on all processes.
-        outcome: of an error: the exit code and the message; None: its traceback.
+        address: None for a single process: nothing is done.
+        same: options by name, as JSON values, that must be equal on all processes.
+        outcome: error -> exit code and message; the message None stands for the traceback.
 
     Yields:
         Whether this is process 0.
 
     Raises:
-        InputError: a process does not join in time, does not belong to this run, or has other options.
+        InputError: a process does not join in time, or has another version, number of processes or other options.
     """
     try:
-        _initialize(place)
-        check_equal("the options", from_first(lambda: same), same)
+        _initialize(address)
+        check_equal("the options", broadcast(lambda: same), same)
         yield is_first()
         if _group is not None:
             _group.finish()
@@ -206,46 +205,46 @@ def joined(
         raise
 
 
-def _initialize(place: Place | None) -> None:
+def _initialize(address: ProcessAddress | None) -> None:
     global _group
-    if place is None or place.num_processes == 1:
+    if address is None or address.num_processes == 1:
         return
     import jax
 
     from cogvideox_flax.sharding.devices import find_devices
 
     loaded()
-    links, jax_port = join(place)
-    _group = _Group(place, links)
+    links, jax_port = join(address)
+    _group = _Group(address, links)
     _group.watch_interrupts()
-    _redirect_stdout(place)
+    _redirect_stdout(address)
     # its SIGTERM handler would keep a process alive that is told to end
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        f"{place.coordinator.rpartition(':')[0]}:{jax_port}",
-        place.num_processes,
-        place.process_id,
-        local_device_ids=place.local_devices,
+        f"{address.coordinator.rpartition(':')[0]}:{jax_port}",
+        address.num_processes,
+        address.process_id,
+        local_device_ids=address.local_devices,
         shutdown_timeout_seconds=30,
     )
     find_devices()  # found by all processes together, so before process 0 asks for them alone
 
 
-def _redirect_stdout(place: Place) -> None:
+def _redirect_stdout(address: ProcessAddress) -> None:
     """Keep `sys.stdout` for process 0 only, and send what C++ libraries such as Gloo print to stderr."""
     sys.stdout.flush()
-    results = os.dup(1) if place.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
+    results = os.dup(1) if address.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
     os.dup2(2, 1)
     sys.stdout = open(results, "w", encoding="utf-8")  # noqa: SIM115  (open as long as the process lives)
 
 
-def from_first(make: Callable[[], T], send: Callable[[T], Any] | None = None) -> T:
-    """Broadcast the result of `make()` on process 0 to all processes. All must call this in the same order.
+def broadcast(make: Callable[[], T], send: Callable[[T], Any] | None = None) -> T:
+    """Broadcast the result of `make()` on process 0 to all processes, which must call this in the same order.
 
     Args:
-        make: called on process 0 only, where calls of this in it are plain calls; returns JSON values and numpy arrays,
-            in lists and dictionaries.
-        send: makes these of the result of `make`, where it is something else; the other processes get them.
+        make: called on process 0 only, where calls of `broadcast` in it are plain calls; returns JSON values and numpy
+            arrays, in lists and dictionaries.
+        send: makes these of the result of `make` where it is something else; the other processes get them.
 
     Raises:
         InputError: as `make` raised it on process 0.
@@ -255,7 +254,7 @@ def from_first(make: Callable[[], T], send: Callable[[T], Any] | None = None) ->
     if not _group.is_first:
         error, value = _group.values.get()  # never, if a process fails: then this one is ended
         if error is not None:
-            raise InputError(f"{_group.place.name(0)}: {error}")
+            raise InputError(f"{_group.address.name(0)}: {error}")
         return value
     _group.is_making = True
     try:
@@ -269,37 +268,26 @@ def from_first(make: Callable[[], T], send: Callable[[T], Any] | None = None) ->
     return value
 
 
-def first_reads(read: Callable[P, T]) -> Callable[P, T]:
-    """A decorator of what needs process 0's files: all processes call it, process 0 alone runs it, and its result is
-    sent to the others, as by `from_first`."""
-
-    @wraps(read)
-    def on_all(*args: P.args, **kwargs: P.kwargs) -> T:
-        return from_first(lambda: read(*args, **kwargs))
-
-    return on_all
+def broadcast_result(read: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that reads process 0's files: all processes call it, process 0 runs it and broadcasts."""
+    return wraps(read)(lambda *args, **kwargs: broadcast(partial(read, *args, **kwargs)))
 
 
-def first_writes(write: Callable[P, None]) -> Callable[P, None]:
-    """A decorator of what writes files: all processes call it, and process 0 alone writes."""
-
-    @wraps(write)
-    def on_first(*args: P.args, **kwargs: P.kwargs) -> None:
-        if is_first():
-            write(*args, **kwargs)
-
-    return on_first
+def on_process_0(write: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a function that writes files: all processes call it, process 0 runs it."""
+    return wraps(write)(lambda *args, **kwargs: write(*args, **kwargs) if is_first() else None)
 
 
-def first_host_first(make: Callable[[], T], what: str, values: Callable[[T], dict[str, Any]]) -> T:
-    """`make()` on process 0, then on the others, which find its files on a shared disk and otherwise write their own.
+def process_0_then_others(make: Callable[[], T], what: str, values: Callable[[T], dict[str, Any]]) -> T:
+    """Return `make()`, which process 0 calls before the others: these find its files if they share its disk.
 
     Args:
-        make: does not use `from_first`.
-        what, values: of what was made, JSON values that must be the same on all; as for `check_equal`.
+        make: does not use `broadcast`.
+        what: name of the results in the message, in the plural.
+        values: result -> JSON values that must be equal on all processes.
 
     Raises:
-        InputError: as for `from_first`, and as for `check_equal`.
+        InputError: as `make` raised it on process 0, or as for `check_equal`.
     """
     made: list[T] = []
 
@@ -307,7 +295,7 @@ def first_host_first(make: Callable[[], T], what: str, values: Callable[[T], dic
         made.append(make())
         return values(made[0])
 
-    theirs = from_first(first)
+    theirs = broadcast(first)
     if not made:
         made.append(make())
         check_equal(what, theirs, values(made[0]))
@@ -315,16 +303,7 @@ def first_host_first(make: Callable[[], T], what: str, values: Callable[[T], dic
 
 
 def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuse a run in which this process has other values than process 0.
-
-    Args:
-        what: they are of, in the plural.
-        theirs: the JSON values of process 0, by name.
-        values: those of this process.
-
-    Raises:
-        InputError: they differ.
-    """
+    """Raise InputError if JSON values of this process differ from `theirs`, those of process 0."""
     differing = [
         f"{name} is {theirs.get(name)!r} there, {value!r} here"
         for name, value in values.items()
@@ -335,17 +314,13 @@ def check_equal(what: str, theirs: dict[str, Any], values: dict[str, Any]) -> No
 
 
 def check_mesh(mesh: Mesh | None) -> None:
-    """Refuse a mesh that leaves out a process.
-
-    Raises:
-        InputError: it does.
-    """
+    """Raise InputError if the mesh leaves out a process."""
     if _group is None:
         return
     import jax
 
     used = {device.process_index for device in mesh.devices.flat} if mesh is not None else set()
-    count = _group.place.num_processes
+    count = _group.address.num_processes
     if len(used) < count:
         raise InputError(
             f"the mesh must span all {count} processes, which have {jax.device_count()} devices together; give "
@@ -355,23 +330,21 @@ def check_mesh(mesh: Mesh | None) -> None:
 
 @contextmanager
 def handled_interrupt() -> Iterator[None]:
-    """While this is open, the first Ctrl-C does not end the processes: the command stops by itself."""
-    if _group is None:
-        yield
-        return
-    _group.handles_interrupt = True
+    """Let the command stop by itself at the first Ctrl-C, which then does not end the processes."""
+    if _group is not None:
+        _group.handles_interrupt = True
     try:
         yield
     finally:
-        _group.handles_interrupt = False
+        if _group is not None:
+            _group.handles_interrupt = False
 
 
 def stop_requested(here: bool) -> bool:
-    """Whether any process is to stop: the same answer on all, which must all call this in the same order.
+    """Whether any process is to stop; `here`: whether this one is, of which process 0 may hear one call later.
 
-    Args:
-        here: whether this one is. Process 0 may hear of the others one call later.
+    The answer is equal on all processes, which must call this in the same order.
     """
     if _group is not None and here and not _group.is_first:
         _group.send("stop")
-    return from_first(lambda: here or (_group is not None and _group.stop_requested))
+    return broadcast(lambda: here or (_group is not None and _group.stop_requested))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
+import select
 import socket
 import struct
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported late: the command line uses this module before it needs arrays
@@ -50,24 +49,14 @@ class Connection:
             for array in arrays:
                 self._socket.sendall(array.reshape(-1).view(np.uint8).data)
 
-    def receive(self, *, deadline: float = math.inf, limit: int = 2**40) -> Any:
-        """The next message, its tuples as lists; None if the connection is closed or the data is not a message.
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next message, its tuples as lists; None if the connection is closed, or what came is not a message.
 
         Args:
-            deadline: of `time.monotonic()`; the connection counts as closed if the message is not complete by then.
-            limit: bytes; a longer message is refused.
+            timeout: seconds without a byte after which the connection counts as closed.
         """
         import numpy as np
 
-        try:
-            text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size, deadline))
-            if text_bytes + array_bytes > limit:
-                return None
-            text, body = self._read(text_bytes, deadline), memoryview(self._read(array_bytes, deadline))
-            if deadline != math.inf:
-                self._socket.settimeout(None)
-        except (OSError, MemoryError):
-            return None
         start = 0
 
         def array(value: dict[str, Any]) -> Any:
@@ -81,27 +70,26 @@ class Connection:
             return found
 
         try:
+            self._socket.settimeout(timeout)
+            text_bytes, array_bytes = _HEADER.unpack(self._read(_HEADER.size))
+            text, body = self._read(text_bytes), memoryview(self._read(array_bytes))
+            self._socket.settimeout(None)
             return json.loads(text, object_hook=array)
-        # of bytes that another program sent
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        except (OSError, ValueError, MemoryError, OverflowError):  # the last three: bytes of another program
             return None
 
-    def fileno(self) -> int:
-        """For `selectors`: readable when `receive` would not wait for the first byte."""
-        return self._socket.fileno()
+    def is_idle(self) -> bool:
+        """Whether the connection is open and holds no byte to receive."""
+        return not select.select([self._socket], [], [], 0)[0]
 
     def close(self) -> None:
         """Later messages are lost; the other side receives None."""
         self._socket.close()
 
-    def _read(self, nbytes: int, deadline: float) -> bytearray:
+    def _read(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         view = memoryview(data)
         while view:
-            if deadline != math.inf:
-                if (left := deadline - time.monotonic()) <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(left)  # of this read alone
             if not (got := self._socket.recv_into(view)):
                 raise ConnectionError("closed by the other side")
             view = view[got:]
