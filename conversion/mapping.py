@@ -10,7 +10,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Table
-from cogvideox_flax.conversion.tables import TABLES
+from cogvideox_flax.conversion.tables import get_tables
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.model import Family, VideoModel
 
@@ -57,7 +57,7 @@ def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping
 
 def source_moves(family: Family, component: str, config: Any) -> dict[str, Move]:
     """The name of every tensor that a source checkpoint of this config holds -> its move."""
-    table = TABLES[family.name][component](config)
+    table = get_tables(family.name)[component](config)
     moves = {}
     for target, leaf in parameters(family.components[component].abstract(config)).items():
         row, groups = _row_of_target(table, target)
@@ -69,7 +69,7 @@ def source_moves(family: Family, component: str, config: Any) -> dict[str, Move]
 def _match(
     family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]
 ) -> tuple[dict[str, Move], dict[str, Shape], list[str]]:
-    table = TABLES[family.name][component](config)
+    table = get_tables(family.name)[component](config)
     abstract = family.components[component].abstract(config)
     shapes = {name: tuple(leaf.shape) for name, leaf in parameters(abstract).items()}
     moves: dict[str, Move] = {}

@@ -1,19 +1,23 @@
-"""The mapping tables of all model families."""
+"""The mapping tables of the model families, each imported when it is asked for."""
 
 from __future__ import annotations
 
-from cogvideox_flax.conversion import cogvideox, hunyuan_video15
-from cogvideox_flax.conversion.rules import Tables
-from cogvideox_flax.models.cogvideox.releases import FAMILY as COGVIDEOX
-from cogvideox_flax.models.hunyuan_video15.releases import FAMILY as HUNYUAN_VIDEO15
-from cogvideox_flax.models.hunyuan_video15.releases import IMAGE_FAMILY as HUNYUAN_VIDEO15_IMAGE
+from importlib import import_module
 
-TABLES: dict[str, Tables] = {
-    COGVIDEOX: cogvideox.TABLES,
-    HUNYUAN_VIDEO15: hunyuan_video15.TABLES,
-    HUNYUAN_VIDEO15_IMAGE: hunyuan_video15.TABLES,
+from cogvideox_flax.conversion.rules import Tables
+
+TABLES: dict[str, Tables | str] = {
+    "cogvideox": "cogvideox_flax.conversion.cogvideox",
+    "hunyuan_video15": "cogvideox_flax.conversion.hunyuan_video15",
+    "hunyuan_video15_i2v": "cogvideox_flax.conversion.hunyuan_video15",
 }
-"""Family -> its tables."""
+"""Family -> its tables, or the module whose `TABLES` they are."""
+
+
+def get_tables(family: str) -> Tables:
+    """The tables of a family."""
+    tables = TABLES[family]
+    return import_module(tables).TABLES if isinstance(tables, str) else tables
 
 
 def register_tables(family: str, tables: Tables) -> None:

@@ -81,19 +81,31 @@ def test_imports_point_down(path):
 FAMILIES = {"cogvideox", "hunyuan_video15"}
 
 
-def test_a_family_is_known_to_its_own_folder_and_the_registry():
+def test_a_family_is_imported_by_its_own_folder_alone():
     known = [f"cogvideox_flax.models.{family}" for family in FAMILIES]
     for path in files("cogvideox_flax"):
         parts = path.relative_to(ROOT / "cogvideox_flax").parts
         named = {m for m in imports(path) if any(m == name or m.startswith(f"{name}.") for name in known)}
-        if parts == ("models", "registry.py") or parts[:2] in {("models", family) for family in FAMILIES}:
+        if parts[:2] in {("models", family) for family in FAMILIES}:
             continue
         assert not named, f"{path} imports {named}"
     for path in files("conversion"):
         tables = {f"cogvideox_flax.conversion.{family}" for family in FAMILIES}
-        own = {path.relative_to(ROOT / "conversion").parts[0], path.name} & (FAMILIES | {"tables.py"})
+        own = path.relative_to(ROOT / "conversion").parts[0] in FAMILIES
         named = {m for m in imports(path) if any(m.startswith(name) for name in (*known, *tables))}
         assert own or not named, f"{path} imports {named}"
+
+
+def test_a_run_imports_its_own_family_alone():
+    code = """
+import sys
+from cogvideox_flax import Pipeline
+Pipeline.from_pretrained()("a red circle", num_inference_steps=1, progress=False)
+imported = [name for name in sys.modules if name.startswith("cogvideox_flax.") and "hunyuan_video15" in name]
+assert not imported, imported
+"""
+    run = processes.run([sys.executable, "-c", code], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
 
 
 def test_conversion_needs_only_configs_models_and_checkpoint():

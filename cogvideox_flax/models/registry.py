@@ -1,19 +1,57 @@
-"""The model families, and all their releases."""
+"""The model families by name, each imported when it is asked for, and all their releases."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.models.cogvideox.model import CogVideoX
-from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15, HunyuanVideo15ImageToVideo
 from cogvideox_flax.models.model import Release, VideoModel
 
-FIRST_FAMILY = CogVideoX.name
+FIRST_FAMILY = "cogvideox"
 """That of checkpoints which do not name theirs: older versions knew one family."""
 
-FAMILIES: dict[str, type[VideoModel]] = {}
+_CLASSES: dict[str, str | type[VideoModel]] = {
+    "cogvideox": "cogvideox_flax.models.cogvideox.model:CogVideoX",
+    "hunyuan_video15": "cogvideox_flax.models.hunyuan_video15.model:HunyuanVideo15",
+    "hunyuan_video15_i2v": "cogvideox_flax.models.hunyuan_video15.model:HunyuanVideo15ImageToVideo",
+}
+"""Name -> family, or MODULE:CLASS until it is asked for."""
+
+
+class _Families(Mapping[str, type[VideoModel]]):
+    def __getitem__(self, name: str) -> type[VideoModel]:
+        family = _CLASSES[name]
+        if isinstance(family, str):
+            module, _, cls = family.partition(":")
+            family = _CLASSES[name] = getattr(import_module(module), cls)
+        return family
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_CLASSES)
+
+    def __len__(self) -> int:
+        return len(_CLASSES)
+
+
+class _Releases(Mapping[str, Release]):
+    def __getitem__(self, name: str) -> Release:
+        for family in FAMILIES.values():
+            if name in family.releases:
+                return family.releases[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for family in FAMILIES.values() for name in family.releases)
+
+    def __len__(self) -> int:
+        return sum(len(family.releases) for family in FAMILIES.values())
+
+
+FAMILIES: Mapping[str, type[VideoModel]] = _Families()
 """Name -> family."""
 
-RELEASES: dict[str, Release] = {}
+RELEASES: Mapping[str, Release] = _Releases()
 """Name -> release, over all families."""
 
 
@@ -23,10 +61,14 @@ def register(family: type[VideoModel]) -> None:
     Raises:
         ValueError: a name that is taken.
     """
-    if family.name in FAMILIES or family.releases.keys() & RELEASES:
+    if family.name in FAMILIES or family.releases.keys() & RELEASES.keys():
         raise ValueError(f"the family {family.name!r}, or one of its releases, is registered already")
-    FAMILIES[family.name] = family
-    RELEASES.update(family.releases)
+    _CLASSES[family.name] = family
+
+
+def unregister(name: str) -> None:
+    """Remove a family and its releases."""
+    del _CLASSES[name]
 
 
 def get_family(name: str) -> type[VideoModel]:
@@ -35,8 +77,8 @@ def get_family(name: str) -> type[VideoModel]:
     Raises:
         InputError: no such family; the message lists those there are.
     """
-    if name not in FAMILIES:
-        raise InputError(f"unknown model family {name!r}; this version knows {', '.join(FAMILIES)}")
+    if name not in _CLASSES:
+        raise InputError(f"unknown model family {name!r}; this version knows {', '.join(_CLASSES)}")
     return FAMILIES[name]
 
 
@@ -54,7 +96,3 @@ def get_release(name: str) -> Release:
     if name.lower() not in RELEASES:
         raise InputError(f"unknown release {name!r}; known are {', '.join(RELEASES)}")
     return RELEASES[name.lower()]
-
-
-for _family in (CogVideoX, HunyuanVideo15, HunyuanVideo15ImageToVideo):
-    register(_family)
