@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float32, UInt8
 
+from benchmarks.linear_map import SPACE, TIME, fit_linear_map
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.preview import SPACE, TIME, apply_linear_map, fit_linear_map
+from cogvideox_flax.generate.preview import apply_linear_map
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_contact_sheet
 

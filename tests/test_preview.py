@@ -11,12 +11,13 @@ from PIL import Image
 from reference import SHARED
 from safetensors.numpy import load_file
 
+from benchmarks.linear_map import fit_linear_map, to_grid
 from cogvideox_flax import GenerationRequest, Pipeline, hub
 from cogvideox_flax.checkpoint import Manifest, load_vae, read_manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import preview as previews
 from cogvideox_flax.generate.events import Step
-from cogvideox_flax.generate.preview import Preview, apply_linear_map, fit_linear_map
+from cogvideox_flax.generate.preview import Preview, apply_linear_map
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.models.registry import get_release
 from weights.toy_world import world
@@ -97,7 +98,7 @@ def test_what_does_not_belong_together_is_refused():
 
 def explained(latents, matrix, frames):
     """The share of the averaged frames' variance, of all clips together, that the map explains."""
-    seen = np.stack([previews._to_grid(clip) for clip in frames])
+    seen = np.stack([to_grid(clip) for clip in frames])
     found = np.stack(latents) @ matrix[:-1] + matrix[-1]
     return 1 - np.square(seen - found).sum() / np.square(seen - seen.mean((0, 1, 2, 3))).sum()
 

@@ -19,9 +19,9 @@ import xla_options
 from PIL import Image
 from reference import convert_component, make_vae, relative_error
 
+from benchmarks.linear_map import fit_linear_map
 from cogvideox_flax.checkpoint import load_vae
 from cogvideox_flax.generate import store
-from cogvideox_flax.generate.preview import fit_linear_map
 from cogvideox_flax.io.video import read_video
 
 ROOT = Path(__file__).resolve().parents[1]
