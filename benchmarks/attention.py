@@ -151,7 +151,7 @@ def cycles(schedule: tpu.KernelSchedule, tokens: int, sizes: Any) -> tuple[int, 
 
 def stock_ms(dump: Path, shape: Shape) -> float:
     """JAX's own kernel, correctly masked."""
-    from cogvideox_flax.attention import stock
+    from benchmarks import stock_attention as stock
 
     schedules, _ = _compile(dump, shape, stock.attend, "splash")
     (schedule,) = schedules

@@ -150,7 +150,7 @@ def test_attention_by_exchange(kv_len, heads):
     real = jnp.arange(37) < jnp.broadcast_to(jnp.asarray(37 if kv_len is None else kv_len), 2)[:, None]
     k, v = (jnp.where(real[:, :, None, None], x, 1e30) for x in (k, v))
     lengths = jnp.array(kv_len) if isinstance(kv_len, list) else kv_len
-    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths, smooth_k=True))
+    call = jax.jit(lambda q, k, v: attend(q, k, v, kv_len=lengths))
     with jax.set_mesh(sharding.make_mesh(2, 4, 1)):
         spread = call(q, k, v)
     assert jnp.isfinite(spread).all()

@@ -184,11 +184,11 @@ def test_tokens_in_the_tiles_of_a_tpu_give_the_same(model):
 @pytest.mark.parametrize(
     "options",
     [
-        {"smooth_k": True},
+        {"backend": "xla"},
         {"backend": "triton", "interpret": True},
         {"backend": "splash", "interpret": True, "tile_sizes": TileSizes(128, 128, 128, 128)},
     ],
-    ids=["smooth_k", "triton", "splash"],
+    ids=["xla", "triton", "splash"],
 )
 def test_attention_function_is_given_to_the_transformer(model, options):
     model, args = model

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import cudnn, splash, stock, triton, xla
+from cogvideox_flax.attention import cudnn, splash, triton, xla
 from cogvideox_flax.attention.gradient import own_keys
 from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_tiles
 from cogvideox_flax.attention.tile_sizes import TileSizes
@@ -73,7 +73,6 @@ BACKENDS: dict[str, Backend] = {
     "auto": _auto,
     "xla": _with_own_keys(xla.attend),
     "splash": splash.attend,
-    "stock": _with_own_keys(stock.attend),
     "cudnn": _with_own_keys(cudnn.attend),
     "triton": _with_own_keys(triton.attend),
 }
@@ -88,7 +87,7 @@ BACKENDS_WITH_LSE: dict[str, BackendWithLse] = {
 }
 """name -> f(q, k, v, kv_len): attention to some of the keys and log_sum_exp, for ring attention."""
 
-KERNELS = frozenset({"splash", "stock", "triton"})
+KERNELS = frozenset({"splash", "triton"})
 """The backends that are Pallas kernels and can be interpreted."""
 
 
@@ -101,7 +100,6 @@ def attend(
     kv_len: int | Int[Array, " B"] | None = None,
     backend: str = "auto",
     interpret: bool = False,
-    smooth_k: bool = False,
     tile_sizes: TileSizes | None = None,
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v, softmax in float32, result in q's dtype.
@@ -110,19 +108,17 @@ def attend(
     and |v| times the number of keys below 2^126. Products are rounded to float32, so the error of a score is a few
     times 2^-24 |q| |k| log2(e) / sqrt(K); where that exceeds 1, keys with closer scores split their weight arbitrarily.
     Numbers below 2^-126, and products of a probability and a value below 2^-126, count as 0.
-    "splash" and "triton" were tested interpreted; "stock" and "cudnn" were not tested at these limits.
+    "splash" and "triton" were tested interpreted; "cudnn" was not tested at these limits.
 
     Args:
-        q, k, v: float32, bfloat16 or float16, the same for all three, of any length. "splash" and "stock" refuse
-            float16, which the TPU compiler does not support in a kernel; "auto" is XLA in float16 on a TPU.
+        q, k, v: float32, bfloat16 or float16, the same for all three, of any length. "splash" refuses float16,
+            which the TPU compiler does not support in a kernel; "auto" is XLA in float16 on a TPU.
         q_len: how many queries are attended; None: all. Those past it are padding, and what is returned for them is
             finite, no more.
         kv_len: how many keys are attended, for all or per batch element: 1 to S. An array is clipped to that range,
             since its values may only be known on the device. The values of keys past it must be finite.
         backend: a name in BACKENDS, or "auto" for the best one on this platform.
         interpret: run a Pallas backend in interpret mode (on any device, slowly).
-        smooth_k: subtract the mean key from all keys. The result is the same; scores become smaller, which reduces
-            rounding errors and lets more heads of "splash" run without a running maximum.
         tile_sizes: of the splash kernel; None takes the best ones from its table.
 
     Raises:
@@ -133,8 +129,6 @@ def attend(
     if q_len is not None and not 1 <= q_len <= q.shape[1]:
         raise InputError(f"q_len must be between 1 and the number of queries, {q.shape[1]}; got {q_len}")
     kv_len = _check_length(kv_len, q.shape[0], k.shape[1])
-    if smooth_k:
-        k = _subtract_mean(k, kv_len)
     options: dict[str, Any] = {"interpret": interpret} if interpret else {}
     options |= {"tile_sizes": tile_sizes} if tile_sizes is not None else {}
     with_lse = partial(BACKENDS_WITH_LSE[backend], **options) if backend in BACKENDS_WITH_LSE else None
@@ -212,14 +206,6 @@ def _check_length(kv_len: int | Int[Array, " B"] | None, batch: int, keys: int) 
     if kv_len.shape != (batch,):
         raise InputError(f"kv_len must be an int or one int per batch element, {(batch,)}; got {kv_len.shape}")
     return jnp.clip(kv_len, 1, keys)
-
-
-def _subtract_mean(k: Float[Array, "B S N K"], kv_len: int | Int[Array, " B"] | None) -> Float[Array, "B S N K"]:
-    """Keys minus the mean of those that are attended."""
-    wide = k.astype(jnp.float32)
-    lengths = jnp.reshape(jnp.asarray(k.shape[1] if kv_len is None else kv_len), (-1, 1))
-    attended = (jnp.arange(k.shape[1]) < lengths)[:, :, None, None]
-    return (wide - wide.mean(1, keepdims=True, where=attended)).astype(k.dtype)
 
 
 __all__ = ["BACKENDS", "BACKENDS_WITH_LSE", "KERNELS", "SparseTiles", "TileSizes", "attend", "attend_jointly"]

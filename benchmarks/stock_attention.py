@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float, Int
 
-from cogvideox_flax.attention import splash as ours
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import round_up
 
 Q_BLOCK, KV_BLOCK, COMPUTE = 2048, 2048, 1024
@@ -25,13 +23,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B Q N K"]:
-    """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
-
-    Raises:
-        InputError: a dtype that the TPU compiler does not support in a kernel.
-    """
-    if reason := ours.why_not(q):
-        raise InputError(f"attention backend 'stock': {reason}. Take 'auto', or another dtype")
+    """softmax(q k^T / sqrt(K)) v of float32 or bfloat16; see `cogvideox_flax.attention.attend`."""
     batch, queries, heads, dim = q.shape
     keys = k.shape[1]
     q_block, kv_block = min(Q_BLOCK, round_up(queries, 128)), min(KV_BLOCK, round_up(keys, 128))
