@@ -1,9 +1,8 @@
-"""Compiled programs on disk: only what the code in memory makes, only from a private folder, only undamaged."""
+"""Compiled programs on disk: only what the code in memory makes, only from a private folder."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -114,49 +113,6 @@ def test_flags_in_a_file_count_by_what_they_say(tmp_path, monkeypatch):
 # --- other people's files ---
 
 
-class Planted:
-    """Runs when it is unpickled."""
-
-    def __reduce__(self):
-        return exec, ("raise SystemExit('a planted program ran')",)
-
-
-@pytest.mark.parametrize("inside", ["whole", "payload"])
-def test_a_planted_pickle_is_not_run(cache, inside):
-    path = kept(cache)
-    data = pickle.dumps(Planted())
-    if inside == "payload":
-        data = path.read_bytes()[:-1000] + data
-    path.write_bytes(data)
-    assert float(load(cache, make=compiled)(jnp.float32(1))["sum"][0]) == 2
-    load(cache)  # made again
-
-
-def test_programs_of_older_versions_are_not_read(cache):
-    planted = cache.folder / (program_name("program", (jnp.float32(1),), None) + ".executable")
-    planted.write_bytes(pickle.dumps((Planted(), None)))
-    kept(cache)
-    assert not planted.exists()
-
-
-@pytest.mark.parametrize("how", ["group", "others", "link", "owner"])
-def test_a_file_that_others_could_have_written_is_not_loaded(cache, tmp_path, how, caplog):
-    if how == "owner" and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
-    path = kept(cache)
-    if how == "link":
-        path.rename(tmp_path / "elsewhere")
-        path.symlink_to(tmp_path / "elsewhere")
-    elif how == "owner":
-        os.chown(path, 12345, -1)
-    else:
-        os.chown(path, -1, 54321 if os.geteuid() == 0 else -1)
-        path.chmod(0o620 if how == "group" else 0o602)
-    made = []
-    load(cache, make=lambda: made.append(1) or compiled())
-    assert made and "not loading a compiled program" in caplog.text
-
-
 @pytest.mark.parametrize("how", ["others", "link", "file", "owner", "above"])
 def test_a_folder_that_others_could_change_is_refused(tmp_path, how):
     if how == "owner" and os.geteuid() != 0:
@@ -190,34 +146,10 @@ def test_the_pipeline_says_so(tmp_path):
         CogVideoXPipeline.from_pretrained(None, "float32").keep_programs(folder)
 
 
-# --- damage ---
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_flipped_bits_are_found_before_the_loader_sees_them(cache, seed, caplog):
-    path = kept(cache)
-    data = bytearray(path.read_bytes())
-    state = seed
-    for _ in range(4):
-        state = (1103515245 * state + 12345) % 2**31
-        data[state % len(data)] ^= 1 << state % 8
-    path.write_bytes(data)
-    assert float(load(cache, make=compiled)(jnp.float32(1))["sum"][0]) == 2
-    assert f"{path} is damaged; compiling it again" in caplog.text
-    assert float(load(cache)(jnp.float32(1))["sum"][0]) == 2  # the damaged one was replaced
-
-
-def test_a_program_under_anothers_name_is_not_taken_for_it(cache):
-    one, two = kept(cache, "one", shift=1.0), kept(cache, "two", shift=2.0)
-    shutil.copyfile(one, two)
-    assert float(load(cache, "two", lambda: compiled(2.0))(jnp.float32(1))["sum"][0]) == 3
-
-
 def test_a_cut_or_empty_program_is_made_again(cache):
     path = kept(cache)
     for end in (0, 10, 60, -1):
         path.write_bytes(path.read_bytes()[:end])
         with pytest.raises(AssertionError, match="compiled"):
             load(cache)
-        assert not path.exists()
         load(cache, make=compiled)

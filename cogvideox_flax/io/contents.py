@@ -17,7 +17,7 @@ from typing import Any
 
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import write_json, write_text
-from cogvideox_flax.io.paths import NotPrivateError, open_file, private_cache_dir, read_private
+from cogvideox_flax.io.paths import NotPrivateError, open_file, private_cache_dir
 from cogvideox_flax.io.values import load_json
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ hash is not cached."""
 _LOG_FROM_BYTES = 2**30
 """Hashing this many bytes takes seconds and is logged."""
 
-_FILE = "sha256.txt"  # a checksum of the rest, then JSON: device and inode -> size, times, digest
+_FILE = "sha256.txt"  # JSON: device and inode -> size, times, digest
 _CHECKSUM = "checksum"
 _LOCK = threading.Lock()
 _known: dict[str, list[Any]] | None = None
@@ -201,10 +201,9 @@ def _records() -> Mapping[str, list[Any]]:
 
 def _read() -> dict[str, list[Any]]:
     try:
-        checksum, _, text = read_private(private_cache_dir("contents") / _FILE).partition(b"\n")
-        intact = checksum.decode() == hashlib.sha256(text).hexdigest()
-        return json.loads(text) if intact else {}
-    except (OSError, NotPrivateError, ValueError, InputError):
+        found = load_json(private_cache_dir("contents") / _FILE)
+        return found if isinstance(found, dict) else {}
+    except (OSError, NotPrivateError, ValueError, InputError):  # also the file of an older version, with a checksum
         return {}  # the files are hashed again
 
 
@@ -217,4 +216,4 @@ def _save_records(found: dict[str, list[Any]]) -> None:
         text = json.dumps(dict(list(_known.items())[-MAX_RECORDS:]))
         with suppress(OSError, NotPrivateError, InputError):  # a cache that cannot be written
             path = private_cache_dir("contents") / _FILE
-            write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}", mode=0o600)
+            write_text(path, text, mode=0o600)

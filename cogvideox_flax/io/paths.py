@@ -203,30 +203,6 @@ def _check_parents(folder: Path) -> None:
             raise NotPrivateError(f"other users can write to {above} and could replace {folder.name}")
 
 
-def read_private(path: Path) -> bytes:
-    """The contents of a file that only the user can change.
-
-    Raises:
-        NotPrivateError: it is a symbolic link, another user's, or writable by others.
-        FileNotFoundError: it does not exist.
-        OSError: it cannot be read.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except OSError as e:
-        if path.is_symlink():
-            raise NotPrivateError(f"{path} is a symbolic link") from e
-        raise
-    with open(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise NotPrivateError(f"{path} is not a file")
-        _check_own(facts, path)
-        return file.read()
-
-
 def _check_own(facts: os.stat_result, path: Path) -> None:
     if facts.st_uid != os.geteuid():
         raise NotPrivateError(f"{path} belongs to user {facts.st_uid}, not to user {os.geteuid()}")

@@ -2,10 +2,9 @@
 
 The cache key covers this package's code, the shapes of the arguments, and everything that the compiler depends on.
 JAX's own compilation cache uses the program's text as the key, which needs tracing and lowering first: a second start
-takes about one and a half times as long (docs/files.md). It has no checksums and reads what others could have written.
+takes about one and a half times as long (docs/files.md), and it reads what others could have written.
 
-Loading a program executes the contents of its file, so files and folder must belong to the user and be writable by
-nobody else. A file begins with a checksum of its name and contents, since the compiler's loader does not detect damage.
+Loading a program executes the contents of its file, so the folder must be writable by nobody but the user.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from jax.sharding import Mesh
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.paths import NotPrivateError, make_private, read_private
+from cogvideox_flax.io.paths import make_private
 from cogvideox_flax.nn.cpu import instruction_set
 from cogvideox_flax.version import code_fingerprint
 
@@ -43,9 +42,6 @@ SUFFIX = ".program"
 LIMIT = 4 * 2**30
 """Bytes of all programs; the least recently used are removed first."""
 
-_MAGIC = b"cogvideox program 2\n"
-_HEADER_BYTES = len(_MAGIC) + hashlib.sha256().digest_size
-_OLD_SUFFIX = ".executable"  # files of versions without checksums, which are not read
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _IRRELEVANT_SETTINGS = (
     "jax_compilation_cache",
@@ -111,15 +107,13 @@ class CompileCache:
             return
         try:
             with atomic_write(path, mode=0o600) as partial:
-                partial.write_bytes(_file_header(path, body) + body)
+                partial.write_bytes(body)
             self._evict()
         except (InputError, OSError) as e:
             log.info("%s is not kept: %s", path.name, e)
 
     def _evict(self) -> None:
-        """Remove the least recently used programs above the limit, and those of older versions."""
-        for path in self.folder.glob("*" + _OLD_SUFFIX):
-            path.unlink(missing_ok=True)
+        """Remove the least recently used programs above the limit."""
         found = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in self.folder.glob("*" + SUFFIX))
         total = sum(size for _, size, _ in found)
         for _, size, path in found[:-1]:
@@ -132,35 +126,17 @@ class CompileCache:
 def _load(path: Path, args: tuple[Any, ...], mesh: Mesh | None) -> Any | None:
     """The executable, on the devices that it was compiled for; None if it is missing or cannot be used."""
     try:
-        raw = memoryview(read_private(path))
-    except FileNotFoundError:
-        return None
-    except (NotPrivateError, OSError) as e:
-        log.warning("not loading a compiled program, compiling it: %s", e)
-        return None
-    header, body = raw[:_HEADER_BYTES], raw[_HEADER_BYTES:]
-    if header != _file_header(path, body):
-        log.warning("the compiled program %s is damaged; compiling it again", path)
-        with suppress(OSError):  # a folder that may only be read
-            path.unlink()
-        return None
-    try:
-        payload, results = pickle.loads(body)
+        payload, results = pickle.loads(path.read_bytes())
         structure = jax.tree.structure((args, {}))
         found = serialize_executable.deserialize_and_load(payload, structure, results, execution_devices=_devices(mesh))
+    except FileNotFoundError:
+        return None
     except Exception as e:  # the loader's exceptions are not documented; compiling again is always possible
         log.info("%s is of no use (%s: %s)", path, type(e).__name__, e)
         return None
     with suppress(OSError):  # a folder that may only be read
         os.utime(path)
     return found
-
-
-def _file_header(path: Path, body: bytes | memoryview) -> bytes:
-    """The first bytes of a program's file."""
-    digest = hashlib.sha256(path.name.encode())
-    digest.update(body)
-    return _MAGIC + digest.digest()
 
 
 @contextmanager

@@ -290,26 +290,6 @@ def damaged_settings(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     return Outcome(what, "used without a warning")
 
 
-def damaged_program(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
-    argv = bench.generate(rng.choice(("latents.npz", "video.mp4")))
-    shutil.rmtree(folder / "run")
-    programs = _files(folder, "home/programs/*.program")
-    whats = []
-    for path in rng.sample(programs, rng.randrange(1, len(programs) + 1)):
-        whats.append(damage(path, [p for p in programs if p != path], rng))
-    what = f"{len(whats)} of {len(programs)} programs: {', '.join(whats)}"
-    outcome = judge(bench, argv, folder, what)
-    if outcome.bad:
-        return outcome
-    second = judge(bench, argv, folder, what)
-    text = (folder / "stderr").read_text()
-    return (
-        second
-        if second.bad
-        else Outcome(outcome.what, "compiled again at the next start" if "compiled" in text else None)
-    )
-
-
 def damaged_memory(bench: Bench, folder: Path, rng: random.Random) -> Outcome:
     shutil.rmtree(folder / "run")
     what = damage_random_file(folder, "home/contents", rng, _files(folder, "native/config.json"))
@@ -374,7 +354,6 @@ TRIALS: dict[str, tuple[Trial, int]] = {
     "damage: conversion": (damaged_conversion, 12),
     "damage: stage files": (damaged_stage, 30),
     "damage: settings": (damaged_settings, 16),
-    "damage: programs": (damaged_program, 24),
     "damage: memory of contents": (damaged_memory, 8),
     "damage: adapters": (damaged_adapter, 16),
     "damage: training": (damaged_training, 18),
