@@ -72,10 +72,6 @@ def check_complete(src: Path, family: type[VideoModel], release: Release | None 
 
     Args:
         release: as for `read_configs`.
-
-    Raises:
-        ConversionError: with all components that are absent, and what is there instead.
-        InputError: the tokenizer's.
     """
     found = components_of(src, family.components)
     absent = [
@@ -107,12 +103,7 @@ def _guidance_scale(src: Path) -> float | None:
 
 
 def _check_feature_extractor(src: Path, side: int) -> None:
-    """Refuse pictures for the image encoder that are made otherwise than SigLIP's: bicubic, squashed, in [-1, 1].
-
-    Raises:
-        ConversionError: with the values of `feature_extractor/preprocessor_config.json` (transformers
-            `SiglipImageProcessor`).
-    """
+    """Refuse pictures for the image encoder that are made otherwise than SigLIP's: bicubic, squashed, in [-1, 1]."""
     path = src / "feature_extractor" / "preprocessor_config.json"
     if not path.is_file():
         return

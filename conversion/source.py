@@ -156,11 +156,7 @@ class Source:
         return self.where[name].read(name)
 
     def check_unchanged(self) -> None:
-        """Raise if a file has changed, or was replaced, since it was opened.
-
-        Raises:
-            ConversionError: with the names of the files.
-        """
+        """Raise if a file has changed, or was replaced, since it was opened."""
         if changed := [file.path.name for file in self.files if not file.is_unchanged()]:
             raise ConversionError(f"{', '.join(changed)} changed while being read; run the same command again")
 

@@ -81,11 +81,7 @@ class Manifest:
         return "float32" if self.model.components[denoiser].num_parameters(config) < FLOAT32_BELOW else "bfloat16"
 
     def check_complete(self, where: object) -> None:
-        """Refuse a checkpoint without the config of a component, the tokenizer or the scheduler.
-
-        Raises:
-            InputError: with the names.
-        """
+        """Refuse a checkpoint without the config of a component, the tokenizer or the scheduler."""
         if missing := [name for name in self.model.config_types() if name not in self.configs]:
             raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
 

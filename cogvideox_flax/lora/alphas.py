@@ -55,11 +55,7 @@ class Alphas:
 
 
 def _config(file: TensorFile, component: str) -> dict[str, Any]:
-    """The entries of PEFT's `LoraConfig` in the file's metadata that set the adapter's strength; {} if there are none.
-
-    Raises:
-        CheckpointError: damaged, or patterns that are regular expressions rather than names.
-    """
+    """The entries of PEFT's `LoraConfig` in the file's metadata that set the adapter's strength; {} if none do."""
     key = METADATA_KEY if METADATA_KEY in file.metadata else FINETRAINERS_KEY
     prefix = f"{component}."
     try:

@@ -109,11 +109,7 @@ class Codec:
         return None
 
     def check_tiling(self) -> None:
-        """Refuse tiles that are not possible.
-
-        Raises:
-            InputError: with the reason.
-        """
+        """Refuse tiles that are not possible."""
         self.config.tiling.check(self.spatial_compression)
 
     def encode(

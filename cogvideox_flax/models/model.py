@@ -422,9 +422,6 @@ class VideoModel(ABC):
 
         Args:
             given: the names of those there are.
-
-        Raises:
-            InputError: with what it takes.
         """
         kind, names = self.inputs
         needed = dict.fromkeys(stage.input for stage in self.visual if stage.required)

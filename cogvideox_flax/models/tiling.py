@@ -157,11 +157,7 @@ def _blend(before: Array, tile: Array, extent: int, axis: int) -> Array:
 
 
 def check_clip(x: Array, name: str, channels: int, factor: int) -> None:
-    """Refuse an array that is no clip, or whose sides are no multiples of `factor`. name: of what it is.
-
-    Raises:
-        InputError: that is the case.
-    """
+    """Refuse an array that is no clip, or whose sides are no multiples of `factor`. name: of what it is."""
     if x.ndim != 5 or x.shape[-1] != channels:
         raise InputError(
             f"the {name} has shape {x.shape}; expected [batch, frames, height, width, channels], {channels} channels"

@@ -107,11 +107,7 @@ class Forecast:
 
 
 def check_price(price: float | None) -> None:
-    """Refuse a price that is none.
-
-    Raises:
-        InputError: it is not a finite number of 0 or more.
-    """
+    """Refuse a price that is none."""
     if price is not None and not (is_finite_number(price) and price >= 0):
         raise InputError(f"the price is {shown(price)}; expected the dollars of a chip's hour, 0 or more")
 

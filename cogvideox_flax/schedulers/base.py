@@ -126,9 +126,6 @@ class Scheduler:
             whole: they are whole numbers down to 0. Else they end above 0, where the sample is x0 already, and fall as
                 float32, in which the model sees them.
             taken_for: the timestep that higher ones are taken for.
-
-        Raises:
-            InputError: with what is expected.
         """
         in_range = len(timesteps) == num_inference_steps and all(0 <= t <= most for t in timesteps)
         seen = np.asarray(timesteps if in_range else [], np.float32).clip(max=taken_for)
@@ -142,11 +139,7 @@ class Scheduler:
             raise InputError(f"timesteps are {shown(list(timesteps))}; those of this model are whole numbers")
 
     def check_steps(self, num_inference_steps: int, start: int) -> None:
-        """Refuse the arguments of `plan` that are out of range.
-
-        Raises:
-            InputError: one is.
-        """
+        """Refuse the arguments of `plan` that are out of range."""
         total = self.num_train_timesteps
         if not 1 <= num_inference_steps <= total:
             raise InputError(f"num_inference_steps is {num_inference_steps}; expected 1 to {total} (about 50 is usual)")

@@ -178,21 +178,13 @@ def on_each_shard(f: Callable[..., Array], axes: Sequence[Axes], result: Axes) -
 
 
 def check_batch(mesh: Mesh | None, batch: int) -> None:
-    """Refuse a batch (prompts, twice with guidance) that does not divide over the mesh.
-
-    Raises:
-        InputError: it does not divide.
-    """
+    """Refuse a batch (prompts, twice with guidance) that does not divide over the mesh."""
     if mesh is not None:
         spec_of(mesh, ("batch",), (batch,), "batch (prompts, twice with guidance)")
 
 
 def check_heads(mesh: Mesh, heads: int, what: str) -> None:
-    """Refuse attention heads that do not divide over the mesh: a head is never split.
-
-    Raises:
-        InputError: it does not divide.
-    """
+    """Refuse attention heads that do not divide over the mesh: a head is never split."""
     spec_of(mesh, ("heads",), (heads,), f"attention heads of the {what}")
 
 

@@ -120,11 +120,7 @@ class TransformerConfig(Config):
         return "image" if self.learned_positions or self.ofs_width is not None else "control"
 
     def check_dtype(self, dtype: str | None) -> None:
-        """Refuse float16 for the rotary releases (5b and 1.5), which were trained in bfloat16 and overflow in float16.
-
-        Raises:
-            InputError: the dtype is float16.
-        """
+        """Refuse float16 for the rotary releases (5b and 1.5): trained in bfloat16, they overflow in float16."""
         if self.rotary and dtype == "float16":
             raise InputError(
                 "float16 gives NaN (black video) with CogVideoX-5b and 1.5, which were trained in bfloat16; "

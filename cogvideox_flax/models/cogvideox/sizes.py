@@ -19,11 +19,7 @@ def size_rule(transformer: TransformerConfig, vae: VAEConfig) -> SizeRule:
 
 
 def check_channels(transformer: TransformerConfig, vae: VAEConfig) -> None:
-    """Refuse a model whose transformer takes inputs of another kind than those of `TransformerConfig.takes`.
-
-    Raises:
-        InputError: its input channels are not those of a known kind of model.
-    """
+    """Refuse a model whose transformer takes inputs of another kind than those of `TransformerConfig.takes`."""
     if transformer.takes is None or transformer.out_channels != vae.latent_channels:
         raise InputError(
             f"its transformer takes {transformer.in_channels} channels; text-to-video has {vae.latent_channels}, "

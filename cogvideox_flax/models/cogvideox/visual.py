@@ -126,11 +126,7 @@ def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentSta
 
 
 def check_masked(given: Sequence[str]) -> None:
-    """Refuse inputs of an inpainting model that do not go together.
-
-    Raises:
-        InputError: with what to give.
-    """
+    """Refuse inputs of an inpainting model that do not go together."""
     if "image" in given and "video" in given:
         raise InputError("image and video are both given; give --image to start from a picture, or --video for a clip")
     for name, needed in (("mask_video", "video"), ("last_image", "image")):

@@ -72,11 +72,7 @@ class TransformerConfig(Config):
         return self.heads * self.head_dim
 
     def check_dtype(self, dtype: str | None) -> None:
-        """Refuse float16: the model was trained in bfloat16.
-
-        Raises:
-            InputError: the dtype is float16.
-        """
+        """Refuse float16: the model was trained in bfloat16."""
         if dtype == "float16":
             raise InputError("HunyuanVideo-1.5 was trained in bfloat16; use bfloat16 or float32")
 
