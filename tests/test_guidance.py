@@ -173,12 +173,12 @@ HOW = {"num_inference_steps": 8, "output_type": "latent", "progress": False, "gu
 
 def test_an_interval_is_guidance_in_these_steps_and_none_in_the_others(pipe):
     found = pipe(PROMPT, guidance_interval=(0.25, 0.75), **HOW).frames
-    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=4.0))
+    guided = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=4.0))
     plain = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, guidance_scale=1.0))
-    conditioning = pipe.encode(request, progress=False)
+    conditioning = pipe.encode(guided, progress=False)
     text = pipe.encode(plain, progress=False)
     state = None
-    for one, features, stop in ((plain, text, 2), (request, conditioning, 6), (plain, text, 8)):
+    for one, features, stop in ((plain, text, 2), (guided, conditioning, 6), (plain, text, 8)):
         loop = pipe.denoise(features, one, state=state)
         state = next(each for each in loop if int(each.step) == stop)
     np.testing.assert_allclose(found, np.asarray(state.latents), atol=1e-4)

@@ -187,9 +187,9 @@ def test_the_loop_belongs_to_the_caller(tmp_path):
 def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     """Its events can be read, and closing it is stopping it: with files, the next run goes on from there."""
     pipe = Pipeline.from_pretrained(native, dtype="float32")
-    request = pipe.resolve(GenerationRequest(PROMPT, **SMALL, num_videos=2, seed=4))
-    expected = pipe(request, progress=False)
-    seen = list(pipe.run(request))
+    run = pipe.resolve(GenerationRequest(PROMPT, **SMALL, num_videos=2, seed=4))
+    expected = pipe(run, progress=False)
+    seen = list(pipe.run(run))
     assert [type(event) for event in seen] == [LoopBegan, *[Step] * 3, Denoised, Finished] * 2  # compiled before
     assert [event.request.seed for event in seen if isinstance(event, Finished)] == [4, 5]
     assert [event.timestep for event in seen if isinstance(event, Step)][:3] == [999, 666, 332]
@@ -201,7 +201,7 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
     folder.mkdir()
     named = {"model_id": str(native), "revision": None}
     files = store.RunDirectory(folder=folder, **named, fingerprints=pipe.fingerprints())
-    events = pipe.run(request, files)
+    events = pipe.run(run, files)
     for event in events:
         if isinstance(event, Step) and (event.request.seed, int(event.state.step)) == (5, 2):
             break
@@ -211,7 +211,7 @@ def test_the_journey_belongs_to_the_caller(native, tmp_path, monkeypatch):
         f"seed-4/{store.LATENTS_FILE}",
         f"seed-5/{store.STATE_FILE}",
     ]
-    seen = list(pipe.run(request, files))
+    seen = list(pipe.run(run, files))
     assert [event.done for event in seen if isinstance(event, LoopBegan)] == [2]
     finished = [event.result for event in seen if isinstance(event, Finished)]
     np.testing.assert_array_equal(np.concatenate([result.frames for result in finished]), expected.frames)

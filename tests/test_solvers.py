@@ -424,11 +424,11 @@ def test_samplers_agree_with_many_steps(pipe):
 
 def test_a_stopped_run_goes_on_with_the_samplers_state(pipe):
     """Of several arrays, also from a file."""
-    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, scheduler="uni_pc"))
-    conditioning = pipe.encode(request, progress=False)
-    states = list(pipe.denoise(conditioning, request))
+    run = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, scheduler="uni_pc"))
+    conditioning = pipe.encode(run, progress=False)
+    states = list(pipe.denoise(conditioning, run))
     assert len(states[3].sampler) == 3
-    again = list(pipe.denoise(conditioning, request, state=states[3]))
+    again = list(pipe.denoise(conditioning, run, state=states[3]))
     assert [int(state.step) for state in again] == [5, 6, 7, 8]
     assert (np.asarray(again[-1].latents) == np.asarray(states[-1].latents)).all()
 
@@ -456,8 +456,8 @@ def test_a_killed_command_goes_on(paths, run, tmp_path, monkeypatch, caplog):
 def test_the_preview_shows_x0(pipe, kind):
     """Late in the run it is the video that comes out, although the sample there still has noise."""
     preview, seen = Preview(pipe.manifest), []
-    request = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=12, scheduler=kind, output_type="latent"))
-    for event in preview.watch(pipe.run(request)):
+    run = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=12, scheduler=kind, output_type="latent"))
+    for event in preview.watch(pipe.run(run)):
         if isinstance(event, Step):
             seen.append(preview.latest.astype(float))
     late, early = (np.abs(seen[i] - seen[-1]).mean() for i in (-3, 0))
