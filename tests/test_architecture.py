@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.generate.journey import make_videos
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.chunks import chunk_sizes
@@ -54,6 +57,11 @@ class Run:
         z = jax.ShapeDtypeStruct((batch, frames, *rest), jnp.bfloat16)
         video, cache = jax.eval_shape(lambda vae, z, cache: vae.decode_piece(z, cache), self.decoder, z, cache)
         return z.shape, video.shape, cache
+
+
+def test_the_journey_is_as_in_the_code():
+    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.M | re.S)
+    assert textwrap.indent(block, "    ") in inspect.getsource(make_videos) and block.count("\n") >= 20
 
 
 def test_the_shapes_of_cogvideox_5b():
