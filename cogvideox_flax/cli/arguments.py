@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from cogvideox_flax.cli.parser import Parser, rarely
@@ -65,14 +66,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="cogvideox", description="Video from text, pictures and clips, in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     known = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = _shared_options()
-
-    def command(name: str, help: str, *parents: str) -> Parser:
-        with_these = [shared[parent] for parent in parents]
-        sub = known.add_parser(name, help=help, description=help, parents=with_these)
-        sub.set_defaults(command=name)
-        return sub
-
+    command = partial(_add_command, known, _shared_options())
     _add_run_commands(command)
     larger = "a clip enlarged in one step, by a model that was fine-tuned for it (DOVE)"
     _add_upscale(command("upscale", larger, "model", "profiling"))
@@ -93,6 +87,13 @@ def make_parser() -> Parser:
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.commands, parser.overview = known.choices, _OVERVIEW
     return parser
+
+
+def _add_command(known: Any, shared: Mapping[str, Any], name: str, help: str, *parents: str) -> Parser:
+    """Add a command with the groups of shared options that are named."""
+    sub = known.add_parser(name, help=help, description=help, parents=[shared[parent] for parent in parents])
+    sub.set_defaults(command=name)
+    return sub
 
 
 _OVERVIEW = """\
@@ -180,13 +181,13 @@ def add_option(
     how: dict[str, Any] = {"dest": name, "default": None, "help": help_of(fields[name]).replace("%", "%%")}
     of_one = _without_none(types_of(kind)[name])
     if option.choices is not None:
-        how |= {"type": _one_of(option.choices), "metavar": "{" + ",".join(option.choices) + "}"}
+        how |= {"type": partial(_choose, option.choices), "metavar": "{" + ",".join(option.choices) + "}"}
     elif option.parse is None and of_one is bool:
         how |= {"action": "store_const", "const": True}
     else:
         kind_of_value = {int: "N", float: "X"}.get(of_one, "TEXT")
         how |= {
-            "type": option.parse or _parser_of(of_one, expected(option, of_one)),
+            "type": option.parse or partial(_parse, of_one, expected(option, of_one)),
             "metavar": option.metavar or kind_of_value,
         }
         how |= {"action": "append"} if option.repeat else {}
@@ -201,17 +202,13 @@ def _without_none(kind: Any) -> Any:
     return parts[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
 
 
-def _parser_of(kind: Any, words: str) -> Callable[[str], Any]:
-    """What makes a value of this type of a text: "3", or "3,4" for tuples and lists; `words` say what is expected."""
+def _parse(kind: Any, words: str, text: str) -> Any:
+    """A value of this type: "3", or "3,4" for tuples and lists; `words` say what is expected."""
     parts = typing.get_args(kind)
-
-    def parse(text: str) -> Any:
-        try:
-            return typed(kind, [parts[0](part.strip()) for part in text.split(",")] if parts else kind(text))
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {words}; got {shown(text)}") from None
-
-    return parse
+    try:
+        return typed(kind, [parts[0](part.strip()) for part in text.split(",")] if parts else kind(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected {words}; got {shown(text)}") from None
 
 
 def _add_run_commands(command: Callable[..., Parser]) -> None:
@@ -321,13 +318,10 @@ def _add_quantize(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--kind", choices=("int8", "float8"), default="int8", help="float8 is e4m3; default: int8")
 
 
-def _one_of(choices: Mapping[str, Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        if text not in choices:
-            raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}; got {text!r}")
-        return choices[text]
-
-    return parse
+def _choose(choices: Mapping[str, Any], text: str) -> Any:
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(choices)}; got {text!r}")
+    return choices[text]
 
 
 def _steps(text: str) -> tuple[int, int]:
