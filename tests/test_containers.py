@@ -46,6 +46,7 @@ KINDS = {
     "vp8_hidden_frames.webm": (pattern(), "libvpx", {"auto-alt-ref": 1, "lag-in-frames": 16, "g": 48}),
     "vp9.webm": (pattern(), "libvpx-vp9", {"cpu-used": 8, "g": 48}),
     "b_frames.avi": (pattern(), "mpeg4", {"bf": 2, "g": 24}),
+    "h264_b_frames.avi": (pattern(), *h264(g=24, bf=3)),
     "fragments.mp4": (pattern(), *h264(g=24), "yuv420p", {"movflags": "frag_keyframe+empty_moov"}),
     "late_start.mkv": (pattern(), *h264(g=24), "yuv420p", {"output_ts_offset": "100"}),
     "interlaced.mp4": (f"{pattern(height=24, rate=48)},weave", *h264(flags="+ildct+ilme", g=24)),
@@ -173,6 +174,20 @@ def test_sound_that_begins_earlier_adds_no_frames(media, tmp_path):
     with av.open(str(path)) as container:
         assert container.streams.video[0].start_time > 0
     assert_any_frames_equal_the_whole(path, whole(source))
+
+
+def test_frames_before_a_trim_are_decoded_and_not_shown(media, tmp_path):
+    """An edit list leaves out the frames between the keyframe and the cut."""
+    source, path = media("several_keyframes_and_b_frames.mp4"), tmp_path / "a.mp4"
+    with av.open(str(source)) as video, av.open(str(path), "w") as output:
+        stream = output.add_stream_from_template(video.streams.video[0])
+        for packet in video.demux(video=0):
+            if packet.size:
+                packet.pts -= round(Fraction(13, 24) / packet.time_base)
+                packet.dts -= round(Fraction(13, 24) / packet.time_base)
+                packet.stream = stream
+                output.mux(packet)
+    assert_any_frames_equal_the_whole(path, whole(source)[13:])
 
 
 def test_a_size_that_changes_on_the_way_is_scaled_to_the_first(tmp_path):

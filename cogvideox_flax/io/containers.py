@@ -109,6 +109,7 @@ class Container:
                 open_file(self.path) as file,
                 av.open(file, format=self._demuxer, options=options, io_open=_refuse, **text) as container,
             ):
+                container.flags &= ~av.container.Flags.gen_pts.value  # wrong where frames are reordered
                 cover = av.stream.Disposition.attached_pic
                 stream = next((s for s in container.streams.video if not s.disposition & cover), None)
                 if stream is None or stream.codec_context is None:
@@ -140,7 +141,8 @@ class Container:
         """What `read` gives for each packet; decodes nothing."""
         facts, count = [], 0
         with self._open() as (container, stream):
-            for count, packet in enumerate(self._packets(container, stream), 1):
+            shown = (packet for packet in self._packets(container, stream) if not packet.is_discard)  # by an edit list
+            for count, packet in enumerate(shown, 1):
                 if count <= limits.MAX_FRAMES:
                     facts.append(read(packet))
         limits.check_count(self.path, count)
@@ -158,15 +160,15 @@ class Container:
         raise InputError(f"{self.path} holds no frame of at most {limits.MAX_PIXELS:,} pixels that can be decoded")
 
     @staticmethod
-    def _is_shown(packet: Any) -> bool:
-        return packet.size > 0 and not packet.is_discard  # the edit list leaves it out
+    def _holds_picture(packet: Any) -> bool:
+        return packet.size > 0
 
     def _packets(self, container: Any, stream: Any) -> Iterator[Any]:
-        """The packets that are shown, until the end of the file or where it is cut off."""
+        """The packets with pictures, until the end of the file or where it is cut off."""
         import av
 
         try:
-            yield from filter(self._is_shown, container.demux(stream))
+            yield from filter(self._holds_picture, container.demux(stream))
         except av.FFmpegError as e:
             log.info("%s: its end cannot be read: %s", self.path, e.strerror)
 

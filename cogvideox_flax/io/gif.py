@@ -50,7 +50,7 @@ class Gif(Container):
         return Timeline(VideoInfo(int(counts.sum()), fps, height, width), np.cumsum(counts) - counts, None)
 
     @staticmethod
-    def _is_shown(packet: Any) -> bool:
+    def _holds_picture(packet: Any) -> bool:
         data = bytes(packet)  # the last one may hold a comment alone
         return data.startswith(b"GIF") or _CONTROL.search(data) is not None
 
