@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import PROMPT, QUICK
 
-from cogvideox_flax.cli import generate as generate_module
+from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.page import PAGE
 from cogvideox_flax.generate.queue import fields_of
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
@@ -115,7 +115,7 @@ def test_bad_lines_are_named_and_the_rest_is_done(queue, tmp_path, cheap_decoder
 
 
 def test_nothing_but_bad_lines_loads_nothing(queue, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate_module, "_make", None)
+    monkeypatch.setattr(journey, "encode", None)
     code, names, err = queue('{"prompt": 1}', "{}")
     assert (code, names) == (2, [])
     assert "line 1: prompt is 1" in err
@@ -123,22 +123,22 @@ def test_nothing_but_bad_lines_loads_nothing(queue, tmp_path, monkeypatch):
 
 
 def test_a_killed_queue_goes_on(queue, tmp_path, work, cheap_decoder, monkeypatch, caplog):
-    make, done = generate_module._make, []
+    encode, done = journey.encode, []
 
     def killed(*args, **how):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(1)
-        return make(*args, **how)
+        return (yield from encode(*args, **how))
 
-    monkeypatch.setattr(generate_module, "_make", killed)
+    monkeypatch.setattr(journey, "encode", killed)
     lines = ["a", "b", "c", "d"]
     code, names, err = queue(*lines)
     assert code == 130
     assert "the same command goes on" in err
     assert names == ["v-0001-a-seed0.mp4", "v-0002-b-seed0.mp4"]
     times = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names}
-    monkeypatch.setattr(generate_module, "_make", make)
+    monkeypatch.setattr(journey, "encode", encode)
     work.clear()
     code, more, err = queue(*lines)
     assert code == 0
@@ -170,14 +170,14 @@ def test_a_kill_in_the_middle_of_a_video(queue, tmp_path, work, cheap_decoder, m
 def test_a_line_that_fails_while_it_is_made(queue, cheap_decoder, monkeypatch):
     from cogvideox_flax.errors import InputError
 
-    make = generate_module._make
+    encode = journey.encode
 
-    def failing(args, pipe, run, *rest, **how):
+    def failing(model, run, **how):
         if run.request.prompt == ["b"]:
             raise InputError("a sad story")
-        return make(args, pipe, run, *rest, **how)
+        return (yield from encode(model, run, **how))
 
-    monkeypatch.setattr(generate_module, "_make", failing)
+    monkeypatch.setattr(journey, "encode", failing)
     code, names, err = queue("a", "b", "c")
     assert (code, names) == (2, ["v-0001-a-seed0.mp4", "v-0003-c-seed0.mp4"])
     assert err.endswith("line 2: a sad story\n")
@@ -231,7 +231,7 @@ def test_the_page(queue, tmp_path, cheap_decoder):
 def test_a_page_of_somebody_else_stays(queue, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / PAGE).write_text("my home page")
-    monkeypatch.setattr(generate_module, "_make", None)
+    monkeypatch.setattr(journey, "encode", None)
     code, _, err = queue("a")
     assert code == 2
     assert "is not one that this program wrote" in err
