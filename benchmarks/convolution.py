@@ -111,7 +111,7 @@ def kernel(dump: Path, case: Case) -> dict[str, float]:
     tiles = tpu_kernel.Tiles.of(case.rows, case.columns, channels, out_channels, case.taps, 2, held)
     groups = tiles.block // tiles.group
     steps = tiles.parts * case.frames * (case.rows // tiles.block)
-    # the longest loop is that of the products; others write what is around a picture
+    # the longest loop is that of the products; others write what is around an image
     loops = sum(schedule.loops) + (groups - 1) * max(schedule.loops, default=0)
     cycles = steps * (schedule.step + loops)
     return {

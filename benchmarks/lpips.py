@@ -59,7 +59,7 @@ def _distance(weights: Mapping[str, Array], a: Array, b: Array) -> Float32[Array
     total = jnp.float32(0)
     for i, (x, y) in enumerate(zip(_features(weights, a), _features(weights, b), strict=True)):
         difference = (jnp.square(x - y) * weights[f"head.{i}"]).sum(-1, keepdims=True)
-        # over all pixels, each layer enlarged to the picture's size
+        # over all pixels, each layer enlarged to the image's size
         total += jax.image.resize(difference, (len(x), *size, 1), "bilinear").mean()
     return total
 

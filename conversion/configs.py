@@ -103,7 +103,7 @@ def _guidance_scale(src: Path) -> float | None:
 
 
 def _check_feature_extractor(src: Path, side: int) -> None:
-    """Refuse pictures for the image encoder that are made otherwise than SigLIP's: bicubic, squashed, in [-1, 1]."""
+    """Refuse images for the image encoder that are made otherwise than SigLIP's: bicubic, squashed, in [-1, 1]."""
     path = src / "feature_extractor" / "preprocessor_config.json"
     if not path.is_file():
         return

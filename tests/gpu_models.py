@@ -42,7 +42,7 @@ def inputs(family: str, part: str) -> Arrays:
         return random.standard_normal(shape, np.float32)
 
     if part == "image_encoder":
-        return {"pictures": normal(2, 42, 42, 3)}
+        return {"images": normal(2, 42, 42, 3)}
     if part.startswith("text_encoder"):
         return {"ids": random.integers(2, 60, (2, LENGTH), np.int32)}
     if part == "encode":
@@ -124,7 +124,7 @@ def theirs(folder: Path, family: str, part: str, dtype: str) -> np.ndarray:
 
     def call() -> Any:
         if part == "image_encoder":
-            return module(pixel_values=given["pictures"].permute(0, 3, 1, 2)).last_hidden_state
+            return module(pixel_values=given["images"].permute(0, 3, 1, 2)).last_hidden_state
         if part.startswith("text_encoder"):
             if family == "hunyuan" and part == "text_encoder":
                 return module(given["ids"], output_hidden_states=True).hidden_states[-3]
@@ -209,10 +209,10 @@ def fine_tuned(folder: Path, method: str, dtype: str) -> dict[str, list[float]]:
     from cogvideox_flax.training.loop import METRICS_FILE
     from cogvideox_flax.training.metrics import read_metrics
 
-    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3)).astype(np.uint8)
     # directories of PNGs: the machine may have no ffmpeg
     for name, step in (("left", -2), ("right", 2)):
-        save_video(folder / "clips" / name, np.stack([np.roll(picture, i * step, 1) for i in range(9)]), 8)
+        save_video(folder / "clips" / name, np.stack([np.roll(image, i * step, 1) for i in range(9)]), 8)
         (folder / "clips" / f"{name}.txt").write_text(f"a red circle moves to the {name}")
     (folder / "config.toml").write_text(TRAINING.format(folder=folder, method=method, dtype=dtype))
     assert finetune(check(read_config(folder / "config.toml")))

@@ -1,4 +1,4 @@
-"""Pictures and video files for tests, these made and decoded by PyAV alone; the memory that reading one takes."""
+"""Images and video files for tests, these made and decoded by PyAV alone; the memory that reading one takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXACT = "flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 
 
 def smooth(seed: int, *shape: int) -> np.ndarray:
-    """Random pictures with large structures, uint8 [..., H, W, 3]."""
+    """Random images with large structures, uint8 [..., H, W, 3]."""
     small = np.random.default_rng(seed).integers(0, 256, (*shape[:-2], 4, 6, 3), np.uint8)
     frames = [
         np.asarray(Image.fromarray(each).resize(shape[:-3:-1], Image.Resampling.BICUBIC))
@@ -148,8 +148,8 @@ def make_clips(folder):
     """An mp4 at another rate and size, a gif, and a directory of PNGs, each moving, with captions beside them."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    picture = random.integers(0, 256, (40, 90, 3)).astype(np.uint8)
-    frames = np.stack([np.roll(picture, 3 * i, 1) for i in range(20)])
+    image = random.integers(0, 256, (40, 90, 3)).astype(np.uint8)
+    frames = np.stack([np.roll(image, 3 * i, 1) for i in range(20)])
     save_video(folder / "a.mp4", frames, 16)
     save_video(folder / "b.gif", frames[:10, :32, :48], 8)
     save_video(folder / "c", frames[:9, :, :40], 8)

@@ -437,9 +437,9 @@ def test_refused(pipe, options, message):
 def test_the_releases_have_what_needs_their_blocks(release):
     """As programs, from shapes."""
     manifest = Manifest.of_release(RELEASES[release])
-    picture = {"image": [np.zeros((480, 720, 3), np.uint8)]} if release.endswith("i2v") else {}
+    image = {"image": [np.zeros((480, 720, 3), np.uint8)]} if release.endswith("i2v") else {}
     for form in ("pab", "teacache", "dbcache"):
-        run = resolve(GenerationRequest(PROMPT, step_cache=form, **picture), manifest, "bfloat16")
+        run = resolve(GenerationRequest(PROMPT, step_cache=form, **image), manifest, "bfloat16")
         # what a step decides, nobody knows before it: a loop goes on from the cache alone
         assert (run.full_steps is None and not run.may_resume(17)) or form == "pab"
         ((program, args, _),) = run.abstract("denoise")

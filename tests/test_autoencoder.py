@@ -88,7 +88,7 @@ def deep_pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("deep"), layers_per_block=3)
 
 
-# Parity, whole pictures
+# Parity, whole images
 
 
 @pytest.mark.parametrize("frames", range(1, 8))
@@ -258,7 +258,7 @@ def test_tiled_encode(pair):
         assert relative_error(ours, theirs) < FLOAT32_BAR
 
 
-def test_a_picture_of_one_tile_is_not_tiled():
+def test_an_image_of_one_tile_is_not_tiled():
     vae = jax.eval_shape(lambda: Autoencoder(TINY, rngs=nnx.Rngs(0)))
 
     def program(height, width, tiling):
@@ -322,7 +322,7 @@ def test_decode_refuses(shape, message):
         vae.decode(jnp.zeros(shape))
 
 
-# Pictures split over devices
+# Images split over devices
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_decode_refuses(shape, message):
     ],
     ids=str,
 )
-def test_pictures_split_over_devices(pair, mesh, batch):
+def test_images_split_over_devices(pair, mesh, batch):
     """Latents of 8x12: clips and rows, rows and columns, rows alone."""
     z, video = latent(3, 8, 12, batch), clip(9, 64, 96, batch)
     expected = decode(pair[1], z, None, False), encode(pair[1], video, None, False)
@@ -370,7 +370,7 @@ def test_table_takes_the_listed_keys():
 @pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiled"])
 def test_every_clip_length_as_users_compile_it(pair, tiled):
     """Latent counts 1 to 7 and frame counts 1 to 20 through the public calls, with the compiler's own optimisation. In
-    tiles some of them: a tile is cut in time as the whole picture is, and each length compiles four tiles."""
+    tiles some of them: a tile is cut in time as the whole image is, and each length compiles four tiles."""
     reference, vae = pair
     decoded, encoded = ((1, 2, 3, 6), (1, 2, 9, 12)) if tiled else (range(1, 8), range(1, 21))
     tiling = Tiling(height=48, width=64, overlap_height=1 / 6, overlap_width=1 / 4) if tiled else None

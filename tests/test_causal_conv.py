@@ -1,4 +1,4 @@
-"""The causal convolution on every backend, and over the edges of pictures that are split."""
+"""The causal convolution on every backend, and over the edges of images that are split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.sharding import spatial_parallel
 
 ZEROS = {1: ((1, 1), (1, 1)), 2: ((0, 1), (0, 1))}
-"""Stride -> zeros around a whole picture."""
+"""Stride -> zeros around a whole image."""
 
 pytestmark = pytest.mark.optimized
 
@@ -154,7 +154,7 @@ def test_the_kernel_for_tpus_reads_frames_rows_and_columns_from_where_they_are(f
     convolve = partial(tpu_kernel.convolve, kernel=kernel, bias=bias, residual=None, interpret=True)
     assert relative_error(convolve(inner[:, 2:], past=inner[:, :2], **around), expected) < ROUNDING_BAR
     assert relative_error(convolve(inner, **around), expected) < ROUNDING_BAR
-    if "edges" in surrounded:  # the picture ends two rows before the array: below that is what edges say
+    if "edges" in surrounded:  # the image ends two rows before the array: below that is what edges say
         ends = clip.at[:, :, 11].set(clip[:, :, 13])
         expected = xla.convolve(ends, kernel, stride=1, padding=((0, 0), (0, 0))) + bias
         if "sides" in surrounded:
@@ -273,7 +273,7 @@ def test_each_backend_gets_its_convolution(platform, channels, stride, operand, 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize(("taps", "stride"), [(3, 1), (1, 1), (1, 2)])
 def test_no_3d_convolution_reaches_cudnn(dtype, taps, stride):
-    """Before 9.15 it is wrong in bfloat16 on large pictures: neither forwards nor backwards is one given to it."""
+    """Before 9.15 it is wrong in bfloat16 on large images: neither forwards nor backwards is one given to it."""
     x, kernel = jnp.zeros((1, 9 + taps - 1, 6, 10, 16), dtype), jnp.zeros((taps, 3, 3, 16, 32), dtype)
 
     def loss(x, kernel, bias):
@@ -304,7 +304,7 @@ def test_an_image_sees_itself_through_every_tap():
     np.testing.assert_array_equal(cache, same)
 
 
-# Pictures split over devices
+# Images split over devices
 
 
 def test_gradients_go_back_over_the_edges():
@@ -340,7 +340,7 @@ def test_gradients_go_back_over_the_edges():
         (7, 11, (2, 2, 2), 1, 1),
     ],
 )
-def test_how_a_picture_is_split(height, width, mesh, rows, columns):
+def test_how_an_image_is_split(height, width, mesh, rows, columns):
     found = spatial_parallel._split(height, width, tuple(n for n in zip(sharding.AXES, mesh, strict=True) if n[1] > 1))
     sizes = dict(zip(sharding.AXES, mesh, strict=True))
     assert tuple(np.prod([sizes[n] for n in names], dtype=int) for names in found) == (rows, columns)

@@ -103,11 +103,11 @@ def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute):
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a"])
-def test_a_clip_of_many_pictures_takes_little_memory(tmp_path, name):
+def test_a_clip_of_many_images_takes_little_memory(tmp_path, name):
     """120 frames of 800x600 are 165 MiB."""
-    picture = np.zeros((600, 800, 3), np.uint8)
-    picture[:, :400] = 200
-    save_video(tmp_path / name, np.broadcast_to(picture, (120, *picture.shape)).copy() * moving(), 8)
+    image = np.zeros((600, 800, 3), np.uint8)
+    image[:, :400] = 200
+    save_video(tmp_path / name, np.broadcast_to(image, (120, *image.shape)).copy() * moving(), 8)
     cost = cost_of_loading(tmp_path / name)
     assert cost["shape"] == [9, 32, 48, 3]
     assert cost["memory"] < 64

@@ -202,7 +202,7 @@ def test_a_size_that_changes_on_the_way_is_scaled_to_the_first(tmp_path):
     def difference(shift):
         return np.abs(frames[96 + shift :].astype(int) - frames[: 96 - shift]).mean()
 
-    assert difference(0) < 5 < difference(10)  # the same pictures again; measured: 4.25 and 5.62
+    assert difference(0) < 5 < difference(10)  # the same images again; measured: 4.25 and 5.62
     assert_any_frames_equal_the_whole(tmp_path / "both.mp4", frames)
 
 
@@ -307,7 +307,7 @@ def test_no_demuxer_opens_another_file(media, tmp_path):
             Container(path, demuxer).info  # noqa: B018
 
 
-def test_other_containers_and_pictures_are_refused(media, tmp_path):
+def test_other_containers_and_images_are_refused(media, tmp_path):
     source = media("several_keyframes_and_b_frames.mp4")
     copy(source, tmp_path / "ts.mp4", container="mpegts")
     for name in ("jpeg", "png"):

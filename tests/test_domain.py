@@ -1,4 +1,4 @@
-"""A model that knows little says so: words, pictures and sizes outside of its training, and none inside."""
+"""A model that knows little says so: words, images and sizes outside of its training, and none inside."""
 
 from __future__ import annotations
 
@@ -104,34 +104,34 @@ def test_an_adapter_may_bring_words(known, monkeypatch, caplog):
     assert warnings(caplog, GenerationRequest("a panda", lora="a.safetensors")) == []
 
 
-def test_pictures_of_the_training_are_known_and_others_are_not(known):
+def test_images_of_the_training_are_known_and_others_are_not(known):
     rng = np.random.default_rng(0)
     inside = first_frames(256)
     pure = np.full((64, 64, 3), 255, np.uint8)
     pure[10:40, 10:40] = 0, 0, 255
     inside.append(pure)
-    assert [i for i, picture in enumerate(inside) if known.about_picture("x", picture)] == []
+    assert [i for i, image in enumerate(inside) if known.image_warning("x", image)] == []
     slope = np.linspace(0, 255, 64).astype(np.uint8)[None, :, None].repeat(64, 0).repeat(3, 2)
     noise, cyan = rng.integers(0, 256, (64, 64, 3)), np.full((64, 64, 3), (0, 255, 255))
-    for picture in (noise.astype(np.uint8), slope, cyan.astype(np.uint8)):
-        assert "x is like no picture of the model's training" in known.about_picture("x", picture)
+    for image in (noise.astype(np.uint8), slope, cyan.astype(np.uint8)):
+        assert "x is like no image of the model's training" in known.image_warning("x", image)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real pictures and clips at {SHARED}")
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no real images and clips at {SHARED}")
 def test_photographs_are_named(known, caplog):
     files = [SHARED / "data" / "media" / name for name in ("hiker_240x368_49f.mp4", "horse_480x720_49f.mp4")]
     frames = [read_video(file)[0][0] for file in files]
     for frame in frames:
         small = np.asarray(Image.fromarray(frame).resize((64, 64)))
-        assert known.about_picture("x", small)
+        assert known.image_warning("x", small)
     beach = SHARED / "data" / "media" / "beach_480x720.png"
     request = GenerationRequest("a red circle moves up", image=beach)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         resolve(request, read_manifest(IMAGE_TO_VIDEO))
-    assert any(f"{beach} is like no picture" in record.getMessage() for record in caplog.records)
+    assert any(f"{beach} is like no image" in record.getMessage() for record in caplog.records)
     said = warnings(caplog, GenerationRequest("a red circle moves up", video=files[0]))
-    assert any(f"{files[0]} is like no picture" in line for line in said)
+    assert any(f"{files[0]} is like no image" in line for line in said)
 
 
 SIZES = [{"num_frames": 9}, {"num_frames": 33}, {"height": 128, "width": 128}, {"height": 64, "width": 96}]

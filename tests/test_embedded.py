@@ -118,13 +118,13 @@ def test_a_mesh_gives_the_same_videos(frames):
 
 @pytest.mark.further
 @pytest.mark.skipif(not IMAGE_TO_VIDEO.is_dir(), reason=f"no embedded checkpoint at {IMAGE_TO_VIDEO}")
-def test_a_picture_is_continued_as_the_prompt_says():
-    """The object of the picture stays what it is; the prompt says how it moves, also where the picture's clip moved
+def test_an_image_is_continued_as_the_prompt_says():
+    """The object of the image stays what it is; the prompt says how it moves, also where the image's clip moved
     otherwise."""
     pipe = CogVideoXPipeline.from_pretrained(hub.EMBEDDED_IMAGE_TO_VIDEO, dtype="float32")
     for mode, bars in (("same", {"kept": 60, "moves": 75}), ("other", {"kept": 60, "moves": 65})):
         items = judge_image_to_video.make_items(8, mode, seed=77)
-        media = {"image": [item.picture for item in items]}
+        media = {"image": [item.image for item in items]}
         videos = judge_video_to_video.generate(
             pipe, [item.prompt for item in items], media, 16, num_inference_steps=STEPS
         )

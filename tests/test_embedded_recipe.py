@@ -127,7 +127,7 @@ def test_every_round_has_a_folder_of_its_own(tmp_path):
 
 @pytest.mark.further
 def test_image_to_video_starts_from_the_same_prediction():
-    """The picture's weights are 0 at first; then the loss depends on it, and the text encoder is not trained."""
+    """The image's weights are 0 at first; then the loss depends on it, and the text encoder is not trained."""
     transformer = load_transformer(hub.EMBEDDED, dtype="float32")
     wide = widen(transformer)
     assert wide.config.takes == "image" and wide.config == IMAGE_TRANSFORMER

@@ -299,7 +299,7 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions(dropping):
     assert sys.unraisablehook is hook
 
 
-def pictures(native, folder, **settings):
+def images(native, folder, **settings):
     """Frames of a pipeline that keeps its programs in a folder."""
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(folder)
@@ -313,29 +313,29 @@ def never(*args):
 @pytest.mark.parametrize("at_once", [False, True], ids=["stages", "one program"])
 def test_a_second_start_compiles_nothing(native, tmp_path, monkeypatch, at_once):
     settings = {"scheduler": "dpm", "one_program": at_once}
-    first = pictures(native, tmp_path, **settings)
+    first = images(native, tmp_path, **settings)
     assert len(list(tmp_path.iterdir())) == (2 if at_once else 4)
     monkeypatch.setattr(CompiledProgram, "_compile", never)
-    assert np.array_equal(pictures(native, tmp_path, **settings), first)
+    assert np.array_equal(images(native, tmp_path, **settings), first)
     for changed in (
         {"scheduler": "ddim"},
         {"height": 48},
         {"num_inference_steps": 4} if at_once else {"num_frames": 9},
     ):
         with pytest.raises(AssertionError, match="compiled"):
-            pictures(native, tmp_path, **settings | changed)
+            images(native, tmp_path, **settings | changed)
     monkeypatch.setattr(compile_cache, "code_fingerprint", lambda: "another version")
     with pytest.raises(AssertionError, match="compiled"):
-        pictures(native, tmp_path, **settings)
+        images(native, tmp_path, **settings)
 
 
 def test_a_kept_program_that_is_damaged_is_compiled_anew(native, tmp_path, monkeypatch):
-    first = pictures(native, tmp_path)
+    first = images(native, tmp_path)
     for path in tmp_path.iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert np.array_equal(pictures(native, tmp_path), first)
+    assert np.array_equal(images(native, tmp_path), first)
     monkeypatch.setattr(CompiledProgram, "_compile", never)
-    assert np.array_equal(pictures(native, tmp_path), first)
+    assert np.array_equal(images(native, tmp_path), first)
 
 
 def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
@@ -372,7 +372,7 @@ def test_what_comes_from_the_cache_of_jax_is_not_kept_as_it_is(native, tmp_path,
         assert len(list((tmp_path / "jax").iterdir())) >= 3
         jax.clear_caches()
         for _ in range(2):
-            assert np.array_equal(pictures(native, tmp_path / "kept"), first)
+            assert np.array_equal(images(native, tmp_path / "kept"), first)
             monkeypatch.setattr(CompiledProgram, "_compile", never)
     finally:
         jax.config.update("jax_compilation_cache_dir", before[0])

@@ -17,8 +17,8 @@ from cogvideox_flax.io.video import count_frames, open_video, read_metadata, rea
 
 
 def clip(count: int = 12) -> np.ndarray:
-    picture = np.random.default_rng(0).integers(0, 256, (24, 40, 3)).astype(np.uint8)
-    return np.stack([np.roll(picture, 3 * i, 1) for i in range(count)])
+    image = np.random.default_rng(0).integers(0, 256, (24, 40, 3)).astype(np.uint8)
+    return np.stack([np.roll(image, 3 * i, 1) for i in range(count)])
 
 
 def by_pil(path) -> np.ndarray:
@@ -75,7 +75,7 @@ STILL, PAIRS, UNEVEN = [0] * 9, [0, 0, 1, 1, 2, 2], [0, 0, 1, 2, 2, 2, 3, 4, 4]
 @pytest.mark.parametrize("fps", [0.5, 8, 12, 16, 24, 29.97, 60, 100])
 @pytest.mark.parametrize("shown", [STILL, PAIRS, UNEVEN, [*UNEVEN, *range(30, 130), 130, 130]], ids=len)
 def test_equal_frames_come_back_as_often_as_they_were_written(tmp_path, shown, fps):
-    """Equal frames are one picture in the file."""
+    """Equal frames are one image in the file."""
     path = tmp_path / "a.gif"
     save_video(path, colours(shown), fps)
     assert count_frames(path) == (len(shown), fps)
@@ -187,8 +187,8 @@ def test_a_rate_that_no_gif_can_have(tmp_path, fps):
         save_video(tmp_path / "a.gif", clip(), fps)
 
 
-def test_a_picture_that_is_shown_for_longer_than_the_format_can_say(tmp_path):
-    with pytest.raises(InputError, match=r"a \.gif shows a picture for at most 655\.35 seconds, .* Save them as \.mp4"):
+def test_an_image_that_is_shown_for_longer_than_the_format_can_say(tmp_path):
+    with pytest.raises(InputError, match=r"a \.gif shows an image for at most 655\.35 seconds, .* Save them as \.mp4"):
         save_video(tmp_path / "a.gif", colours([0] * 70), 0.1)
     assert not list(tmp_path.iterdir())
 

@@ -143,7 +143,7 @@ def test_a_queue_on_hosts_that_share_no_disk(layout, tmp_path):
 
 
 @pytest.mark.further
-def test_a_picture_is_read_by_process_0(paths, tmp_path):
+def test_an_image_is_read_by_process_0(paths, tmp_path):
     """It is on no other disk; the result is that of one process."""
     layout = save_layout(tmp_path / "hf", "cogvideox1.5-5b-i2v")
     (tmp_path / "host 0").mkdir()
@@ -158,7 +158,7 @@ def test_a_picture_is_read_by_process_0(paths, tmp_path):
     np.testing.assert_allclose(*latents, atol=1e-4)
     with Hosts(tmp_path, *command, "--image", "nowhere.png", "--out", "x.npz") as hosts:
         codes, _ = hosts.finish(60)
-    assert codes == [2, 2] and "there is no picture nowhere.png" in hosts.said(0)
+    assert codes == [2, 2] and "there is no image nowhere.png" in hosts.said(0)
 
 
 @pytest.mark.further

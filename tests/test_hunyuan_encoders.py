@@ -119,18 +119,18 @@ def test_siglip(tmp_path, prefix):
     module = randomise(build("image_encoder", small=True))
     bare = lambda name: name.removeprefix("vision_model.")  # noqa: E731
     native = convert_one(module, tmp_path, "image_encoder", lambda name: prefix + bare(name))
-    pictures = random(0, 2, 42, 42, 3)
+    images = random(0, 2, 42, 42, 3)
     with torch.no_grad():
-        theirs = module(pixel_values=torch.from_numpy(np.array(pictures)).permute(0, 3, 1, 2)).last_hidden_state
+        theirs = module(pixel_values=torch.from_numpy(np.array(images)).permute(0, 3, 1, 2)).last_hidden_state
     encoder = load_component("image_encoder", native, "float32")
-    assert relative_error(encoder(pictures), theirs.numpy()) < BAR
-    with pytest.raises(InputError, match=r"pictures must be \[B, 42, 42, 3\]"):
-        encoder(pictures[:, :28])
+    assert relative_error(encoder(images), theirs.numpy()) < BAR
+    with pytest.raises(InputError, match=r"images must be \[B, 42, 42, 3\]"):
+        encoder(images[:, :28])
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 4), (2, 2, 2, True), (1, 8, 1)])
 def test_every_mesh(qwen, tmp_path, mesh):
-    """Two key heads of Qwen, three heads of ByT5 and one picture for SigLIP do not all divide."""
+    """Two key heads of Qwen, three heads of ByT5 and one image for SigLIP do not all divide."""
     split = make_mesh(*mesh)
     ids, mask = prompt_ids(60)
     small_byt5, small_siglip = (randomise(build(name, small=True)) for name in ("text_encoder_2", "image_encoder"))
@@ -150,12 +150,12 @@ def test_every_mesh(qwen, tmp_path, mesh):
         assert relative_error(found, expected) < 1e-5
 
 
-def test_pictures_for_siglip():
+def test_images_for_siglip():
     """As transformers' own processor makes them."""
-    picture = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
     processor = transformers.SiglipImageProcessor(size={"height": 42, "width": 42})
-    theirs = processor.preprocess(images=Image.fromarray(picture), return_tensors="np")["pixel_values"][0]
-    ours = resize_frames(picture[None], 42, 42)[0] / 127.5 - 1
+    theirs = processor.preprocess(images=Image.fromarray(image), return_tensors="np")["pixel_values"][0]
+    ours = resize_frames(image[None], 42, 42)[0] / 127.5 - 1
     np.testing.assert_allclose(ours, theirs.transpose(1, 2, 0), atol=1e-6)
 
 
@@ -315,7 +315,7 @@ def test_configs_of_releases_survive_their_own_file(release):
         ("text_encoder", {"heads": 27}, "27 heads and 4 heads of keys"),
         ("text_encoder", {"kv_heads": 3}, "the same number of heads for each of the keys'"),
         ("image_encoder", {"heads": 7}, "1152 channels in 7 heads"),
-        ("image_encoder", {"image_size": 13}, "pictures of a patch or more"),
+        ("image_encoder", {"image_size": 13}, "images of a patch or more"),
         ("vae", {"block_channels": [128, 256]}, "2 levels for 16x compression; expected 5"),
     ],
     ids=str,

@@ -78,7 +78,7 @@ def image_pipe(image_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def picture():
+def image():
     """Smooth, and of another aspect ratio than any bucket."""
     rows, columns = np.mgrid[:50, :70] / 70
     return np.stack([rows, columns, 1 - rows], -1).__mul__(255).astype(np.uint8)
@@ -111,17 +111,17 @@ def test_text_to_video_against_diffusers(released_lengths, layout, prompts, guid
 
 
 @pytest.mark.parametrize("distilled", [False, True])
-def test_image_to_video_against_diffusers(image_layout, picture, tmp_path, distilled):
-    """One picture for two prompts; a step-distilled checkpoint takes a second timestep and no guidance."""
+def test_image_to_video_against_diffusers(image_layout, image, tmp_path, distilled):
+    """One image for two prompts; a step-distilled checkpoint takes a second timestep and no guidance."""
     folder = image_layout
     if distilled:
         folder = save_layout(tmp_path / "distilled", image=True, guidance_scale=1.0, use_meanflow=True)
     pipe = cogvideox_flax.Pipeline.from_pretrained(folder, dtype="float32")
     size = {"num_frames": 5}
-    latents = noise_for(pipe, PROMPTS, image=picture, **size)
+    latents = noise_for(pipe, PROMPTS, image=image, **size)
     options = {"num_inference_steps": 3, **size}
-    ours = pipe(PROMPTS, NEGATIVE, image=picture, latents=latents, output_type="float", progress=False, **options)
-    theirs = run_reference(folder, PROMPTS, NEGATIVE, latents, image=Image.fromarray(picture), **options)
+    ours = pipe(PROMPTS, NEGATIVE, image=image, latents=latents, output_type="float", progress=False, **options)
+    theirs = run_reference(folder, PROMPTS, NEGATIVE, latents, image=Image.fromarray(image), **options)
     assert ours.frames.shape == theirs.shape
     assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
 
@@ -153,9 +153,9 @@ def test_timesteps_from_the_top(pipe):
         generate(pipe, timesteps=[1000, 0])
 
 
-def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, picture):
+def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, image):
     with pytest.raises(InputError, match="text-to-video model, which takes no image"):
-        generate(pipe, image=picture)
+        generate(pipe, image=image)
     with pytest.raises(InputError, match="give it --image"):
         generate(image_pipe)
     with pytest.raises(InputError, match=r"num_frames is 10; it must be 4 n \+ 1. Nearest: 9 and 13"):
@@ -165,8 +165,8 @@ def test_inputs_that_the_checkpoint_does_not_take(pipe, image_pipe, picture):
 
 
 @pytest.mark.parametrize("how", [{"compiled_loop": True}, {"one_program": True}])
-def test_every_kind_of_run_is_the_same_run(pipe, image_pipe, picture, how):
-    for model, more in ((pipe, {}), (image_pipe, {"image": picture})):
+def test_every_kind_of_run_is_the_same_run(pipe, image_pipe, image, how):
+    for model, more in ((pipe, {}), (image_pipe, {"image": image})):
         exact = generate(model, output_type="float", **more).frames
         np.testing.assert_allclose(generate(model, output_type="float", **more, **how).frames, exact, atol=1e-4)
 
@@ -237,10 +237,10 @@ def test_a_clip_to_start_from(pipe):
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
-def test_stages_on_disk(checkpoint, image_checkpoint, picture, tmp_path, run, kind):
+def test_stages_on_disk(checkpoint, image_checkpoint, image, tmp_path, run, kind):
     """The eight tensors of stage 1 have the names of the reference system; the frames are those of one run."""
     model, flags = (checkpoint, []) if kind == "text" else (image_checkpoint, ["--image", tmp_path / "first.png"])
-    Image.fromarray(picture).save(tmp_path / "first.png")
+    Image.fromarray(image).save(tmp_path / "first.png")
     where = ["--dir", tmp_path / "stages"]
     size = ["--num-frames", 5, "--height", 32, "--width", 48]
     encode = ["encode", PROMPTS[0], "--model", model, "--dtype", "float32", *size, *flags, *where]
@@ -253,9 +253,9 @@ def test_stages_on_disk(checkpoint, image_checkpoint, picture, tmp_path, run, ki
     assert found.keys() == text | {f"negative_{name}" for name in text} | of_image
 
 
-def test_adapters_on_both_streams_are_trained(checkpoint, pipe, tmp_path, run, picture):
+def test_adapters_on_both_streams_are_trained(checkpoint, pipe, tmp_path, run, image):
     """A step on a clip; the file has diffusers' names and changes the video."""
-    save_video(tmp_path / "clips" / "a", np.stack([np.resize(picture, (32, 48, 3))] * 5), fps=24)
+    save_video(tmp_path / "clips" / "a", np.stack([np.resize(image, (32, 48, 3))] * 5), fps=24)
     (tmp_path / "clips" / "a.txt").write_text('a sign says "OPEN"')
     (tmp_path / "sign.toml").write_text(f"""
         model = "{checkpoint}"
@@ -304,7 +304,7 @@ def test_the_license_is_said_at_a_download(layout, monkeypatch, capsys):
     ],
     ids=str,
 )
-def test_pictures_that_are_prepared_otherwise_are_refused(image_layout, tmp_path, changes, message):
+def test_images_that_are_prepared_otherwise_are_refused(image_layout, tmp_path, changes, message):
     for each in image_layout.iterdir():
         if each.name != "feature_extractor":
             (tmp_path / each.name).symlink_to(each)

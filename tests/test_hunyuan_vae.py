@@ -82,7 +82,7 @@ def test_encoding(pair, vae, frames):
 
 
 def test_tiles(pair, vae):
-    """A picture of two tiles, of which the second is cut."""
+    """An image of two tiles, of which the second is cut."""
     module, _ = pair
     z, video = random(0, 1, 2, 6, 4, 4), random(1, 1, 1, 96, 64, 3)
     module.enable_tiling(

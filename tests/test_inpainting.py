@@ -272,7 +272,7 @@ def mask(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory):
+def image(tmp_path_factory):
     path = tmp_path_factory.mktemp("media") / "first.png"
     Image.fromarray(smooth(5, HEIGHT, WIDTH)).save(path)
     return path
@@ -304,11 +304,11 @@ def test_every_way_of_running_gives_the_same(models, clip, mask, paths, tmp_path
     assert settings["mask_video"][0]["file"] == str(mask) and len(settings["mask_video"][0]["sha256"]) == 64
 
 
-def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
+def test_planned_arguments_are_those_of_the_run(models, clip, mask, image):
     pipe = Pipeline.from_pretrained(models["cogvideox1.5-5b"], "float32")
     for media, inputs in (
         ({"video": clip, "mask_video": mask}, ["mask_video", "video"]),
-        ({"image": picture}, ["image"]),
+        ({"image": image}, ["image"]),
     ):
         run = pipe.resolve(GenerationRequest(PROMPTS[:1], **RUN, **media))
         assert [stage.input for stage in run.visual] == inputs
@@ -316,7 +316,7 @@ def test_planned_arguments_are_those_of_the_run(models, clip, mask, picture):
         for stage, shapes in zip(run.visual, planned, strict=True):
             assert [x.shape for x in run.media(stage)] == [x.shape for x in shapes]
         ((_, (_, denoise_inputs, _), _),) = run.abstract("denoise")
-        assert denoise_inputs.conditioning.pictures["inpaint_latents"].shape == (1, 4, 4, 6, 17)
+        assert denoise_inputs.conditioning.visual["inpaint_latents"].shape == (1, 4, 4, 6, 17)
 
 
 def test_the_config_is_read(models):
@@ -363,10 +363,10 @@ def text_model(tmp_path_factory):
     ("kind", "options", "message"),
     [
         ("1.0", ["--mask-video", "{mask}"], r"mask_video goes with video; give --video \(video=\) too"),
-        ("1.0", ["--last-image", "{picture}"], r"last_image goes with image; give --image \(image=\) too"),
-        ("1.0", ["--image", "{picture}", "--video", "{clip}"], "image and video are both given"),
-        ("1.0", ["--image", "{picture}", "--strength", "0.5"], "give --video, or leave strength out"),
-        ("1.0", ["--image", "{picture}", "--image-scale", "1"], "image_scale is for image-to-video models"),
+        ("1.0", ["--last-image", "{image}"], r"last_image goes with image; give --image \(image=\) too"),
+        ("1.0", ["--image", "{image}", "--video", "{clip}"], "image and video are both given"),
+        ("1.0", ["--image", "{image}", "--strength", "0.5"], "give --video, or leave strength out"),
+        ("1.0", ["--image", "{image}", "--image-scale", "1"], "image_scale is for image-to-video models"),
         ("1.0", ["--control-video", "{clip}"], "an inpainting model, which takes no control_video; it takes image, "),
         ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/short"], "has 2 frames at the model's rate, .* has 13"),
         ("1.0", ["--video", "{clip}", "--mask-video", "{bad}/wide.png"], "is 96x32, .* 48x32; give a mask of"),
@@ -378,14 +378,14 @@ def text_model(tmp_path_factory):
     ],
 )
 def test_bad_input_is_refused_before_anything_loads(
-    kind, options, message, models, text_model, clip, mask, picture, tmp_path_factory, refused
+    kind, options, message, models, text_model, clip, mask, image, tmp_path_factory, refused
 ):
     bad = tmp_path_factory.mktemp("bad")
     Image.fromarray(as_frames(squares(1, 32, 96))[0]).save(bad / "wide.png")
     (bad / "cut.png").write_bytes(mask.read_bytes()[:60])
     save_video(bad / "short", as_frames(squares(2, HEIGHT, WIDTH)), fps=8)
     model = {"1.0": models["cogvideox-2b"], "1.5": models["cogvideox1.5-5b"], "text": text_model}[kind]
-    names = {"bad": bad, "clip": clip, "mask": mask, "picture": picture}
+    names = {"bad": bad, "clip": clip, "mask": mask, "image": image}
     err = refused("generate", PROMPTS[0], "--model", model, *[part.format(**names) for part in options])
     assert re.search(message, err), err
 

@@ -80,13 +80,13 @@ def test_a_mistake_is_one_line(run, argv, message):
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
-def test_a_picture_is_no_video(run, native, tmp_path, suffix):
+def test_an_image_is_no_video(run, native, tmp_path, suffix):
     Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / f"beach{suffix}")
-    picture = tmp_path / f"beach{suffix}"
-    argv = ["generate", PROMPT, "--model", native, "--video", picture, "--out", tmp_path / "v.mp4", *QUICK]
+    image = tmp_path / f"beach{suffix}"
+    argv = ["generate", PROMPT, "--model", native, "--video", image, "--out", tmp_path / "v.mp4", *QUICK]
     code, _, err = run(*argv)
     assert code == 2
-    assert "is one picture, and a clip was expected; a first frame is given as --image" in err
+    assert "is one image, and a clip was expected; a first frame is given as --image" in err
 
 
 def test_what_a_run_costs(run):

@@ -94,11 +94,11 @@ def run_reference(kind, layout, pipe, scheduler, step_noise, posterior_noise, mo
 
 @pytest.mark.parametrize(("kind", "options"), SAMPLERS)
 def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypatch):
-    """Two pictures of other sizes, with their own posterior noise."""
+    """Two images of other sizes, with their own posterior noise."""
     pipe = Pipeline.from_pretrained(image_layout, dtype="float32")
     random = np.random.default_rng(0)
-    pictures = [Image.fromarray(smooth(1, 50, 75)), Image.fromarray(smooth(2, 32, 48))]
-    size = pipe.resolve(GenerationRequest(PROMPTS, image=pictures, **SIZE)).size
+    images = [Image.fromarray(smooth(1, 50, 75)), Image.fromarray(smooth(2, 32, 48))]
+    size = pipe.resolve(GenerationRequest(PROMPTS, image=images, **SIZE)).size
     shape = size.latent_shape(2)
     assert shape[1] == (4 if "1.5" in str(image_layout) else 3)
     latents = random.normal(size=shape).astype(np.float32)
@@ -107,7 +107,7 @@ def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypat
     ours = pipe(
         PROMPTS,
         NEGATIVE,
-        image=pictures,
+        image=images,
         scheduler=kind,
         latents=latents,
         noise=noise if kind == "dpm" else None,
@@ -125,7 +125,7 @@ def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypat
         noise,
         posterior,
         monkeypatch,
-        image=pictures,
+        image=images,
         latents=channels_first(latents).movedim(1, 2),
         **SIZE,
         **options,
@@ -224,7 +224,7 @@ I2V = {"num_frames": 9, "height": 32, "width": 48, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def picture(tmp_path_factory):
+def image(tmp_path_factory):
     path = tmp_path_factory.mktemp("media") / "first frame.png"
     Image.fromarray(smooth(5, 32, 48)).save(path)
     return path
@@ -259,10 +259,10 @@ def same_at_once(pipe, prompt, options):
 
 
 @pytest.mark.parametrize("kind", ["image", pytest.param("video", marks=pytest.mark.further)])
-def test_every_way_of_running_gives_the_same(kind, image_model, text_model, picture, clip, paths, tmp_path):
+def test_every_way_of_running_gives_the_same(kind, image_model, text_model, image, clip, paths, tmp_path):
     """In stages by the command, at once, as one program, in a compiled loop, on a mesh."""
     model = image_model if kind == "image" else text_model
-    given = {"image": picture} if kind == "image" else {"video": clip, "strength": 0.6}
+    given = {"image": image} if kind == "image" else {"video": clip, "strength": 0.6}
     options = {**I2V, "num_inference_steps": 4} | given
     pipe = Pipeline.from_pretrained(model, "float32")
     expected = same_at_once(pipe, PROMPTS[0], options)
@@ -287,7 +287,7 @@ def test_every_way_of_running_gives_the_same(kind, image_model, text_model, pict
 
 
 def rewrite(path):
-    """Save a clip or picture again, with other contents of the same kind and size."""
+    """Save a clip or image again, with other contents of the same kind and size."""
     if path.name == "a.png":
         Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
     else:
@@ -333,16 +333,16 @@ def test_a_clip_that_changed_is_not_read(kind, name, tmp_path):
         assert again.sha256 != clip.sha256 and np.abs(again.read(3, 32, 48, "crop") - before).max() > 0
 
 
-@pytest.mark.parametrize("name", [*media.PICTURES, media.MASK])
-def test_a_picture_that_changes_while_it_is_read(name, tmp_path, monkeypatch):
-    path, real = tmp_path / "a.png", media.read_picture
+@pytest.mark.parametrize("name", [*media.IMAGES, media.MASK])
+def test_an_image_that_changes_while_it_is_read(name, tmp_path, monkeypatch):
+    path, real = tmp_path / "a.png", media.read_image
     Image.fromarray(smooth(5, 32, 48)).save(path)
 
     def read(path, **how):
         rewrite(path)
         return real(path, **how)
 
-    monkeypatch.setattr(media, "read_picture", read)
+    monkeypatch.setattr(media, "read_image", read)
     with pytest.raises(InputError, match=r"a\.png changed while this run was under way"):
         media._check(name, path, 8)
 
@@ -359,12 +359,12 @@ def test_a_request_is_checked_anew_by_each_run(text_model, tmp_path):
     assert second.metadata["settings"]["video"] != first.metadata["settings"]["video"]
 
 
-def test_stages_of_another_picture_are_not_taken_over(image_model, picture, paths, run, tmp_path, monkeypatch):
+def test_stages_of_another_image_are_not_taken_over(image_model, image, paths, run, tmp_path, monkeypatch):
     """A stage says what it was made of; the settings in the directory may be those of a later `encode`."""
     folder, other = ["--dtype", "float32", "--dir", tmp_path / "run"], tmp_path / "other.png"
     size = ["--num-frames", 9, "--height", 32, "--width", 48]
     Image.fromarray(smooth(7, 32, 48)).save(other)
-    moved = shutil.copy(picture, tmp_path / "moved.png")
+    moved = shutil.copy(image, tmp_path / "moved.png")
 
     def encode(image, *more):
         return ["encode", PROMPTS[0], "--model", image_model, *folder, *size, "--image", image, *more]
@@ -374,10 +374,10 @@ def test_stages_of_another_picture_are_not_taken_over(image_model, picture, path
         assert code == 2 and out == "" and err.count("error: ") == 1
         return err
 
-    paths(*encode(picture))
+    paths(*encode(image))
     paths("denoise", *folder)
     paths(*encode(moved))
-    paths("decode", *folder)  # the same picture in another place
+    paths("decode", *folder)  # the same image in another place
     with monkeypatch.context() as patch:  # the new settings are written, its latents are not
         patch.setattr(journey, "encode", interrupted)
         assert run(*encode(other))[0] == 130
@@ -396,9 +396,9 @@ def interrupted(*args, **kwargs):
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
-def test_several_videos_are_those_of_the_following_seeds(kind, image_model, text_model, picture, clip, paths, tmp_path):
-    """Also in the noise of the latents of pictures and clips."""
-    model, media = (image_model, picture) if kind == "image" else (text_model, clip)
+def test_several_videos_are_those_of_the_following_seeds(kind, image_model, text_model, image, clip, paths, tmp_path):
+    """Also in the noise of the latents of images and clips."""
+    model, media = (image_model, image) if kind == "image" else (text_model, clip)
     pipe = Pipeline.from_pretrained(model, "float32")
     how = {kind: media, **I2V, "output_type": "latent", "progress": False}
     both = pipe(PROMPTS[0], **how, seed=4, num_videos=2).frames
@@ -413,19 +413,19 @@ def test_several_videos_are_those_of_the_following_seeds(kind, image_model, text
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".npz"] == []
 
 
-def test_the_picture_and_its_options_matter(image_model, picture):
+def test_the_image_and_its_options_matter(image_model, image):
     pipe = Pipeline.from_pretrained(image_model, "float32")
 
     def run(image, **change):
         options = {**I2V, "output_type": "latent", "progress": False} | change
         return pipe(PROMPTS[0], image=image, **options).frames
 
-    plain, pixels = run(picture), np.asarray(Image.open(picture))
-    assert (run(pixels) == plain).all() and (run(Image.open(picture)) == plain).all()
+    plain, pixels = run(image), np.asarray(Image.open(image))
+    assert (run(pixels) == plain).all() and (run(Image.open(image)) == plain).all()
     assert np.abs(run(255 - pixels) - plain).max() > 1e-3
-    assert np.abs(run(picture, last_image=pixels[::-1]) - plain).max() > 1e-3
-    assert np.abs(run(picture, image_scale=1.0) - plain).max() > 1e-3
-    assert (run(picture, image_scale=1 / 0.7) == plain).all()
+    assert np.abs(run(image, last_image=pixels[::-1]) - plain).max() > 1e-3
+    assert np.abs(run(image, image_scale=1.0) - plain).max() > 1e-3
+    assert (run(image, image_scale=1 / 0.7) == plain).all()
     wide = np.concatenate([pixels, pixels], 1)
     assert np.abs(run(wide) - run(wide, fit="stretch")).max() > 1e-3
     assert (run(wide[:, 24:72]) == run(wide)).all()
@@ -461,14 +461,14 @@ def test_noise_is_drawn_apart(text_model, clip):
 def test_a_conditioning_of_another_request_is_refused(text_model, clip):
     pipe = Pipeline.from_pretrained(text_model, "float32")
     conditioning = pipe.encode(GenerationRequest(PROMPTS[0], **I2V), progress=False)
-    with pytest.raises(InputError, match=r"has no latents of pictures or clips; .* give video_latents"):
+    with pytest.raises(InputError, match=r"has no latents of images or clips; .* give video_latents"):
         pipe.denoise(conditioning, GenerationRequest(PROMPTS[0], video=clip, **I2V))
 
 
-def test_learned_positions_stay_at_their_size(tmp_path, picture, caplog):
+def test_learned_positions_stay_at_their_size(tmp_path, image, caplog):
     """5b-I2V at another size runs on its rotary positions alone."""
     pipe = Pipeline.from_pretrained(save_layout(tmp_path / "i2v", "cogvideox-5b-i2v"), "float32")
-    options = {"num_frames": 9, "num_inference_steps": 2, "output_type": "latent", "progress": False, "image": picture}
+    options = {"num_frames": 9, "num_inference_steps": 2, "output_type": "latent", "progress": False, "image": image}
     assert pipe(PROMPTS[0], height=32, width=48, **options).frames.shape == (1, 3, 4, 6, 16)
     assert "learned positions" not in caplog.text
     turned = pipe(PROMPTS[0], height=48, width=32, **options).frames  # as many tokens, another grid
@@ -491,7 +491,7 @@ def bad(tmp_path_factory):
     first.save(folder / "animated.webp", save_all=True, append_images=[second], lossless=True)
     first.save(folder / "moving.gif", save_all=True, append_images=[second])
     Image.new("1", (40000, 40000)).save(folder / "huge.png")
-    (folder / "notes.txt").write_text("not a picture")
+    (folder / "notes.txt").write_text("not an image")
     (folder / "empty").mkdir()
     return folder
 
@@ -504,9 +504,9 @@ def bad(tmp_path_factory):
         (
             "control",
             ["--control-video", "{bad}/whole.png", "--num-frames", "9"],
-            "whole.png is one picture, and a clip was expected",
+            "whole.png is one image, and a clip was expected",
         ),
-        ("image", ["--image", "nowhere.png"], "there is no picture nowhere.png"),
+        ("image", ["--image", "nowhere.png"], "there is no image nowhere.png"),
         ("image", ["--image", "{bad}/cut.png"], "cannot read .*cut.png"),
         ("image", ["--image", "{bad}/animated.webp"], "is animated, 2 frames; .* or it as a video"),
         ("image", ["--image", "{bad}/moving.gif"], "cannot read .*moving.gif"),

@@ -12,7 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.pictures import read_picture, to_rgb
+from cogvideox_flax.io.images import read_image, to_rgb
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
 
@@ -33,7 +33,7 @@ def header(width: int, height: int) -> bytes:
 
 
 def bomb(width: int, height: int, *more: bytes) -> bytes:
-    """A grey picture of one value, compressed as far as zlib goes."""
+    """A grey image of one value, compressed as far as zlib goes."""
     pack = zlib.compressobj(9)
     rows = pack.compress(bytes(width + 1))
     for _ in range(height - 1):
@@ -60,7 +60,7 @@ def test_a_rate_of_0_is_none(tmp_path):
     assert "fps" not in Image.open(tmp_path / "c" / "0000.png").info
 
 
-def test_large_pictures_are_refused_by_their_header(tmp_path):
+def test_large_images_are_refused_by_their_header(tmp_path):
     """400 million pixels in about 400 kB; PIL would decode 89 million with a warning, and raise at 179 million."""
     for width, height in ((20000, 20000), (10000, 10000)):
         (tmp_path / "0.png").write_bytes(bomb(width, height))
@@ -74,7 +74,7 @@ def test_large_pictures_are_refused_by_their_header(tmp_path):
 def test_long_sides_are_refused_by_the_header(tmp_path):
     for size in ((65536, 1), (1, 300_000)):
         Image.new("1", size).save(tmp_path / "0.png")
-        for read in (count_frames, read_video, read_picture):
+        for read in (count_frames, read_video, read_image):
             with pytest.raises(InputError, match=r"0\.png: a frame of .* has a side of .*; expected at most 65,5"):
                 read(tmp_path / "0.png")
     Image.new("1", (65535, 1)).save(tmp_path / "0.png")
@@ -132,7 +132,7 @@ def stored(depth: int, colour: int, row: bytes, width: int, clear: bytes) -> byt
 def test_a_transparent_grey_is_white_at_every_depth(tmp_path, depth, row, clear, expected):
     path = tmp_path / "0.png"
     path.write_bytes(stored(depth, 0, bytes(row), len(expected), struct.pack(">H", clear)))
-    for found in (read_picture(path), read_video(path)[0][0]):
+    for found in (read_image(path), read_video(path)[0][0]):
         assert found.tolist() == [[[grey] * 3 for grey in expected]]
     with Image.open(path) as image:
         np.testing.assert_array_equal(to_rgb(image), found)
@@ -141,17 +141,17 @@ def test_a_transparent_grey_is_white_at_every_depth(tmp_path, depth, row, clear,
 def test_a_transparent_colour(tmp_path):
     path = tmp_path / "0.png"
     path.write_bytes(stored(8, 2, bytes([1, 2, 3, 3, 2, 1]), 2, struct.pack(">HHH", 3, 2, 1)))
-    assert read_picture(path).tolist() == [[[1, 2, 3], [255, 255, 255]]]
+    assert read_image(path).tolist() == [[[1, 2, 3], [255, 255, 255]]]
     path.write_bytes(stored(16, 2, bytes(12), 2, bytes(6)))
     with pytest.raises(InputError, match=r"0\.png: 16-bit RGB with a transparent colour; save it in 8 bit"):
-        read_picture(path)
+        read_image(path)
 
 
 def test_an_animated_png_is_no_frame(tmp_path):
     first, second = (Image.new("RGB", (8, 8), colour) for colour in ("red", "blue"))
     first.save(tmp_path / "0.png", save_all=True, append_images=[second])
-    for read in (read_picture, read_video):
-        with pytest.raises(InputError, match=r"0\.png is animated, 2 frames; give one of them as a picture"):
+    for read in (read_image, read_video):
+        with pytest.raises(InputError, match=r"0\.png is animated, 2 frames; give one of them as an image"):
             read(tmp_path / "0.png")
 
 
@@ -199,7 +199,7 @@ def test_odd_chunks_are_read_or_refused(tmp_path, data):
             assert "\n" not in str(e)
 
 
-def test_pictures_that_are_no_continuation_stay(tmp_path):
+def test_images_that_are_no_continuation_stay(tmp_path):
     frames = np.zeros((10, 16, 16, 3), np.uint8)
     save_video(tmp_path / "%04d.png", np.zeros((13, 16, 16, 3), np.uint8), 8)
     others = {name: (tmp_path / name).write_bytes(b"mine") for name in ("5.png", "2024.png")}

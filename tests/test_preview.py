@@ -142,13 +142,13 @@ def test_it_is_written_once_a_second_and_at_the_end(run, tmp_path, monkeypatch):
     how = ("--steps", 12, "--out", tmp_path / "x.mp4", "--quiet")
     code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.png", *how)
     assert code == 0, stderr
-    with Image.open(tmp_path / "p.png") as picture:
-        assert picture.size == (5 * 64, 64)
+    with Image.open(tmp_path / "p.png") as image:
+        assert image.size == (5 * 64, 64)
     assert 1 <= len(written) <= 2 + int(written[-1] - written[0])
     code, _, stderr = run("generate", PROMPT, "--preview", tmp_path / "p.webp", *how)
     assert code == 0, stderr
-    with Image.open(tmp_path / "p.webp") as picture:
-        assert (picture.n_frames, picture.size) == (5, (64, 64))
+    with Image.open(tmp_path / "p.webp") as image:
+        assert (image.n_frames, image.size) == (5, (64, 64))
 
 
 def test_slow_files_are_rare(tmp_path, monkeypatch):

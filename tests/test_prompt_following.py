@@ -82,8 +82,8 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert "| truth | held out | 3 |" in capsys.readouterr().out
     result = json.loads(out.read_text())
     assert len(result["clips"]) == 6 and result["settings"]["world_seed"] == prompt_following.FIRST_SEED
-    with Image.open(sheet) as picture:
-        assert picture.width == 2 * (prompt_following.SHOWN * prompt_following.TILE + 16)
+    with Image.open(sheet) as image:
+        assert image.width == 2 * (prompt_following.SHOWN * prompt_following.TILE + 16)
 
 
 @pytest.mark.parametrize("more", [["--modes", "all"], ["--prompts", "0"], ["--seed", "-1"], ["--prompts", "3"]])

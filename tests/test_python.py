@@ -128,9 +128,9 @@ def test_a_notebook_shows_the_videos(video, tmp_path):
 def test_output_types_of_diffusers(pipe, video):
     as_float = pipe(PROMPT, seed=5, output_type="np", **QUICK).frames
     np.testing.assert_array_equal(as_float, pipe(PROMPT, seed=5, output_type="float", **QUICK).frames)
-    (pictures,) = pipe(PROMPT, seed=5, output_type="pil", **QUICK).frames
-    assert isinstance(pictures[0], Image.Image)
-    np.testing.assert_array_equal(np.stack(pictures), video.frames[0])
+    (images,) = pipe(PROMPT, seed=5, output_type="pil", **QUICK).frames
+    assert isinstance(images[0], Image.Image)
+    np.testing.assert_array_equal(np.stack(images), video.frames[0])
 
 
 def test_embeds_stand_for_prompts(pipe, video):

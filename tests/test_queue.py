@@ -278,7 +278,7 @@ def test_a_bad_line_with_an_image_is_a_bad_line(run, tmp_path):
     argv = ["--prompt-file", write(tmp_path, *lines), "--out", tmp_path / "v.mp4", "--steps", 1]
     code, _, err = run("generate", *argv)
     assert code == 2
-    for number, message in enumerate(("no option 'sed'", "it is not JSON", "there is no picture nowhere.png"), 1):
+    for number, message in enumerate(("no option 'sed'", "it is not JSON", "there is no image nowhere.png"), 1):
         assert f"line {number}: " in err and message in err
 
 

@@ -60,14 +60,14 @@ def clip_of(path: Path, frames: int, height: int, width: int, fps: float):
         clip_of(HIKER, 49, 240, 368, 8),
         clip_of(DATA / "media" / "horse_480x720_49f.mp4", 49, 480, 720, 8),
         clip_of(CLIP, 49, 480, 720, 8),
-        clip_of(DATA / "media" / "beach_480x720.png", 1, 480, 720, 0),  # a picture says no rate
+        clip_of(DATA / "media" / "beach_480x720.png", 1, 480, 720, 0),  # an image says no rate
     ],
 )
 def test_media(path, shape, fps):
     frames, read_fps = read_video(path)
     assert frames.dtype == np.uint8
     assert (frames.shape, read_fps) == (shape, fps)
-    assert frames.std((1, 2)).min() > 20  # a picture in every frame and colour
+    assert frames.std((1, 2)).min() > 20  # an image in every frame and colour
 
 
 @needs(CLIP, LATENTS)

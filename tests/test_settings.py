@@ -106,8 +106,8 @@ def usual(model):
 
 
 def inputs(model):
-    picture = np.linspace(0, 255, 32 * 32 * 3).reshape(32, 32, 3).astype(np.uint8)
-    return {"image": picture} if model == "embedded-image-to-video" else {}
+    image = np.linspace(0, 255, 32 * 32 * 3).reshape(32, 32, 3).astype(np.uint8)
+    return {"image": image} if model == "embedded-image-to-video" else {}
 
 
 @pytest.mark.parametrize("model", ["embedded", "embedded-image-to-video"])

@@ -328,9 +328,9 @@ def test_meshes_are_read_or_refused(text):
     ],
     ids=str,
 )
-def test_pictures_divide_over_all_devices_where_they_can(mesh, shape, expected):
+def test_images_divide_over_all_devices_where_they_can(mesh, shape, expected):
     mesh = sharding.make_mesh(*mesh)
-    found = sharding.picture_mesh(mesh, shape)
+    found = sharding.image_mesh(mesh, shape)
     sizes = found.devices.shape
     assert (set(sizes) if isinstance(expected, set) else sizes) == expected
     assert list(found.devices.flat) == list(mesh.devices.flat)
@@ -359,4 +359,4 @@ def test_a_decode_that_only_other_axes_divide():
     assert sorted(mesh.devices.shape) == [1, 2, 4]
     with jax.set_mesh(mesh):
         text = jax.jit(program).lower(*args).compile().as_text()
-    assert "collective-permute" in collectives(Program(text)), "halos are exchanged, not pictures repeated"
+    assert "collective-permute" in collectives(Program(text)), "halos are exchanged, not images repeated"

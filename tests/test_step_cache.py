@@ -210,7 +210,7 @@ def test_a_mesh_computes_the_same(pipe, mesh):
     assert (shapes.shape, shapes.sharding.spec) == (state.cache.shape, PartitionSpec("dp", "sp", None))
 
 
-def test_pictures_are_part_of_the_tokens():
+def test_images_are_part_of_the_tokens():
     manifest = Manifest.of_release(RELEASES["cogvideox-5b-i2v"])
     asked = GenerationRequest(PROMPT, image=[UNSEEN], step_cache="residual")
     shape = resolve(asked, manifest, "bfloat16").cache_shapes(None)

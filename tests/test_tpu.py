@@ -217,7 +217,7 @@ def test_convolution_compiles(topology, channels):
 
 
 @pytest.mark.parametrize(("mesh", "batch"), [((1, 8, 1), 1), ((8, 1, 1), 8)])
-def test_a_convolution_of_whole_pictures_compiles_on_a_mesh(mesh, batch):
+def test_a_convolution_of_whole_images_compiles_on_a_mesh(mesh, batch):
     """Eleven rows and 37 columns divide over no device; each computes all of them, or videos of its own."""
     mesh = tpu.topology_mesh("v6e:2x4", mesh)
     shapes = (batch, 4, 11, 37, 128), (3, 3, 3, 128, 128), (128,)

@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 from reference import SHARED
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io import limits, pictures, video
+from cogvideox_flax.io import images, limits, video
 from cogvideox_flax.io.video import (
     check_output_path,
     read_metadata,
@@ -179,7 +179,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     before = (tmp_path / "a.mp4").read_bytes()
     with pytest.raises(InputError, match=r"writing .*a\.mp4 failed: ffmpeg: "):
         save_video(tmp_path / "a.mp4", clip(), -1)
-    monkeypatch.setattr(pictures, "write_picture", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(images, "write_image", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         save_video(tmp_path / "frames", clip(), 8)
     assert [p.name for p in tmp_path.iterdir()] == ["a.mp4"]
@@ -191,8 +191,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     [
         ("a.mov", r"suffix '\.mov'; known are \.mp4, \.webm"),
         ("v1.5", r"suffix '\.5'"),
-        ("a.png", "names one picture; known are"),
-        ("%d-%d.png", "names one picture"),
+        ("a.png", "names one image; known are"),
+        ("%d-%d.png", "names one image"),
         ("dir.mp4", "is a directory; give the name of a file"),
         ("file", "is a file; a path without a suffix is a directory"),
         ("file/a.mp4", "cannot write .*file: Not a directory"),

@@ -138,17 +138,17 @@ def part(case: Case, module: Any) -> Callable[[], Any]:
 
 
 def _step_of_hunyuan(module: Any, both: Any, given: dict[str, Any], case: Case) -> Callable[[], Any]:
-    """HunyuanVideo-1.5's transformer; it takes no picture as zeros. both: [2, C, T, h, w]."""
+    """HunyuanVideo-1.5's transformer; it takes no image as zeros. both: [2, C, T, h, w]."""
     config = module.config
     t = torch.full((2,), HUNYUAN_TIMESTEP, device=both.device, dtype=both.dtype)
-    picture = torch.zeros(2, 729, config.image_embed_dim, device=both.device, dtype=both.dtype)
+    image = torch.zeros(2, 729, config.image_embed_dim, device=both.device, dtype=both.dtype)
     prompt = {
         "encoder_hidden_states": given["text"],
         "encoder_attention_mask": given["text_mask"],
         "encoder_hidden_states_2": given["glyphs"],
         "encoder_attention_mask_2": given["glyph_mask"],
     }
-    return lambda: module(both, t, image_embeds=picture, return_dict=False, **prompt)[0].permute(0, 2, 3, 4, 1)
+    return lambda: module(both, t, image_embeds=image, return_dict=False, **prompt)[0].permute(0, 2, 3, 4, 1)
 
 
 def _without_gradients(f: Any) -> Any:

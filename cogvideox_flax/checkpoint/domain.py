@@ -21,7 +21,7 @@ from cogvideox_flax.models.sizes import Size
 NEAR_COLOUR = 90.0
 """The greatest distance in RGB at which a pixel counts as one of the model's colours: pure blue counts as its blue."""
 MIN_SHARE = 0.9
-"""The minimum share of a picture's pixels that are near one of the colours, and of those like their right neighbour.
+"""The minimum share of an image's pixels that are near one of the colours, and of those like their right neighbour.
 Of the embedded models' own world both are 0.95 and above; of photographs, one at least is below 0.88."""
 
 
@@ -33,7 +33,7 @@ class Domain:
     words: all that its prompts were made of, in lower case.
     stated: what every prompt stated, such as "motion" -> the words for it.
     prompts: some that work.
-    colours: RGB, 0 to 255, of which its pictures consist.
+    colours: RGB, 0 to 255, of which its images consist.
     num_frames, height, width: the size at which it was trained; at others it gives no usable video.
     """
 
@@ -88,15 +88,15 @@ class Domain:
         near = get_close_matches(word, self.words, 1, 0.8)
         return f" (did you mean {near[0]!r}?)" if near else ""
 
-    def about_picture(self, name: str, picture: UInt8[np.ndarray, "H W 3"]) -> str | None:
-        """Whether a picture is unlike all of the domain, in a sentence; None if it is not."""
-        pixels = picture.astype(np.float32)
+    def image_warning(self, name: str, image: UInt8[np.ndarray, "H W 3"]) -> str | None:
+        """Whether an image is unlike all of the domain, in a sentence; None if it is not."""
+        pixels = image.astype(np.float32)
         distances = [np.square(pixels - colour).sum(-1) for colour in self.colours]
         near = (np.min(distances, 0) <= NEAR_COLOUR**2).mean()
         flat = (np.abs(np.diff(pixels, axis=1)).max(-1) <= 8).mean()
         if min(near, flat) >= MIN_SHARE:
             return None
-        return f"{name} is like no picture of the model's training: it shows {self.subject}, in a few flat colours"
+        return f"{name} is like no image of the model's training: it shows {self.subject}, in a few flat colours"
 
     def about_size(self, size: Size) -> str | None:
         """Why there is no usable video of a size, and what is; None if there is one."""

@@ -63,7 +63,7 @@ def with_paths(args: argparse.Namespace) -> argparse.Namespace:
 
 def make_parser() -> Parser:
     """All commands with their options; what it parses has the command's name as `command`."""
-    parser = Parser(prog="cogvideox", description="Video from text, pictures and clips, in JAX.")
+    parser = Parser(prog="cogvideox", description="Video from text, images and clips, in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     known = parser.add_subparsers(required=True, metavar="COMMAND")
     command = partial(_add_command, known, _shared_options())
@@ -97,7 +97,7 @@ def _add_command(known: Any, shared: Mapping[str, Any], name: str, help: str, *p
 
 
 _OVERVIEW = """\
-cogvideox makes videos from text, pictures and clips, in JAX.
+cogvideox makes videos from text, images and clips, in JAX.
 
   cogvideox generate "a small red circle moves to the left"      with the model in the box, on any machine
   cogvideox generate "A panda by a stream" --model zai-org/CogVideoX-2b --out panda.mp4
@@ -233,7 +233,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     what = "a .png or animated .webp of the video as it becomes clear"
     preview: dict[str, Any] = {"type": _Path, "metavar": "FILE", "help": what}
     sub.add_argument("--preview", **preview)
-    what = "stage 1: prompts to embeddings, pictures and clips to latents"
+    what = "stage 1: prompts to embeddings, images and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", what, *groups)
     sub.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")

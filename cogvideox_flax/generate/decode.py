@@ -35,7 +35,7 @@ class Decode(Program):
         return _to_frames(self.codec.decode(model, latents, self.tiling), self.as_float)
 
     def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
-        return mesh if mesh is None or self.tiling else sharding.picture_mesh(mesh, args[1].shape)
+        return mesh if mesh is None or self.tiling else sharding.image_mesh(mesh, args[1].shape)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DecodePiece(Program):
         return *_to_frames(video, self.as_float), cache
 
     def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
-        return mesh if mesh is None else sharding.picture_mesh(mesh, args[1].shape)
+        return mesh if mesh is None else sharding.image_mesh(mesh, args[1].shape)
 
 
 def _to_frames(video: Float32[Array, "B F H W 3"], as_float: bool) -> tuple[Frames, Bool[Array, ""]]:

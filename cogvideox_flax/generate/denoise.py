@@ -184,7 +184,7 @@ def noise_key(seed: int) -> Array:
 
 
 def encoder_noise_key(seed: int, index: int) -> Array:
-    """The key of the posterior noise of one of the pictures and clips; 0 and 1 are those of `InitialNoise`' split."""
+    """The key of the posterior noise of one of the images and clips; 0 and 1 are those of `InitialNoise`' split."""
     return jax.random.fold_in(random_key(seed), 2 + index)
 
 

@@ -1,4 +1,4 @@
-"""Encoding: prompts to features, pictures and clips to latents; and `Conditioning`, which is all of them together."""
+"""Encoding: prompts to features, images and clips to latents; and `Conditioning`, which is all of them together."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Conditioning:
 
     text: features of the prompts, by name.
     negative_text: the same of the negative prompts; None runs without guidance.
-    pictures: features of given pictures, by name; both halves of guidance see them.
+    visual: features of images, clips and masks, by name; both halves of guidance see them.
     video: latents [B, T, h, w, C] of a given clip, scaled, with the extra latent frames, from which the loop starts.
     """
 
     text: Features
     negative_text: Features | None = None
-    pictures: Features = field(default_factory=dict)
+    visual: Features = field(default_factory=dict)
     video: Float[Any, "B T h w C"] | None = None
 
     def __repr__(self) -> str:
-        parts = {**self.text, **self.pictures} | ({} if self.video is None else {"video": self.video})
+        parts = {**self.text, **self.visual} | ({} if self.video is None else {"video": self.video})
         arrays = ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in parts.items())
         return f"<Conditioning {'with' if self.guided else 'without'} guidance: {arrays}>"
 
@@ -94,7 +94,7 @@ class EncodeText(Program):
 
 @dataclass(frozen=True)
 class EncodeVisual(Program):
-    """Frames of pictures or clips to normalized latents, and whether all of it is finite.
+    """Frames of images or clips to normalized latents, and whether all of it is finite.
 
     input: the field of the request.
     encode, statistics: of the model's `VisualStage`.

@@ -29,7 +29,7 @@ def request_values(run: Run) -> dict[str, Any]:
     """Return everything that decides the videos of a run but for the model and the dtype.
 
     Returns:
-        Field of the request -> its value, as JSON has it but for pictures and clips, which are `Media`; the scheduler
+        Field of the request -> its value, as JSON has it but for images and clips, which are `Media`; the scheduler
         by its kind. Where Python gave them, also `arrays`, name -> SHA-256, and `noise_schedule`, what is known of a
         scheduler that is not the checkpoint's.
     """
@@ -72,7 +72,7 @@ def array_hash(x: Any) -> str:
 
 
 def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
-    """What of a request's values decides the results of these stages, as JSON values: pictures and clips by their
+    """What of a request's values decides the results of these stages, as JSON values: images and clips by their
     contents, wherever they lie.
 
     Args:

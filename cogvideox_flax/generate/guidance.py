@@ -59,7 +59,7 @@ class Unguided:
         return sharding.constrain(latents, "batch")
 
     def features(self, conditioning: Conditioning) -> Features:
-        return {**conditioning.text, **conditioning.pictures}
+        return {**conditioning.text, **conditioning.visual}
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class ClassifierFree:
     def features(self, conditioning: Conditioning) -> Features:
         """Those of the negative prompts, then those of the prompts."""
         assert conditioning.negative_text is not None
-        halves = [{**text, **conditioning.pictures} for text in (conditioning.negative_text, conditioning.text)]
+        halves = [{**text, **conditioning.visual} for text in (conditioning.negative_text, conditioning.text)]
         return jax.tree.map(_in_one_batch, *halves)
 
     def __call__(

@@ -50,7 +50,7 @@ METHODS = {
     "load_lora_into_transformer": "pipe.load_lora_weights(file)",
     "lora_state_dict": "pipe.load_lora_weights(file)",
     "components": "attributes by their names, such as pipe.transformer; `pipe.component(name)`",
-    "from_pipe": "pipe takes pictures and clips as far as its checkpoint does: pipe(prompt, image=...)",
+    "from_pipe": "pipe takes images and clips as far as its checkpoint does: pipe(prompt, image=...)",
     "from_config": "from_pretrained(where)",
     "maybe_free_model_hooks": "pipe.release()",
     "remove_all_hooks": "pipe.release()",

@@ -1,4 +1,4 @@
-"""Pictures and clips that a request gives: checked when it is resolved, read when they are encoded."""
+"""Images and clips that a request gives: checked when it is resolved, read when they are encoded."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.contents import Contents
+from cogvideox_flax.io.images import decoding, is_one_image, read_image, to_rgb
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.pictures import decoding, is_one_picture, read_picture, to_rgb
 from cogvideox_flax.io.source import Frames, format_of
 from cogvideox_flax.io.values import is_count
 from cogvideox_flax.io.video import HashedVideo
@@ -29,20 +29,20 @@ from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
 
-PICTURES, CLIPS = ("image", "last_image"), ("video", "control_video")
+IMAGES, CLIPS = ("image", "last_image"), ("video", "control_video")
 MASK = "mask_video"
-MEDIA = (*PICTURES, *CLIPS, MASK)
+MEDIA = (*IMAGES, *CLIPS, MASK)
 """Fields of the request."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """A picture or clip that was checked.
+    """An image or clip that was checked.
 
     file: its path, or what it is.
     sha256: of its contents.
     height, width: pixels.
-    num_frames: at the model's frame rate; 1 for a picture.
+    num_frames: at the model's frame rate; 1 for an image.
     source: its frames; None where only the facts are known: on other hosts than the first, and after stage 1.
     """
 
@@ -83,18 +83,18 @@ class Media:
         return fit_frames(self.source[:num_frames], height, width, fit)[indices]
 
 
-UNSEEN = Media("a picture or clip", "", 0, 0, 0)
+UNSEEN = Media("an image or clip", "", 0, 0, 0)
 """Stands for any of them where a run is only planned."""
 
 
 def describe_media(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Field -> file and hash of each picture or clip, for the metadata of a video."""
+    """Field -> file and hash of each image or clip, for the metadata of a video."""
     given = {name: values[name] for name in MEDIA if values.get(name)}
     return {name: [{"file": each.file, "sha256": each.sha256} for each in media] for name, media in given.items()}
 
 
 def resolve_media(model: VideoModel, given: Mapping[str, Any], batch: int) -> dict[str, Any]:
-    """Check the pictures and clips of a request.
+    """Check the images and clips of a request.
 
     Args:
         given: field of the request -> its value; None where there is none.
@@ -132,14 +132,14 @@ def frames_of_clips(model: VideoModel, found: Mapping[str, Any], any_length: boo
     return model.size_rule.fit_frames(min(lengths) if any_length else min(*lengths, model.defaults.max_frames))
 
 
-def picture_size(
+def size_from_image(
     model: VideoModel, found: Mapping[str, Any], asked: tuple[int | None, int | None]
 ) -> tuple[int | None, int | None]:
-    """The height and width to ask `resolve_size` for: those asked for, or what goes with the first picture given."""
-    pictures = [picture for name in PICTURES for picture in found.get(name, ()) if picture is not UNSEEN]
-    if asked != (None, None) or not pictures:
+    """The height and width to ask `resolve_size` for: those asked for, or what goes with the first image given."""
+    images = [image for name in IMAGES for image in found.get(name, ()) if image is not UNSEEN]
+    if asked != (None, None) or not images:
         return asked
-    return model.picture_size(pictures[0].height, pictures[0].width) or asked
+    return model.size_from_image(images[0].height, images[0].width) or asked
 
 
 def _check(name: str, value: Any, fps: float) -> Media:
@@ -148,20 +148,20 @@ def _check(name: str, value: Any, fps: float) -> Media:
             limits.check_size(Path(value.file), value.height, value.width)
             limits.check_count(Path(value.file), value.num_frames)
         return value
-    is_picture = name in PICTURES or (name == MASK and _is_picture(value))
+    is_image = name in IMAGES or (name == MASK and _is_image(value))
     ground = "black" if name == MASK else "white"  # where nothing is drawn on a mask, the video is kept
-    return _open_picture(value, ground) if is_picture else _open_clip(value, fps, ground)
+    return _open_image(value, ground) if is_image else _open_clip(value, fps, ground)
 
 
-def _open_picture(value: Any, ground: str) -> Media:
+def _open_image(value: Any, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
         if not path.is_file():
-            raise InputError(f"there is no picture {path}")
+            raise InputError(f"there is no image {path}")
         contents = Contents.of(path, [path])
         with contents.reading():
-            picture = read_picture(path, ground=ground)
-        return _media(str(path), picture[None], contents.sha256)
+            image = read_image(path, ground=ground)
+        return _media(str(path), image[None], contents.sha256)
     if isinstance(value, Image.Image):
         limits.check_size(Path("the PIL image"), value.height, value.width)
         with decoding("the PIL image"):
@@ -174,8 +174,8 @@ def _open_picture(value: Any, ground: str) -> Media:
 def _open_clip(value: Any, fps: float, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
-        if path.is_file() and format_of(path) in ("png", "webp", None) and is_one_picture(path):
-            raise InputError(f"{path} is one picture, and a clip was expected; a first frame is given as --image")
+        if path.is_file() and format_of(path) in ("png", "webp", None) and is_one_image(path):
+            raise InputError(f"{path} is one image, and a clip was expected; a first frame is given as --image")
         video = HashedVideo(path, ground)
         clip, info = Resampled.at(video, fps), video.info
         return Media(str(path), video.contents.sha256, info.height, info.width, clip.count, clip)
@@ -184,8 +184,8 @@ def _open_clip(value: Any, fps: float, ground: str) -> Media:
     return _media("an array", value)
 
 
-def _is_picture(mask: Any) -> bool:
-    """Whether a mask is one picture, and not a clip.
+def _is_image(mask: Any) -> bool:
+    """Whether a mask is one image, and not a clip.
 
     Raises:
         InputError: it is neither.
@@ -220,7 +220,7 @@ def _check_masks(masks: Sequence[Media], videos: Sequence[Media]) -> None:
         if mask.num_frames not in (1, video.num_frames):
             raise InputError(
                 f"the mask {mask.file} has {mask.num_frames} frames at the model's rate, the video {video.file} has "
-                f"{video.num_frames}; give as many, or one picture for all frames"
+                f"{video.num_frames}; give as many, or one image for all frames"
             )
         if abs(mask.height * video.width - mask.width * video.height) > 0.01 * mask.height * video.width:
             raise InputError(
@@ -262,7 +262,7 @@ def resolve_strength(strength: float | None, has_video: bool, has_mask: bool, nu
 
 
 def check_image_scale(model: VideoModel, image_scale: Any) -> None:
-    """Refuse a factor of the picture's latents for a model that sees the picture in a masked video.
+    """Refuse a factor of the image's latents for a model that sees the image in a masked video.
 
     Raises:
         InputError: that is the case.
@@ -273,7 +273,7 @@ def check_image_scale(model: VideoModel, image_scale: Any) -> None:
 
 
 def describe_fit(name: str, media: Media, num_frames: int, height: int, width: int, fit: str) -> str | None:
-    """What of a picture or clip does not reach the model, as a sentence; None if all of it does.
+    """What of an image or clip does not reach the model, as a sentence; None if all of it does.
 
     Of a mask, whether it changes nothing: its size and length are those of its video.
 
@@ -302,7 +302,7 @@ def describe_fit(name: str, media: Media, num_frames: int, height: int, width: i
 def read_media(
     media: Sequence[Media], shape: Sequence[int], fit: str, video: tuple[int, int] | None = None
 ) -> UInt8[np.ndarray, "B F H W 3"]:
-    """The frames of pictures or clips in a shape [B, F, H, W, 3], on every host; one may stand for all of the batch.
+    """The frames of images or clips in a shape [B, F, H, W, 3], on every host; one may stand for all of the batch.
 
     video: height and width of the video. Frames of another size are those of the video, resized.
     """
@@ -320,10 +320,10 @@ def read_media(
 def read_masked(
     given: Mapping[str, Sequence[Media] | None], shape: Sequence[int], fit: str
 ) -> UInt8[np.ndarray, "B F H W 4"]:
-    """A video and its mask: a request's video with its mask; or its pictures, with everything else masked.
+    """A video and its mask: a request's video with its mask; or its images, with everything else masked.
 
     Args:
-        given: field of the request -> its pictures or clips.
+        given: field of the request -> its images or clips.
         shape: [B, F, H, W, 4].
 
     Returns:
@@ -338,7 +338,7 @@ def read_masked(
             # thresholded in grey after it was resized, as in the reference
             frames[..., 3] = np.where(_is_white(read_media(mask, (*shape[:4], 3), fit)), 255, 0)
     for name, at in (("image", 0), ("last_image", num_frames - 1)):
-        if (picture := given[name]) is not None:
-            frames[:, at, ..., :3] = read_media(picture, (batch, 1, height, width, 3), fit)[:, 0]
+        if (image := given[name]) is not None:
+            frames[:, at, ..., :3] = read_media(image, (batch, 1, height, width, 3), fit)[:, 0]
             frames[:, at, ..., 3] = 0
     return frames

@@ -154,7 +154,7 @@ class Pipeline(OpenModel):
         text: Conditioning | None = None,
         progress: bool = True,
     ) -> Conditioning:
-        """Text features of the prompts and, where guidance needs them, of the negative prompts; latents of the pictures
+        """Text features of the prompts and, where guidance needs them, of the negative prompts; latents of the images
         and clips.
 
         Args:

@@ -17,8 +17,8 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.events import Events, LoopBegan, Step
 from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.io.images import decoding
 from cogvideox_flax.io.paths import check_writable
-from cogvideox_flax.io.pictures import decoding
 from cogvideox_flax.runtime.global_arrays import fetch
 from cogvideox_flax.runtime.multihost import hosts
 

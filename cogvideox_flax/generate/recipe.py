@@ -36,7 +36,7 @@ _PROGRAM = "cogvideox-flax"
 
 
 class MediaRecord(TypedDict):
-    """A picture or clip in the settings of a recipe."""
+    """An image or clip in the settings of a recipe."""
 
     file: str
     sha256: str
@@ -182,7 +182,7 @@ def read_latents_npz(path: Path, count: int, channels: int) -> Float32[np.ndarra
 
 
 def fields_of(recipe: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of the request that made it, and its `dtype`; pictures, clips and adapters as records with `file` and
+    """The fields of the request that made it, and its `dtype`; images, clips and adapters as records with `file` and
     `sha256`. What else the recipe holds is left out with a warning.
 
     Args:

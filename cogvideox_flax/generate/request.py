@@ -52,7 +52,7 @@ MAX_INT = 2**63 - 1
 
 WHAT, INPUTS, SAMPLING, LONG, CACHE, OUTPUT = (
     "what to make",
-    "pictures and clips",
+    "images and clips",
     "sampling and guidance",
     "long clips",
     "step cache",
@@ -99,7 +99,7 @@ class Option:
     parse: text -> value; ValueError or InputError where it cannot be; None: by the field's type.
     choices: text -> value, for options of few values.
     common: whether the short help shows it.
-    for_media: whether encoding pictures and clips needs it too.
+    for_media: whether encoding images and clips needs it too.
     planned: whether a forecast depends on it.
     json: the type of its value in a JSON file; None: that of the field.
     metavar, repeat: as argparse has them; repeat: each use adds a value.
@@ -142,7 +142,7 @@ class AdapterRecord(_AdapterRecord, total=False):
 
 
 class MediaFacts(TypedDict):
-    """A picture or clip, as the settings of a run hold it; see `media.Media`."""
+    """An image or clip, as the settings of a run hold it; see `media.Media`."""
 
     file: str
     sha256: str
@@ -157,7 +157,7 @@ def option(default: Any, help: str, **how: Any) -> Any:
 
 
 def _media_option(help: str, common: bool = False) -> Any:
-    """A field for pictures or clips."""
+    """A field for images or clips."""
     how: dict[str, Any] = {"parse": str, "metavar": "FILE", "repeat": True, "json": list[MediaFacts]}
     return option(None, help, group=INPUTS, stage="encode", common=common, **how)
 
@@ -205,7 +205,7 @@ class GenerationRequest:
     noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
-    mask_video: as a video; or one picture for all of its frames, [H, W, 3] in Python; as many.
+    mask_video: as a video; or one image for all of its frames, [H, W, 3] in Python; as many.
     text_features: features in place of prompts, which are then "": `prompt_embeds`, float [B, L, E], with guidance also
         `negative_prompt_embeds`; for HunyuanVideo-1.5 also those with _mask, _2 and _mask_2.
     encoder_noise: "image", "last_image", "video" or "mask_video" -> standard normal [B, T, h, w, C], in place of random

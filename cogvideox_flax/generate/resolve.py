@@ -94,7 +94,7 @@ def resolve(
         has_video, has_mask = request.video is not None, request.mask_video is not None
         filled["strength"] = media.resolve_strength(strength, has_video, has_mask, steps)
     with faults.caught():
-        sides = media.picture_size(model, filled, (request.height, request.width))
+        sides = media.size_from_image(model, filled, (request.height, request.width))
         size = model.resolve_size(num_frames, *sides)
         filled |= size.video
         shown_size = _check_long(model, request, size)
@@ -207,20 +207,20 @@ def _given_timesteps(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _outside(request: FilledRequest, domain: Domain) -> list[str]:
-    """Sentences about prompts and pictures that are unlike all of the model's training; adapters may add words."""
+    """Sentences about prompts and images that are unlike all of the model's training; adapters may add words."""
     prompts = [] if request.lora else dict.fromkeys((*request.prompt, *request.negative_prompt))
-    pictures = [
+    images = [
         (each.file, each.read(1, domain.height, domain.width, request.fit)[0])
-        for name in (*media.PICTURES, "video")
+        for name in (*media.IMAGES, "video")
         for each in getattr(request, name) or ()
         if each.source is not None
     ]
-    said = [*map(domain.about_prompt, prompts), *(domain.about_picture(*picture) for picture in pictures)]
+    said = [*map(domain.about_prompt, prompts), *(domain.image_warning(*image) for image in images)]
     return [sentence for sentence in said if sentence is not None]
 
 
 def _unused_media(run: Run) -> list[str]:
-    """Sentences about what of the pictures and clips the model does not see."""
+    """Sentences about what of the images and clips the model does not see."""
     each = [(name, given) for name in media.MEDIA for given in getattr(run.request, name) or ()]
     video = (run.size.num_frames, run.size.height, run.size.width)
     return [said for name, given in each if (said := media.describe_fit(name, given, *video, run.request.fit))]

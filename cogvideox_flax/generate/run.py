@@ -175,12 +175,12 @@ class Run:
 
     @property
     def visual(self) -> list[VisualStage]:
-        """The encodings of the given pictures and clips."""
+        """The encodings of the given images and clips."""
         return [stage for stage in self.model.visual if getattr(self.request, stage.input) is not None]
 
     @property
     def encodes_by_seed(self) -> bool:
-        """Whether latents of the given pictures and clips hold noise that is drawn by the request's seed."""
+        """Whether latents of the given images and clips hold noise that is drawn by the request's seed."""
         given = self.request.encoder_noise or {}
         return any(stage.noise is not None and stage.input not in given for stage in self.visual)
 
@@ -258,7 +258,7 @@ class Run:
     # --- arguments
 
     def media(self, stage: VisualStage) -> tuple[Any, Any]:
-        """Frames of a picture or clip, and the noise of its latents: what was given, or by the seed."""
+        """Frames of an image or clip, and the noise of its latents: what was given, or by the seed."""
         request, (frames, noise) = self.request, self.media_shapes(stage)
         index = [known.input for known in self.model.visual].index(stage.input)
         given = (request.encoder_noise or {}).get(stage.input)
@@ -287,10 +287,10 @@ class Run:
                 f"negative prompts; the request has {self.batch} and guidance_scale {request.guidance_scale:g}"
             )
         wanted = {stage.feature for stage in self.visual}
-        found = conditioning.pictures.keys() | ({VIDEO_FEATURE} if conditioning.video is not None else set())
+        found = conditioning.visual.keys() | ({VIDEO_FEATURE} if conditioning.video is not None else set())
         if found != wanted:
             raise InputError(
-                f"the conditioning has {', '.join(sorted(found)) or 'no latents of pictures or clips'}; the request's "
+                f"the conditioning has {', '.join(sorted(found)) or 'no latents of images or clips'}; the request's "
                 f"inputs give {', '.join(sorted(wanted)) or 'none'}"
             )
 
@@ -410,11 +410,11 @@ class Run:
                 (self.encode(part), (weights(part.component), whole(tokens[part.component])), texts)
                 for part in self.model.text
             ]
-            pictures = [
+            images = [
                 (self.encode_visual(stage), (weights(stage.component), *whole(self._media(stage))), 1)
                 for stage in self.visual
             ]
-            return [*text, *pictures]
+            return [*text, *images]
         shape = self.size.latent_shape(self.batch)
         if stage == "decode":
             how = request.output_type == "float", request.tiling, self.windows is not None
@@ -456,7 +456,7 @@ def _shapes(tree: Any) -> Any:
 
 
 def _is_clip(stage: VisualStage) -> bool:
-    """Whether its frames are those of a whole video, and not one picture."""
+    """Whether its frames are those of a whole video, and not one image."""
     return stage.input in CLIPS or stage.mask_channels > 0
 
 
@@ -512,6 +512,6 @@ def decode_programs(
 def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     if mesh is None:
         return x
-    mesh = sharding.picture_mesh(mesh, latents)
+    mesh = sharding.image_mesh(mesh, latents)
     where = NamedSharding(mesh, sharding.spatial_layout(mesh, latents, x.ndim))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)

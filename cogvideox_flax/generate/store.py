@@ -198,12 +198,12 @@ class RunDirectory:
 
     def save_conditioning(self, run: Run, conditioning: Conditioning) -> None:
         """Write each text feature, float32 [B, ...] (`prompt_embeds` [B, L, E]), and that of the negative prompt, where
-        there is one, under the same name after "negative_"; and the latents of each picture and clip, float32
+        there is one, under the same name after "negative_"; and the latents of each image and clip, float32
         [B, C, T, h, w], scaled."""
         tensors = {name: fetch(value) for name, value in conditioning.text.items()}
         tensors |= {NEGATIVE + name: fetch(value) for name, value in (conditioning.negative_text or {}).items()}
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
-        tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.pictures | video).items()}
+        tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.visual | video).items()}
         metadata = {"settings": self._conditioning_key(run), **_prompts(run), "model_id": self.model_id}
         stage_files.save(self._embeddings_folder(run) / EMBEDDINGS_FILE, tensors, metadata)
 
@@ -293,7 +293,7 @@ def request_json(request: GenerationRequest) -> dict[str, Any]:
 
 
 def request_of_json(values: Mapping[str, Any]) -> GenerationRequest:
-    """The inverse of `request_json`, with the facts of pictures and clips alone."""
+    """The inverse of `request_json`, with the facts of images and clips alone."""
     media = {name: [Media.of(facts) for facts in values[name]] for name in MEDIA if values[name]}
     return GenerationRequest(**{**values, **media})
 
@@ -307,7 +307,7 @@ def _shared_noise(run: Run) -> dict[str, Any]:
 
 
 def _deciding_visual_latents(run: Run) -> dict[str, Any]:
-    """What the latents of pictures and clips depend on, but for their size; the seed draws the posterior's noise."""
+    """What the latents of images and clips depend on, but for their size; the seed draws the posterior's noise."""
     seed = {"seed": run.request.seed} | _shared_noise(run) if run.encodes_by_seed else {}
     return deciding(request_values(run), "encode") | seed
 
@@ -319,7 +319,7 @@ def _latents_metadata(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_file(x: np.ndarray) -> np.ndarray:
-    """Latents as B C T H W, as the reference system stores them; other features of pictures as they are."""
+    """Latents as B C T H W, as the reference system stores them; other features of images as they are."""
     return np.ascontiguousarray(x.transpose(0, 4, 1, 2, 3)) if x.ndim == 5 else x
 
 

@@ -18,7 +18,7 @@ from cogvideox_flax.runtime.compile import Program
 class WholeRun(Program):
     """The other programs one after the other, with all components as the first argument.
 
-    visual: of each picture and clip its feature, its component, and how it is encoded.
+    visual: of each image and clip its feature, its component, and how it is encoded.
     denoiser, decoder: components.
     """
 
@@ -43,7 +43,7 @@ class WholeRun(Program):
 
         Args:
             tokens: of the negative prompts, if guidance is on, then of the prompts.
-            media: frames and noise of each feature of a picture or clip.
+            media: frames and noise of each feature of an image or clip.
             inputs: without conditioning.
             state: its latents are noise.
         """

@@ -1,4 +1,4 @@
-"""Pictures and clips in the size and frame rate of a model."""
+"""Images and clips in the size and frame rate of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 from cogvideox_flax.io.source import Frame, Frames, VideoSource
 
 FITS = ("crop", "stretch")
-"""How a picture of another aspect ratio becomes that of the run: its middle, or all of it, distorted."""
+"""How an image of another aspect ratio becomes that of the run: its middle, or all of it, distorted."""
 _MAX_WHOLE = 8
 """How many times the pixels of the result a frame may have after it is resized, before it is cropped."""
 

@@ -25,8 +25,8 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.images import to_rgb
 from cogvideox_flax.io.paths import open_file
-from cogvideox_flax.io.pictures import to_rgb
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
 
 T = TypeVar("T")
@@ -160,15 +160,15 @@ class Container:
         raise InputError(f"{self.path} holds no frame of at most {limits.MAX_PIXELS:,} pixels that can be decoded")
 
     @staticmethod
-    def _holds_picture(packet: Any) -> bool:
+    def _holds_image(packet: Any) -> bool:
         return packet.size > 0
 
     def _packets(self, container: Any, stream: Any) -> Iterator[Any]:
-        """The packets with pictures, until the end of the file or where it is cut off."""
+        """The packets with images, until the end of the file or where it is cut off."""
         import av
 
         try:
-            yield from filter(self._holds_picture, container.demux(stream))
+            yield from filter(self._holds_image, container.demux(stream))
         except av.FFmpegError as e:
             log.info("%s: its end cannot be read: %s", self.path, e.strerror)
 

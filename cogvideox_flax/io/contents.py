@@ -70,7 +70,7 @@ def content_hashes(paths: Sequence[Path], *, cached: bool = True) -> list[str]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a picture or video held when it was hashed; what is read from it later is compared with that.
+    """What an image or video held when it was hashed; what is read from it later is compared with that.
 
     path: its name, for messages: a file, or a directory or pattern of files.
     files: all that it is read from.

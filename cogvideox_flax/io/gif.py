@@ -1,6 +1,6 @@
 """GIFs: read through PyAV, written by PIL.
 
-Each picture has a time of its own; the video is read at a constant rate, at which a picture that is shown for longer is
+Each image has a time of its own; the video is read at a constant rate, at which an image that is shown for longer is
 repeated.
 """
 
@@ -26,11 +26,11 @@ from cogvideox_flax.io.source import Frames, FrameStream, VideoInfo
 
 _MAX_SIDE = 2**16 - 1  # the format's own
 _MAX_DELAY = 2**16 - 1  # hundredths of a second
-_CONTROL = re.compile(rb"!\xf9\x04.(..)", re.DOTALL)  # the extension with a picture's time
+_CONTROL = re.compile(rb"!\xf9\x04.(..)", re.DOTALL)  # the extension with an image's time
 _RATE = b"!\xff\x0bCOGVIDEOFPS"
-"""The extension with the rate as text, since pictures' times are rounded and equal ones are merged."""
+"""The extension with the rate as text, since images' times are rounded and equal ones are merged."""
 _END = b";"
-_NO_DELAY = 10  # hundredths of a second for which players show a picture without a time of its own
+_NO_DELAY = 10  # hundredths of a second for which players show an image without a time of its own
 
 
 class Gif(Container):
@@ -50,7 +50,7 @@ class Gif(Container):
         return Timeline(VideoInfo(int(counts.sum()), fps, height, width), np.cumsum(counts) - counts, None)
 
     @staticmethod
-    def _holds_picture(packet: Any) -> bool:
+    def _holds_image(packet: Any) -> bool:
         data = bytes(packet)  # the last one may hold a comment alone
         return data.startswith(b"GIF") or _CONTROL.search(data) is not None
 
@@ -67,7 +67,7 @@ class Gif(Container):
 
 
 def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
-    """256 colours per frame; times in hundredths of a second; equal consecutive frames are one picture.
+    """256 colours per frame; times in hundredths of a second; equal consecutive frames are one image.
 
     Raises:
         InputError: a size or rate that the format does not support.
@@ -85,8 +85,8 @@ def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str
         first.save(path, "GIF", save_all=True, comment=comment.encode(), **options)
     except OverflowError as e:
         raise InputError(
-            f"a .gif shows a picture for at most {_MAX_DELAY / 100:g} seconds, and equal consecutive frames are one "
-            f"picture; at {fps:g} frames per second these take longer. Save them as .mp4"
+            f"a .gif shows an image for at most {_MAX_DELAY / 100:g} seconds, and equal consecutive frames are one "
+            f"image; at {fps:g} frames per second these take longer. Save them as .mp4"
         ) from e
     rate = repr(float(fps)).encode()
     with path.open("r+b") as file:
@@ -95,20 +95,20 @@ def write_gif(path: Path, frames: Frames | FrameStream, fps: float, comment: str
 
 
 def _delay(packet: Any) -> int:
-    """For how long a picture is shown, in hundredths of a second; FFmpeg replaces short ones, as players do."""
+    """For how long an image is shown, in hundredths of a second; FFmpeg replaces short ones, as players do."""
     control = _CONTROL.search(bytes(packet))
     return int.from_bytes(control[1], "little") if control else 0
 
 
 def _constant_rate(delays: Sequence[int], stated: float) -> tuple[float, Int[np.ndarray, " P"]]:
-    """A rate at which every picture of a GIF begins at its own time, to a hundredth of a second.
+    """A rate at which every image of a GIF begins at its own time, to a hundredth of a second.
 
     Args:
-        delays: for how long each picture is shown, in hundredths of a second.
+        delays: for how long each image is shown, in hundredths of a second.
         stated: frames per second; 0 if the file does not say.
 
     Returns:
-        Frames per second, 0 if the file has no times; and how many frames each picture is.
+        Frames per second, 0 if the file has no times; and how many frames each image is.
     """
     if not any(delays):
         return 0.0, np.ones(len(delays), int)
@@ -120,7 +120,7 @@ def _constant_rate(delays: Sequence[int], stated: float) -> tuple[float, Int[np.
         if np.abs(np.cumsum(counts) - times).max() < stated / 100:
             return stated, counts
     shown = np.asarray([delay or _NO_DELAY for delay in delays])
-    # Times of a constant rate are rounded, such as 12, 13, 12; where pictures were merged, the shortest tell the rate.
+    # Times of a constant rate are rounded, such as 12, 13, 12; where images were merged, the shortest tell the rate.
     counts = np.rint(shown / shown[shown <= shown.min() + 1].mean()).astype(int)
     period = shown.sum() / counts.sum()
     if np.abs(np.cumsum(counts) * period - np.cumsum(shown)).max() >= 1:

@@ -12,9 +12,9 @@ from cogvideox_flax.errors import InputError
 T = TypeVar("T")
 
 MAX_PIXELS = 2**25
-"""Pixels of a frame or picture: a little more than 8K video (7680x4320)."""
+"""Pixels of a frame or image: a little more than 8K video (7680x4320)."""
 MAX_SIDE = 2**16 - 1
-"""Pixels of a side of a frame or picture: those of a JPEG or GIF. Memory to resize a picture grows with its sides."""
+"""Pixels of a side of a frame or image: those of a JPEG or GIF. Memory to resize an image grows with its sides."""
 MAX_FRAMES = 1_000_000
 """Frames of a video: 9 hours at 30 per second."""
 MIN_FPS, MAX_FPS = 1e-3, 1e5
@@ -34,7 +34,7 @@ DECODER_THREADS = 4
 
 
 def check_size(path: Path, height: int, width: int) -> None:
-    """Refuse a frame or picture by the size that its header states.
+    """Refuse a frame or image by the size that its header states.
 
     Raises:
         InputError: no pixels, more than `MAX_PIXELS`, or a side above `MAX_SIDE`.

@@ -26,16 +26,16 @@ from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.containers import Container, write_mp4, write_webm
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.gif import Gif, write_gif
-from cogvideox_flax.io.paths import check_name, check_writable
-from cogvideox_flax.io.pictures import (
+from cogvideox_flax.io.images import (
     NUMBER,
     PngSequence,
     webp_comment,
     write_directory,
-    write_picture,
+    write_image,
     write_sequence,
     write_webp,
 )
+from cogvideox_flax.io.paths import check_name, check_writable
 from cogvideox_flax.io.source import EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def check_output_path(path: str | Path) -> None:
     elif not suffix and path.exists():
         raise InputError(f"{path} is a file; a path without a suffix is a directory of frames. Known are {FORMATS}")
     elif suffix == ".png" and len(NUMBER.findall(path.name)) != 1:
-        raise InputError(f"{path} names one picture; known are {FORMATS}")
+        raise InputError(f"{path} names one image; known are {FORMATS}")
     if suffix in (".mp4", ".webm") and find_spec("av") is None:
         raise InputError(
             f"PyAV, which writes {suffix}, is not installed: pip install av; or save as .gif or as a directory of PNGs"
@@ -91,7 +91,7 @@ def save_video(
 
     An mp4 is H.264, a webm VP9, both in yuv420p, BT.709; yuv420p needs even sizes, so an odd height or width grows by
     one repeated line. A gif has 256 colours per frame, times in hundredths of a second, and equal consecutive frames as
-    one picture, which reading repeats.
+    one image, which reading repeats.
 
     Args:
         path: its suffix chooses the format, see `FORMATS`.
@@ -130,7 +130,7 @@ def save_contact_sheet(path: str | Path, frames: Frames, columns: int | None = N
     cells = np.full((rows * columns, height + _SHEET_GAP, width + _SHEET_GAP, 3), 255, np.uint8)
     cells[:count, :height, :width] = frames
     sheet = np.concatenate([np.concatenate(row, 1) for row in np.split(cells, rows)])
-    write_picture(path, sheet[:-_SHEET_GAP, :-_SHEET_GAP], {})
+    write_image(path, sheet[:-_SHEET_GAP, :-_SHEET_GAP], {})
 
 
 def open_video(path: str | Path, ground: str = "white") -> VideoSource:
@@ -154,7 +154,7 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
         case "mov" | "matroska" | "avi" as demuxer:
             return Container(path, demuxer, ground)
         case "png":
-            raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as a picture")
+            raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as an image")
     raise InputError(
         f"cannot read {path}: its contents are none of {EXPECTED}, whatever its name says; convert it to MP4"
     )
@@ -224,7 +224,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata that `save_video` stored in a file or PNG sequence; {} for other files.
 
     Raises:
-        InputError: there is no such file, or it is not a video or picture.
+        InputError: there is no such file, or it is not a video or image.
     """
     try:
         is_webp = Path(path).is_file() and format_of(Path(path)) == "webp"

@@ -207,7 +207,7 @@ class TextStage:
 
 @dataclass(frozen=True, kw_only=True)
 class VisualStage:
-    """How one kind of picture or clip becomes latents.
+    """How one kind of image or clip becomes latents.
 
     Attributes:
         input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
@@ -216,12 +216,12 @@ class VisualStage:
         component: what encodes it.
         encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=, statistics=) ->
             normalized latents; or other features, of `shape`. A function at module level, as for `TextStage`.
-        statistics: by which `encode` normalizes latents; a request's `image_scale` replaces the scale of a picture.
+        statistics: by which `encode` normalizes latents; a request's `image_scale` replaces the scale of an image.
         required: whether the checkpoint needs it.
         noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
         mask_channels: how many channels the feature has more than latents. Above 0, the frames are those of a whole
             video with a fourth channel, the mask: 1 where it is made anew, else -1. With input "image" the video is
-            that picture (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
+            that image (and last_image), masked elsewhere; with "mask_video" it is the request's video and mask.
         frame_size: height and width that the frames, cropped to the video's aspect ratio, are resized to (bicubic);
             None: the video's own.
         shape: of one item's result, where that is not latents.
@@ -392,8 +392,8 @@ class VideoModel(ABC):
         """Sentences about a size outside of those trained."""
         return []
 
-    def picture_size(self, height: int, width: int) -> tuple[int, int] | None:
-        """Height and width of a video that continues a picture of this size; None: those of `resolve_size`."""
+    def size_from_image(self, height: int, width: int) -> tuple[int, int] | None:
+        """Height and width of a video that continues an image of this size; None: those of `resolve_size`."""
         return None
 
     # --- inputs
@@ -410,7 +410,7 @@ class VideoModel(ABC):
     @property
     @abstractmethod
     def visual(self) -> tuple[VisualStage, ...]:
-        """The pictures and clips that the checkpoint takes."""
+        """The images and clips that the checkpoint takes."""
 
     @property
     @abstractmethod
@@ -447,7 +447,7 @@ class VideoModel(ABC):
         """The tokens of a prediction; `denoiser.run_blocks` and `denoiser.head` do the rest.
 
         Args:
-            features: of the text, and of the pictures.
+            features: of the text, and of the images.
             timestep: one, or one per item.
             next_timestep: to which the step leads, 0 after the last; for step-distilled checkpoints that take it.
         """

@@ -1,4 +1,4 @@
-"""Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large pictures.
+"""Encoding and decoding in overlapping tiles, blended where they overlap: less memory for large images.
 
 The result differs from decoding without tiles: convolutions, norms and attention see one tile. Tile sizes and the order
 of blending are the reference's, so the result equals the reference's.
@@ -35,7 +35,7 @@ class Tiling:
     overlap_width: float = 1 / 5
 
     def check(self, factor: int) -> None:
-        """Refuse sizes whose tiles would not add up to the picture. factor: pixels per latent pixel.
+        """Refuse sizes whose tiles would not add up to the image. factor: pixels per latent pixel.
 
         Raises:
             InputError: a side is not a multiple of `factor`, an overlap is not in [0, 1), or the overlap is not an
@@ -59,7 +59,7 @@ class Tiling:
                     f"pixels; expected a multiple of {factor}: {advice}"
                 )
         if faults:
-            raise InputError("tiles would not add up to the picture:\n" + "\n".join(faults))
+            raise InputError("tiles would not add up to the image:\n" + "\n".join(faults))
 
     def encode_layout(self, factor: int) -> TileLayout:
         """Tiles of a video, and of their encoding. Argument and errors as for `check`."""
@@ -192,7 +192,7 @@ def run_clips(
             return tiled(run, x, layout)
         with sharding.spatial_split(x, factor, pad=pad) as x:
             y = run(x)
-            return y[:, :, : sharding.picture_rows(y.shape[HEIGHT])]
+            return y[:, :, : sharding.image_rows(y.shape[HEIGHT])]
 
     if not slicing:
         return whole(x)

@@ -23,7 +23,7 @@ from cogvideox_flax.plan.hlo import Op, Program, sizes
 
 CONVOLUTION_RATES = {128: 0.64, 256: 0.93}
 """Output channels -> share of the matrix rate that a convolution reaches by its static schedule, over the columns that
-it computes, which are more than the picture's (`python -m benchmarks.convolution`)."""
+it computes, which are more than the image's (`python -m benchmarks.convolution`)."""
 
 ATTENTION, SPARSE = "cogvideox_splash", "cogvideox_sparse_splash"
 ATTENTION_RATES = {64: 0.35, 128: 0.63}
@@ -158,9 +158,9 @@ def _kernel_rate(op: Op) -> float:
         return attention_rate(int(heads[1]))
     if SPARSE in op.text and heads:
         return attention_rate(int(heads[1]), SPARSE_RATES)
-    picture = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)
-    if tpu_kernel.NAME in op.text and picture:
-        columns, channels = int(picture[1]), int(picture[2])
+    image = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)
+    if tpu_kernel.NAME in op.text and image:
+        columns, channels = int(image[1]), int(image[2])
         rate = CONVOLUTION_RATES[max(n for n in CONVOLUTION_RATES if n <= channels)]
         return rate * columns / tpu_kernel.row_width(columns)
     return _OTHER_KERNEL

@@ -34,7 +34,7 @@ class Surrounded(NamedTuple):
     past: the frames before them, [B, P, h, w, C].
     edges: the rows above (if conv reads one) and below all frames, [B, P+F, 1 or 2, w, C].
     sides: the columns to the left (if it reads one) and right of all frames and `edges`, [B, P+F, h+..., 1 or 2, C].
-    end: where the picture ends before x does, the row in whose place the row below belongs; None is h.
+    end: where the image ends before x does, the row in whose place the row below belongs; None is h.
     """
 
     x: Array
@@ -55,7 +55,7 @@ class Surrounded(NamedTuple):
 
 _Names = tuple[str, ...]
 _layout: ContextVar[PartitionSpec | None] = ContextVar("layout of B T H W C", default=None)
-_rows: ContextVar[tuple[int, int]] = ContextVar("rows of the picture, and with padding", default=(1, 1))
+_rows: ContextVar[tuple[int, int]] = ContextVar("rows of the image, and with padding", default=(1, 1))
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def spatial_split(
     Args:
         factor: height and width of all clips inside the context are multiples of x's, divided by this.
         pad: rather than split columns or let devices repeat work, add rows at the bottom until they divide, if few are
-            missing; `picture_rows` says which are the picture's. For models that repeat edges, and look at neighbours
+            missing; `image_rows` says which are the image's. For models that repeat edges, and look at neighbours
             in convolutions alone.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -94,7 +94,7 @@ def spatial_split(
 def _padded_layout(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int) -> tuple[PartitionSpec | None, int]:
     """The layout with rows over all devices, and how many rows it needs more; (None, 0) where that does not help.
 
-    Only the last device has rows that are not the picture's, and at least one that is. Up to an eighth more rows cost
+    Only the last device has rows that are not the image's, and at least one that is. Up to an eighth more rows cost
     less than a split of columns, whose edges are not contiguous and whose narrow parts fill no registers.
     """
     batch, rows, columns = _choose(sizes, shape, factor)
@@ -109,10 +109,10 @@ def _padded_layout(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int
     return PartitionSpec(batch or None, None, free, None), extra
 
 
-def picture_rows(height: int) -> int:
-    """How many of the rows of a clip inside `spatial_split` are the picture's."""
-    picture, padded = _rows.get()
-    return height * picture // padded
+def image_rows(height: int) -> int:
+    """How many of the rows of a clip inside `spatial_split` are the image's."""
+    image, padded = _rows.get()
+    return height * image // padded
 
 
 def spatial_layout(
@@ -142,7 +142,7 @@ def _choose(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int = 1) -
     return (batch,) if split_batch else (), rows, columns
 
 
-def picture_mesh(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
+def image_mesh(mesh: Mesh, shape: tuple[int, ...]) -> Mesh:
     """The same devices in the same order as dp, sp and tp in the sizes over which a clip divides best.
 
     An axis splits rows or columns, never both: over one axis of 8 devices neither 60 rows nor 90 columns divide, but
@@ -221,7 +221,7 @@ def spatial_parallel_conv(
         residual: has the result's shape and sharding.
         params: replicated.
         halo: pixels that conv reads before and after each pixel.
-        repeat_edges: outside of the picture are its edges, not zeros.
+        repeat_edges: outside of the image are its edges, not zeros.
     """
     layout = _layout.get()
     axes = {} if layout is None else {axis: layout[axis] for axis in (HEIGHT, WIDTH) if layout[axis] is not None}
@@ -232,7 +232,7 @@ def spatial_parallel_conv(
 
     if layout is None:
         return local_conv(x, past, residual, *params)
-    # also where the pictures are whole: the compiler cannot split a TPU kernel itself
+    # also where the images are whole: the compiler cannot split a TPU kernel itself
     specs: tuple[Any, ...] = (layout, layout, layout, *[PartitionSpec()] * len(params))
     return jax.shard_map(local_conv, in_specs=specs, out_specs=layout, check_vma=False)(x, past, residual, *params)
 
@@ -271,7 +271,7 @@ def on_each_part(
 def _with_neighbours(
     x: Array, past: Array | None, axes: Mapping[int, Any], halo: tuple[int, int], repeat_edges: bool
 ) -> Surrounded:
-    """A device's part of a clip with its neighbours' rows and columns; outside of the picture its own edges where those
+    """A device's part of a clip with its neighbours' rows and columns; outside of the image its own edges where those
     repeat.
 
     axes: axis of x -> the mesh axes over which it is split.
@@ -305,7 +305,7 @@ def _between(x: Array, edges: Array | None, above: int, end: Array | None) -> Ar
         return x
     before, after = jnp.split(edges, [above], HEIGHT)
     y = jnp.concatenate([before, x, after], HEIGHT)
-    # the rows after the one below the picture do not matter
+    # the rows after the one below the image do not matter
     return y if end is None else jax.lax.dynamic_update_slice_in_dim(y, after, above + end, HEIGHT)
 
 
@@ -314,14 +314,14 @@ def _received(
 ) -> tuple[list[Array], list[Array]]:
     """The pixels before and after a device's part, whose own edges are these; none where conv reads none.
 
-    names: of mesh axes; None where the picture is not split.
+    names: of mesh axes; None where the image is not split.
     """
     n = 1 if names is None else _count(names)
 
     def other(edge: Array, pairs: list[tuple[int, int]], end: int, own: Array) -> Array:
         if names is None:
             return own
-        received = jax.lax.ppermute(edge, names, pairs)  # zeros for the device at the picture's end
+        received = jax.lax.ppermute(edge, names, pairs)  # zeros for the device at the image's end
         return jnp.where(jax.lax.axis_index(names) == end, own, received) if repeat_edges else received
 
     before = [other(last, [(i, i + 1) for i in range(n - 1)], 0, first)] if halo[0] else []
@@ -330,9 +330,9 @@ def _received(
 
 
 def _last_row(own: int, names: Any) -> Int[Array, ""] | int:
-    """The last of a device's `own` rows that is the picture's; an array where the picture has been padded."""
-    picture, padded = _rows.get()
-    if picture == padded:
+    """The last of a device's `own` rows that is the image's; an array where the image has been padded."""
+    image, padded = _rows.get()
+    if image == padded:
         return own - 1
     n = _count(names)
-    return jnp.where(jax.lax.axis_index(names) == n - 1, picture_rows(own * n) - own * (n - 1), own) - 1
+    return jnp.where(jax.lax.axis_index(names) == n - 1, image_rows(own * n) - own * (n - 1), own) - 1

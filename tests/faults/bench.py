@@ -164,8 +164,8 @@ def as_hub(layout: Path, cache: Path) -> None:
 def make_clips(folder: Path) -> None:
     """An mp4, a gif and a directory of PNGs, each with its caption."""
     folder.mkdir()
-    picture = np.random.default_rng(0).integers(0, 256, (40, 64, 3)).astype(np.uint8)
-    frames = np.stack([np.roll(picture, 3 * i, 1) for i in range(12)])
+    image = np.random.default_rng(0).integers(0, 256, (40, 64, 3)).astype(np.uint8)
+    frames = np.stack([np.roll(image, 3 * i, 1) for i in range(12)])
     for name in ("a.mp4", "b.gif", "c"):
         save_video(folder / name, frames, 8)
         (folder / f"{Path(name).stem}.txt").write_text(f"a circle in {name}")

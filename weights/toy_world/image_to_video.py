@@ -52,7 +52,7 @@ LOOP = LoopConfig(
     optimizer=replace(DIFFUSION_OPTIMIZER, learning_rate=1e-3, final_learning_rate=1e-5, warmup_steps=100),
 )
 PHASE = Phase("image-to-video", LOOP, LOOP.steps, focus(0.3, 0.9, 0.8), corners=20.0, small_squares=2)
-"""The picture shows what the things look like, so that the prompt decides their motion alone. That happens at higher
+"""The image shows what the things look like, so that the prompt decides their motion alone. That happens at higher
 noise levels than the shapes of text to video."""
 NOISE_LOG_MEAN, NOISE_LOG_STD = -3.0, 0.5
 """Of the standard deviation of noise that is added to the first frame's latents. The releases' training adds as much to
@@ -85,7 +85,7 @@ def image_to_video_loss(
 
 
 def widen(transformer: Transformer) -> Transformer:
-    """The same transformer with the picture's input channels, whose weights are 0: at first it computes the same."""
+    """The same transformer with the image's input channels, whose weights are 0: at first it computes the same."""
     wide = Transformer(IMAGE_TRANSFORMER, rngs=nnx.Rngs(0))
     values = nnx.to_pure_dict(nnx.state(transformer))
     kernel = values["patch_embed"]["kernel"]  # [rows * columns * C, D], channels fastest

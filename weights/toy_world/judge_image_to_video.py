@@ -3,15 +3,15 @@
     python -m weights.toy_world.judge_image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
         [--json FILE] [--sheet FILE.png]
 
-The pictures are first frames of clips, half of them of combinations that training never shows. Modes:
+The images are first frames of clips, half of them of combinations that training never shows. Modes:
 
     same    the prompt describes the clip that the frame is from
     other   one object; the prompt says another motion, one that the object can make from where it is
-    silent  as "same", with a picture of the background alone: what the prompt alone gives (one object)
+    silent  as "same", with an image of the background alone: what the prompt alone gives (one object)
 
 "kept" is colour, shape, size, number and background of the frame in the video, "moves" direction and speed of the
 prompt, "all" both; "clear" and "clean" are as for `prompt_following`. PSNR is of the video's first frame against the
-picture.
+image.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ON_SHEET = 12
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A picture, a prompt, and the scene that both describe."""
+    """An image, a prompt, and the scene that both describe."""
 
-    picture: UInt8[np.ndarray, "H W 3"]
+    image: UInt8[np.ndarray, "H W 3"]
     prompt: str
     scene: world.Scene
 
@@ -58,11 +58,11 @@ def make_items(count: int, mode: str, seed: int = 0) -> list[Item]:
         rng = np.random.default_rng([FIRST_SEED + seed, index, 1])
         scene, tracks = world.tracks_of_clip(FIRST_SEED + seed, index, split)
         index += 1
-        picture = world.render(scene, tracks, 1)[0]
+        image = world.render(scene, tracks, 1)[0]
         if mode != "same" and len(scene.things) > 1:
             continue
         if mode == "silent":
-            picture = np.broadcast_to(np.array(world.BACKGROUNDS[scene.background], np.uint8), picture.shape)
+            image = np.broadcast_to(np.array(world.BACKGROUNDS[scene.background], np.uint8), image.shape)
         if mode == "other":
             (thing,), (track,) = scene.things, tracks
             motions = [(m, s) for m in world.MOTIONS if m != "still" for s in world.SPEEDS] + [("still", None)]
@@ -71,7 +71,7 @@ def make_items(count: int, mode: str, seed: int = 0) -> list[Item]:
             if not others:
                 continue
             scene = world.Scene((others[rng.integers(len(others))],), scene.background)
-        items.append(Item(picture, world.describe(scene, rng), scene))
+        items.append(Item(image, world.describe(scene, rng), scene))
     return items
 
 
@@ -87,12 +87,12 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
     names = (*KEPT, *MOVES, "kept", "moves", "all", *OVERLAPS)
     values = {name: [score[name] for score in scores if name in score] for name in names}
     rates: dict[str, Rate] = {name: wilson(sum(found), len(found)) for name, found in values.items()}
-    first = [psnr(item.picture[None], video[:1]) for item, video in zip(items, videos, strict=True)]
+    first = [psnr(item.image[None], video[:1]) for item, video in zip(items, videos, strict=True)]
     return {"rates": {name: dataclasses.asdict(rate) for name, rate in rates.items()}, "psnr": float(np.mean(first))}
 
 
 def main() -> None:
-    """Print a table; write JSON and a contact sheet: picture and frames of the first items of each mode."""
+    """Print a table; write JSON and a contact sheet: image and frames of the first items of each mode."""
     parser = make_parser("weights.toy_world.judge_image_to_video", __doc__)
     parser.add_argument("--model", default=hub.EMBEDDED_IMAGE_TO_VIDEO)
     parser.add_argument("--prompts", type=int, default=96)
@@ -108,12 +108,12 @@ def main() -> None:
     for mode in ("same", "other", "silent"):
         items = make_items(args.prompts, mode)
         how = {"num_inference_steps": args.steps, "guidance_scale": args.guidance_scale}
-        prompts, pictures = [item.prompt for item in items], [item.picture for item in items]
-        videos = generate(pipe, prompts, {"image": pictures}, args.batch, **how)
+        prompts, images = [item.prompt for item in items], [item.image for item in items]
+        videos = generate(pipe, prompts, {"image": images}, args.batch, **how)
         row = {"mode": mode} | judge(items, videos)
         report.add(row, (mode, *map(percent, row["rates"].values()), f"{row['psnr']:.1f}"))
         some = videos[:ON_SHEET, np.linspace(0, videos.shape[1] - 1, SHOWN).round().astype(int)]
-        shown += [np.stack([item.picture, *video]) for item, video in zip(items[:ON_SHEET], some, strict=False)]
+        shown += [np.stack([item.image, *video]) for item, video in zip(items[:ON_SHEET], some, strict=False)]
     if args.sheet is not None:
         save_contact_sheet(args.sheet, np.concatenate(shown), columns=2 * (SHOWN + 1))
 

@@ -34,7 +34,7 @@ def generate(
 ) -> UInt8[np.ndarray, "N F H W 3"]:
     """One video per prompt, batch by batch; the seed of a batch is its first prompt's index.
 
-    media: field of the request -> its pictures or clips, one per prompt.
+    media: field of the request -> its images or clips, one per prompt.
     """
     made = []
     for start in range(0, len(prompts), batch):

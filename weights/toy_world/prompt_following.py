@@ -225,7 +225,7 @@ def _on_sheet(items: Sequence[Item]) -> set[int]:
 
 
 def draw_sheet(path: Path, records: Sequence[Record]) -> None:
-    """One picture of the clips whose frames were kept: prompt, frames, and what is right or wrong. Two columns."""
+    """One image of the clips whose frames were kept: prompt, frames, and what is right or wrong. Two columns."""
     kept = [r for r in records if "frames" in r]
     width, height = SHOWN * TILE + 16, TILE + 60
     rows = -(-len(kept) // 2)

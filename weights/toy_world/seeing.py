@@ -374,7 +374,7 @@ def _templates() -> tuple[Float32[np.ndarray, "N P"], tuple[str, ...]]:
 
     From -2 to 2 radii of the circle of equal area.
     """
-    pictures, names = [], []
+    images, names = [], []
     for shape in SHAPES:
         radius = UNIT / 4 * sqrt(np.pi / AREAS[shape])
         scene = Scene((Thing("red", shape, "small", "still", None),), "black")
@@ -385,10 +385,10 @@ def _templates() -> tuple[Float32[np.ndarray, "N P"], tuple[str, ...]]:
             kernel = np.exp(-0.5 * (offsets / sigma) ** 2)
             kernel /= kernel.sum(1, keepdims=True)
             blurred = kernel @ sharp @ kernel.T
-            for picture in (blurred, blurred[::-1])[: 2 if shape == "triangle" else 1]:
-                pictures.append(picture.ravel())
+            for image in (blurred, blurred[::-1])[: 2 if shape == "triangle" else 1]:
+                images.append(image.ravel())
                 names.append(shape)
-    return _standardised(np.array(pictures, np.float32)), tuple(names)
+    return _standardised(np.array(images, np.float32)), tuple(names)
 
 
 def _standardised(x: Float32[np.ndarray, "N P"]) -> Float32[np.ndarray, "N P"]:
@@ -423,8 +423,8 @@ def _shape(
             at = frame, i.clip(0, size - 1), j.clip(0, size - 1)
             share = (1 - abs(y - i)) * (1 - abs(x - j))
             samples += np.where(inside & (grown[at] == own), cover[at], 0) * share
-    pictures, names = _templates()
-    alike = _standardised(samples.reshape(len(track), -1)) @ pictures.T
+    images, names = _templates()
+    alike = _standardised(samples.reshape(len(track), -1)) @ images.T
     by_shape = np.stack([alike[:, [n == shape for n in names]].max(1) for shape in SHAPES], 1)  # n shapes
     best = int(by_shape.mean(0).argmax())
     agree = (by_shape.argmax(1) == best).mean()

@@ -3,7 +3,7 @@
     python -m weights.toy_world.short_prompts [--model WHERE] [--seeds 8] [--lora FILE] [--json FILE] [--sheet FILE.png]
 
 Each prompt is run with seeds 0, 1, 2, ..., as `cogvideox generate PROMPT --seed N` does. "clear" and "clean" are judged
-as by `weights.toy_world.prompt_following`. The picture has one row per prompt: the middle frame of each seed.
+as by `weights.toy_world.prompt_following`. The image has one row per prompt: the middle frame of each seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = (
 
 
 def main() -> None:
-    """Print a table; write JSON and a picture."""
+    """Print a table; write JSON and an image."""
     parser = make_parser("weights.toy_world.short_prompts", __doc__)
     parser.add_argument("--model", help="as for `cogvideox generate`; default: the embedded checkpoint")
     parser.add_argument("--seeds", type=int, default=8)

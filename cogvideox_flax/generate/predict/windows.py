@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.media import PICTURES
+from cogvideox_flax.generate.media import IMAGES
 from cogvideox_flax.generate.predict.plain import At, Kept, Plain
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
@@ -122,7 +122,7 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
 
     Raises:
         InputError: a window that is no frame count of the model, or is 1; an overlap that is not below the window, or
-            not a whole number of latent frames, or without a window; pictures, which stand at one place of a clip.
+            not a whole number of latent frames, or without a window; images, which stand at one place of a clip.
     """
     overlap = request.window_overlap
     if request.window is None:
@@ -142,6 +142,6 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
             f"window_overlap is {shown(overlap)}; expected a multiple of {per_latent} below the window's "
             f"{window.num_frames} frames"
         )
-    if any(getattr(request, name) is not None for name in PICTURES):
-        raise InputError("a picture is the start or end of one window; leave the window out where pictures are given")
+    if any(getattr(request, name) is not None for name in IMAGES):
+        raise InputError("an image is the start or end of one window; leave the window out where images are given")
     return Windows(size.latent_frames, window.latent_frames, overlap // per_latent)

@@ -1,4 +1,4 @@
-"""Pictures and clips as inputs: which a checkpoint takes, how they are encoded, and where the transformer gets them."""
+"""Images and clips as inputs: which a checkpoint takes, how they are encoded, and where the transformer gets them."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentSta
     """What a checkpoint takes beside prompts."""
     kind = transformer.takes
     of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "statistics": statistics}
-    of_picture = dict(of_clip)
-    if vae.invert_scale_latents:  # of the picture alone
-        of_picture["statistics"] = LatentStatistics(1 / vae.scaling_factor)
+    of_image = dict(of_clip)
+    if vae.invert_scale_latents:  # of the image alone
+        of_image["statistics"] = LatentStatistics(1 / vae.scaling_factor)
     if kind == "image":
         return (
-            VisualStage(input="image", feature="image_latents", required=True, **of_picture),
-            VisualStage(input="last_image", feature="last_image_latents", **of_picture),
+            VisualStage(input="image", feature="image_latents", required=True, **of_image),
+            VisualStage(input="last_image", feature="last_image_latents", **of_image),
         )
     if kind == "control":
         return (VisualStage(input="control_video", feature="control_latents", required=True, noise=None, **of_clip),)
@@ -128,7 +128,7 @@ def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentSta
 def check_masked(given: Sequence[str]) -> None:
     """Refuse inputs of an inpainting model that do not go together."""
     if "image" in given and "video" in given:
-        raise InputError("image and video are both given; give --image to start from a picture, or --video for a clip")
+        raise InputError("image and video are both given; give --image to start from an image, or --video for a clip")
     for name, needed in (("mask_video", "video"), ("last_image", "image")):
         if name in given and needed not in given:
             raise InputError(
@@ -143,7 +143,7 @@ def with_visual(
     the mask and the masked video, zero where there are none.
 
     Source: diffusers `CogVideoXImageToVideoPipeline`, `CogVideoXFunControlPipeline`; VideoX-Fun
-    `CogVideoXFunInpaintPipeline`. 1.5 has an extra latent frame at the start, which is the picture's place too.
+    `CogVideoXFunInpaintPipeline`. 1.5 has an extra latent frame at the start, which is the image's place too.
     """
     if config.takes == "inpaint":
         kept = features.get("inpaint_latents")

@@ -66,7 +66,7 @@ class FrameAttention(nnx.Module):
     ) -> tuple[Float[Array, "B 1 H W C"], Cache]:
         """One frame. frames: of the whole clip; the cache has place for all of them."""
         batch, _, height, width, channels = x.shape
-        rows = sharding.picture_rows(height)
+        rows = sharding.image_rows(height)
         pixels = rows * width
         narrow = self.norm(x).astype(self.q.kernel.dtype)
         # each device has its own queries, and all keys

@@ -235,7 +235,7 @@ class HunyuanVideo15(VideoModel):
     def size_warnings(self, size: Size) -> list[str]:
         return size_warnings(self.transformer, self.configs["vae"], size)
 
-    def picture_size(self, height: int, width: int) -> tuple[int, int]:
+    def size_from_image(self, height: int, width: int) -> tuple[int, int]:
         return bucket_of(height, width, self.transformer.target_size, self.codec.spatial_compression)
 
     @property

@@ -83,7 +83,7 @@ class QwenConfig(Config):
             rope_type = positions  # one for each kind of layer
         supported = {f"{key}.rope_type": "default", "layer_types": ["full_attention"]}
         found = {
-            # of text, the three axes of a picture's positions are one
+            # of text, the three axes of an image's positions are one
             f"{key}.rope_type": "default" if rope_type == "mrope" else rope_type,
             "layer_types": sorted(set(raw.get("layer_types") or ["full_attention"])),
         }
@@ -134,7 +134,7 @@ class QwenEncoder(nnx.Module):
             Features in the parameters' dtype, without a final norm.
         """
         dtype, config = self.embedding[...].dtype, self.config
-        # text has one position where pictures have three
+        # text has one position where images have three
         positions = np.arange(ids.shape[1], dtype=np.float32)
         rotary = rope.rotary_of([positions], [config.head_dim], config.rope_theta)
 

@@ -1,4 +1,4 @@
-"""SigLIP's vision tower: a transformer over the patches of a picture.
+"""SigLIP's vision tower: a transformer over the patches of an image.
 
 Source: SigLIP (arXiv 2303.15343), shape-optimized (arXiv 2305.13035); transformers `SiglipVisionModel`, whose
 `last_hidden_state` this is.
@@ -58,8 +58,8 @@ class VisionConfig(Config):
         super().__post_init__()
         if self.width % self.heads or self.image_size < self.patch_size:
             raise CheckpointError(
-                f"image_encoder config: {self.width} channels in {self.heads} heads, pictures of {self.image_size} "
-                f"pixels in patches of {self.patch_size}; expected whole heads, and pictures of a patch or more"
+                f"image_encoder config: {self.width} channels in {self.heads} heads, images of {self.image_size} "
+                f"pixels in patches of {self.patch_size}; expected whole heads, and images of a patch or more"
             )
 
     @classmethod
@@ -84,12 +84,12 @@ class VisionConfig(Config):
 
     @property
     def tokens(self) -> int:
-        """Features of a picture."""
+        """Features of an image."""
         return self.grid**2
 
 
 class VisionEncoder(nnx.Module):
-    """Pictures to features. The blocks compute in the parameters' dtype, with a float32 residual stream."""
+    """Images to features. The blocks compute in the parameters' dtype, with a float32 residual stream."""
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -98,21 +98,21 @@ class VisionEncoder(nnx.Module):
         self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm_out = LayerNorm(config.width, eps=config.norm_eps)
 
-    def __call__(self, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B I E"]:
+    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B I E"]:
         """The features of each patch, in the parameters' dtype.
 
         Args:
-            pictures: in [-1, 1], of `config.image_size`.
+            images: in [-1, 1], of `config.image_size`.
 
         Raises:
             InputError: another shape.
         """
         side, patch, grid = self.config.image_size, self.config.patch_size, self.config.grid
-        if pictures.shape[1:] != (side, side, 3):
-            raise InputError(f"pictures must be [B, {side}, {side}, 3]; got {pictures.shape}")
-        kept = pictures[:, : grid * patch, : grid * patch].astype(jnp.float32)
+        if images.shape[1:] != (side, side, 3):
+            raise InputError(f"images must be [B, {side}, {side}, 3]; got {images.shape}")
+        kept = images[:, : grid * patch, : grid * patch].astype(jnp.float32)
         patches = kept.reshape(-1, grid, patch, grid, patch, 3).transpose(0, 1, 3, 2, 4, 5)
-        x = self.patch_embed(patches.reshape(len(pictures), grid * grid, -1))
+        x = self.patch_embed(patches.reshape(len(images), grid * grid, -1))
         x = x + self.position_embedding[...].astype(jnp.float32)
         dtype = self.patch_embed.kernel.dtype
 
@@ -134,7 +134,7 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B I E"]) -> Float32[Array, "B I E"]:
         q, k, v = (f(x).reshape(*x.shape[:2], self.heads, -1) for f in (self.q, self.k, self.v))
-        # a single picture does not divide over data parallelism, and its tokens are few
+        # a single image does not divide over data parallelism, and its tokens are few
         return self.out(xla.attend(q, k, v).reshape(x.shape), out_dtype=jnp.float32)
 
 

@@ -21,7 +21,7 @@ MAX_RATIO = 4.0
 def size_buckets(target: int, step: int) -> tuple[tuple[int, int], ...]:
     """(height, width) of all trained sizes, from tall to wide.
 
-    For each aspect ratio up to 4 : 1, the largest picture of whole steps with at most the area of a square of side
+    For each aspect ratio up to 4 : 1, the largest image of whole steps with at most the area of a square of side
     `target`. Source: diffusers `generate_crop_size_list`.
     """
     area = round((target / step) ** 2)
@@ -37,7 +37,7 @@ def size_buckets(target: int, step: int) -> tuple[tuple[int, int], ...]:
 
 
 def bucket_of(height: int, width: int, target: int, step: int) -> tuple[int, int]:
-    """The (height, width) of the bucket for a picture: the nearest ratio on the side of the square.
+    """The (height, width) of the bucket for an image: the nearest ratio on the side of the square.
 
     Ratios of buckets are rounded to five decimals. Source: diffusers `get_closest_ratio`.
     """

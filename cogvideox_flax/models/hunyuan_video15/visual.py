@@ -1,4 +1,4 @@
-"""Pictures and clips as inputs: which a checkpoint takes, how they are encoded, and where the transformer gets them."""
+"""Images and clips as inputs: which a checkpoint takes, how they are encoded, and where the transformer gets them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from cogvideox_flax.models.model import VisualStage
 
 def mean_latents(
     vae: Autoencoder,
-    picture: Float[Array, "B 1 H W 3"],
+    image: Float[Array, "B 1 H W 3"],
     noise: Float32[Array, "B 1 h w C"],
     *,
     tiled: bool,
     statistics: LatentStatistics,
 ) -> Float32[Array, "B 1 h w C"]:
     """The mode of the posterior, normalized. noise: not used."""
-    return statistics.normalize(encode(vae, picture, tiled=tiled)[0].astype(jnp.float32))
+    return statistics.normalize(encode(vae, image, tiled=tiled)[0].astype(jnp.float32))
 
 
 def image_features(
     encoder: VisionEncoder,
-    picture: Float[Array, "B 1 H W 3"],
+    image: Float[Array, "B 1 H W 3"],
     noise: Float32[Array, ...],
     *,
     tiled: bool,
     statistics: LatentStatistics,
 ) -> Float32[Array, "B I E"]:
-    """SigLIP's features of a picture in [-1, 1]. Other arguments: not used."""
-    return encoder(picture[:, 0]).astype(jnp.float32)
+    """SigLIP's features of an image in [-1, 1]. Other arguments: not used."""
+    return encoder(image[:, 0]).astype(jnp.float32)
 
 
 def stages(vision: VisionConfig | None, statistics: LatentStatistics) -> tuple[VisualStage, ...]:

@@ -97,7 +97,7 @@ def conv3d(
 ) -> Float[Array, "B T H/s W/s O"]:
     """The convolution of all layers: zero-padded in space (see `SpatialConv`), summed in float32.
 
-    Inside `sharding.spatial_split`, devices compute parts of each picture. Every platform has its own implementation;
+    Inside `sharding.spatial_split`, devices compute parts of each image. Every platform has its own implementation;
     results differ by rounding only. On an NVIDIA GPU the sum of 16-bit products is rounded to 16 bit before bias and
     residual are added in float32. Reverse-mode differentiable only.
 
@@ -105,7 +105,7 @@ def conv3d(
         residual: added in float32.
         past: the frames before x; then T = F, else T = F - kt + 1.
         dtype: of the result; None is the residual's, or x's without a residual.
-        repeat_edges: pad in space by the picture's edges, not with zeros.
+        repeat_edges: pad in space by the image's edges, not with zeros.
     """
     dtype = jnp.dtype(dtype or (x.dtype if residual is None else residual.dtype))
     conv = partial(_conv3d, (stride, dtype))
@@ -118,7 +118,7 @@ def conv3d(
 def _conv3d(
     static: tuple[int, Any], clip: Surrounded, residual: Array | None, kernel: Array, bias: Array, padding: Padding
 ) -> Array:
-    """`conv3d` of full pictures or parts, with this zero padding. static: stride, dtype."""
+    """`conv3d` of full images or parts, with this zero padding. static: stride, dtype."""
     stride, dtype = static
     how: dict[str, Any] = {"stride": stride, "padding": padding, "dtype": dtype}
 

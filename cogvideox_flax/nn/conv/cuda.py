@@ -1,7 +1,7 @@
 """The convolution for NVIDIA GPUs: 2-D, channels last, in 16 bit, which uses fast tensor cores.
 
 XLA calls cuDNN's 3-D convolutions with channels first, and in float32 if the result is wider than the operands; both
-are slow. cuDNN's 3-D convolutions before 9.15 are also wrong in bfloat16 on large pictures (pytorch/pytorch#163539).
+are slow. cuDNN's 3-D convolutions before 9.15 are also wrong in bfloat16 on large images (pytorch/pytorch#163539).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The 3-D convolution as a Pallas TPU kernel: one matrix product for a few rows of a frame.
 
-XLA's own convolution reaches an eighth of a v6e's matrix rate at 128 channels of a large picture, and each takes
+XLA's own convolution reaches an eighth of a v6e's matrix rate at 128 channels of a large image, and each takes
 seconds to compile. Here the taps in time and height are concatenated along the contracted dimension (their rows are
 whole registers, so that costs nothing) and those in width along the result, whose three parts are shifted against each
 other by a pixel and added. Bias and residual are added, and the sum rounded once, before it is written.
 
-Nothing is laid out for it: weights and pixels are read as they are stored, and so are the frames before them. A picture
+Nothing is laid out for it: weights and pixels are read as they are stored, and so are the frames before them. An image
 in VMEM is wider and higher than in memory, and the kernel writes what is around it into the rest.
 """
 
@@ -47,8 +47,8 @@ class Tiles:
     """Tile sizes of one convolution.
 
     frames: that a grid step holds.
-    width: pixels of a row in VMEM: the picture's, the column to its right, some of no meaning, the column to its left.
-    block: rows of a grid step, a divisor of the picture's rows.
+    width: pixels of a row in VMEM: the image's, the column to its right, some of no meaning, the column to its left.
+    block: rows of a grid step, a divisor of the image's rows.
     group: rows of one product, a divisor of `block`.
     part: output channels of a grid step. parts: number of those.
     """
@@ -64,7 +64,7 @@ class Tiles:
     def of(
         cls, rows: int, columns: int, channels: int, out_channels: int, taps: int, itemsize: int, frames: int = TAPS
     ) -> Tiles:
-        """For pictures of this many rows and columns; channels are multiples of 128. frames: that a grid step holds."""
+        """For images of this many rows and columns; channels are multiples of 128. frames: that a grid step holds."""
         width = row_width(columns)
         row_bytes = frames * width * channels * itemsize
         for mib, pixels, part in _CHOICES:
@@ -88,7 +88,7 @@ class Tiles:
 
 
 def row_width(columns: int) -> int:
-    """Pixels of a row that the kernel computes for a picture with this many columns."""
+    """Pixels of a row that the kernel computes for an image with this many columns."""
     return round_up(columns + 2, _ROW_TILE)
 
 
@@ -125,7 +125,7 @@ def convolve(
         past: the frames before x; then T = F, else T = F - kt + 1.
         edges: the rows above and below all frames, past ones first; None is zeros.
         sides: the columns to the left and right of those, corners included; None is zeros.
-        end: the row in whose place the row below belongs, as the picture ends before x does; None is H. Results from
+        end: the row in whose place the row below belongs, as the image ends before x does; None is H. Results from
             there on have no meaning.
         dtype: of the result, bfloat16 or float32; None is the residual's, or x's without a residual.
 
@@ -233,13 +233,13 @@ def _kernel_call(operands: dict[str, Array], result: jax.ShapeDtypeStruct, inter
 def _kernel(tiles: Tiles, shape: tuple[int, ...], refs: dict[str, Any]) -> None:
     """One block of rows of a frame: what is around the frames that it reads, then product by product.
 
-    In VMEM, a picture's rows begin with the one above the block, but those of the first block with its own (a window
+    In VMEM, an image's rows begin with the one above the block, but those of the first block with its own (a window
     that begins before an array is not supported).
     """
     _, frames, height, columns, _ = shape
     is_first = pl.program_id(3) == 0
     end = refs["end"][0] if "end" in refs else height
-    below = end - jnp.maximum(pl.program_id(3) * tiles.block - 1, 0)  # where the row below the picture belongs
+    below = end - jnp.maximum(pl.program_id(3) * tiles.block - 1, 0)  # where the row below the image belongs
     taken = _frames(pl.program_id(2), frames, refs)
     for tap, choices in enumerate(taken):
         for is_read, ref in choices:
@@ -252,7 +252,7 @@ def _kernel(tiles: Tiles, shape: tuple[int, ...], refs: dict[str, Any]) -> None:
 
 
 def _frames(t: Any, frames: int, refs: dict[str, Any]) -> list[list[tuple[Any, Any]]]:
-    """Of each tap of frame t, the pictures in VMEM that may be what it reads, and whether each is it."""
+    """Of each tap of frame t, the images in VMEM that may be what it reads, and whether each is it."""
     taps, x, past = refs["weights"].shape[0] // TAPS, refs["x"], refs.get("past")
     if past is None:
         return [[(True, x.at[0, tap])] for tap in range(taps)]
@@ -267,7 +267,7 @@ def _frames(t: Any, frames: int, refs: dict[str, Any]) -> list[list[tuple[Any, A
 
 
 def _surround(tiles: Tiles, columns: int, is_first: Any, below: Any, refs: dict[str, Any], tap: int, ref: Any) -> None:
-    """Write the columns around a picture, and the row below it if this block reads it."""
+    """Write the columns around an image, and the row below it if this block reads it."""
     height, channels = tiles.block + TAPS - 1, ref.shape[-1]
 
     def around(name: str, rows: slice, width: slice) -> Array:
@@ -302,7 +302,7 @@ def _products(
 
     def rows_of(g: Any, _: None) -> None:
         at = g * group
-        first = at - is_first.astype(jnp.int32)  # the row above the group; -1 is above the picture
+        first = at - is_first.astype(jnp.int32)  # the row above the group; -1 is above the image
 
         def read(tap: int, row: Any, count: int) -> Array:
             (_, ref), *other = taken[tap]

@@ -3,7 +3,7 @@
 Winograd's F(2x2, 3x3) (Lavin and Gray, arXiv 1509.09308): a tile of 2x2 outputs depends on 4x4 inputs; sixteen sums and
 differences of these are multiplied by sums of the kernel's taps, and the products are added up to the four outputs.
 All factors are 1 or 1/2, so rounding errors are about those of the plain sum. The sixteen products are matrix products
-over the tiles of a strip of the picture, with the taps in time as channels.
+over the tiles of a strip of the image, with the taps in time as channels.
 
 Fewer products but more memory traffic: this is faster with many channels.
 """

@@ -1,6 +1,6 @@
-"""Pictures as seen, in RGB: a file (PNG, JPEG or WebP), a PIL image, a sequence of PNGs.
+"""Images as seen, in RGB: a file (PNG, JPEG or WebP), a PIL image, a sequence of PNGs.
 
-A sequence is a directory of numbered files, a pattern (frames/%04d.png), or one picture. PIL tries only the allowed
+A sequence is a directory of numbered files, a pattern (frames/%04d.png), or one image. PIL tries only the allowed
 formats; exceptions of its decoders become an `InputError`.
 """
 
@@ -37,8 +37,8 @@ NUMBER = re.compile(r"%0?\d*d")
 """A pattern's number field."""
 
 
-def read_picture(path: Path, *formats: str, ground: str = "white") -> Frame:
-    """A picture after the rotation that its file states; of a multi-picture JPEG the first one.
+def read_image(path: Path, *formats: str, ground: str = "white") -> Frame:
+    """An image after the rotation that its file states; of a multi-picture JPEG the first one.
 
     Args:
         formats: those that are tried, all of `FORMATS` if none are named.
@@ -48,12 +48,12 @@ def read_picture(path: Path, *formats: str, ground: str = "white") -> Frame:
         InputError: there is none, it is damaged, animated or of another format, or exceeds one of the `limits`.
     """
     if not path.is_file():
-        raise InputError(f"there is no picture {path}")
-    with open_picture(path, *(formats or FORMATS)) as image:
-        # the pictures of an MPO, a multi-picture JPEG, are no animation: a preview, a depth map, another view
+        raise InputError(f"there is no image {path}")
+    with open_image(path, *(formats or FORMATS)) as image:
+        # the images of an MPO, a multi-picture JPEG, are no animation: a preview, a depth map, another view
         if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
             raise InputError(
-                f"{path} is animated, {count} frames; give one of them as a picture, or it as a video, converted to MP4"
+                f"{path} is animated, {count} frames; give one of them as an image, or it as a video, converted to MP4"
             )
         return to_rgb(image, ground)
 
@@ -111,8 +111,8 @@ def decoding(name: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_picture(path: Path, *formats: str) -> Iterator[Image.Image]:
-    """A picture whose header is read and whose pixels are not decoded yet.
+def open_image(path: Path, *formats: str) -> Iterator[Image.Image]:
+    """An image whose header is read and whose pixels are not decoded yet.
 
     Args:
         formats: those that are tried, such as "PNG".
@@ -125,10 +125,10 @@ def open_picture(path: Path, *formats: str) -> Iterator[Image.Image]:
         yield image
 
 
-def is_one_picture(path: Path) -> bool:
+def is_one_image(path: Path) -> bool:
     """Whether a file is a PNG, JPEG or WebP, and not animated."""
     try:
-        with open_picture(path, "PNG", "JPEG", "WEBP") as image:
+        with open_image(path, "PNG", "JPEG", "WEBP") as image:
             return not getattr(image, "is_animated", False)
     except InputError:
         return False
@@ -181,18 +181,18 @@ class PngSequence:
 
     def _read(self, i: int) -> Frame:
         _read_size(self._files[i])
-        return read_picture(self._files[i], "PNG", ground=self._ground)
+        return read_image(self._files[i], "PNG", ground=self._ground)
 
     def _text(self, name: str) -> str:
         """A text chunk of the first file, read without decoding its pixels."""
         _read_size(self._files[0])
-        with open_picture(self._files[0], "PNG") as image:
+        with open_image(self._files[0], "PNG") as image:
             text = image.info.get(name, "")
         return text if isinstance(text, str) else ""
 
 
 def sequence_files(path: Path) -> list[Path]:
-    """The files of a PNG sequence (or one picture), by number.
+    """The files of a PNG sequence (or one image), by number.
 
     Raises:
         InputError: the directory cannot be read.
@@ -208,7 +208,7 @@ def sequence_files(path: Path) -> list[Path]:
     return [p for _, p in sorted(found, key=lambda item: [int(number) for number in item[0].groups()])]
 
 
-def write_picture(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool = True) -> None:
+def write_image(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool = True) -> None:
     """One PNG with some named texts; sync and errors as for `atomic_write`."""
     info = PngInfo()
     for name, text in texts.items():
@@ -231,7 +231,7 @@ def write_sequence(path: Path, frames: Frames | FrameStream, fps: float, comment
         return path.with_name(path.name.replace(field, field % i))
 
     for i, frame in enumerate(frames):
-        write_picture(file_of(i), frame, texts, sync=i == len(frames) - 1)
+        write_image(file_of(i), frame, texts, sync=i == len(frames) - 1)
     for i in itertools.takewhile(lambda i: file_of(i).is_file(), itertools.count(len(frames))):
         file_of(i).unlink()
 
@@ -263,7 +263,7 @@ def write_webp(path: Path, frames: Frames | FrameStream, fps: float, comment: st
 
 def webp_comment(path: Path) -> str:
     """What `write_webp` stored; "" for other files."""
-    with open_picture(path, "WEBP") as image:
+    with open_image(path, "WEBP") as image:
         return str(image.getexif().get(_DESCRIPTION, ""))
 
 

@@ -1,4 +1,4 @@
-"""Pictures and masks as people see them, in every container: transparency, rotation, 16 bits, several in a file."""
+"""Images and masks as people see them, in every container: transparency, rotation, 16 bits, several in a file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MASK, Media, describe_fit, resolve_media
 
 EIGHT_FPS = SimpleNamespace(check_inputs=lambda _: None, defaults=SimpleNamespace(fps=8.0))
-"""Of a model, what pictures and clips are checked with."""
+"""Of a model, what images and clips are checked with."""
 
 
 def checked(name: str, value: object) -> Media:
-    """A picture, clip or mask that a request gives."""
+    """An image, clip or mask that a request gives."""
     given = {"video": np.zeros((1, 16, 32, 3), np.uint8)} | {name: value}
     return resolve_media(EIGHT_FPS, given, 1)[name][0]
 
@@ -30,7 +30,7 @@ def seen(name: str, value: object) -> np.ndarray:
 
 
 def in_every_container(image: Image.Image, folder: Path, **options: object) -> dict[str, object]:
-    """A picture as a file, a folder of PNGs, a PIL image that is not decoded yet, and one that is."""
+    """An image as a file, a folder of PNGs, a PIL image that is not decoded yet, and one that is."""
     (folder / "frames").mkdir()
     for name in ("a.png", "a.webp", "frames/0.png"):
         image.save(folder / name, lossless=True, exact=True, **options)
@@ -46,7 +46,7 @@ def fields_of(container: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("hidden", [0, 130, 255])
-def test_transparent_parts_are_white_in_pictures_and_black_in_masks(tmp_path, hidden):
+def test_transparent_parts_are_white_in_images_and_black_in_masks(tmp_path, hidden):
     """A white square on a transparent layer; `hidden` is the grey that is stored below it."""
     pixels = np.full((16, 32, 4), [hidden] * 3 + [0], np.uint8)
     pixels[4:12, 8:16] = 255
@@ -92,8 +92,8 @@ def test_the_rotation_of_a_file_is_done_in_every_container(tmp_path, orientation
             np.testing.assert_array_equal(seen(field, value), expected, f"{container} as {field}")
 
 
-def test_the_first_of_a_multi_picture_jpeg_is_the_picture(tmp_path):
-    """As phones write them, with a preview or a depth map behind the picture."""
+def test_the_first_of_a_multi_picture_jpeg_is_the_image(tmp_path):
+    """As phones write them, with a preview or a depth map behind the image."""
     first, second = Image.fromarray(smooth(1, 16, 32)), Image.new("L", (16, 8))
     first.save(tmp_path / "one.jpg", quality=90)
     first.save(tmp_path / "two.jpg", "MPO", save_all=True, append_images=[second], quality=90)
