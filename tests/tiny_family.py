@@ -25,9 +25,9 @@ from cogvideox_flax.models.model import (
     Component,
     LoRALayout,
     Release,
-    TextStage,
+    TextInput,
     VideoModel,
-    VisualStage,
+    VisualInput,
     Workload,
 )
 from cogvideox_flax.models.sizes import Size, SizeRule
@@ -295,9 +295,9 @@ class Tiny(VideoModel):
         return SizeRule(first=1, period=4, step=4)
 
     @property
-    def text(self) -> tuple[TextStage, ...]:
+    def text(self) -> tuple[TextInput, ...]:
         return (
-            TextStage(
+            TextInput(
                 component="text_encoder_1",
                 tokenize=lambda tokenizer, prompts: tokenizer(prompts),
                 lengths=self.configs["tokenizer"].max_length,
@@ -309,9 +309,9 @@ class Tiny(VideoModel):
         return {"prompt_embeds": (batch, 6, 16), "pooled_embeds": (batch, 16)}
 
     @property
-    def visual(self) -> tuple[VisualStage, ...]:
+    def visual(self) -> tuple[VisualInput, ...]:
         how = {"component": "codec", "encode": encode_clip, "statistics": self.codec.statistics}
-        return (VisualStage(input="video", feature="video_latents", **how),)
+        return (VisualInput(input="video", feature="video_latents", **how),)
 
     @property
     def inputs(self) -> tuple[str, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.runtime.global_arrays import fetch
 
 VIDEO_FEATURE = "video_latents"
-"""The encoded clip that the loop starts from, among the results of the visual stages."""
+"""The encoded clip that the loop starts from, among the visual features."""
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +78,7 @@ class EncodeText(Program):
     """Tokens to features.
 
     component: its name in the checkpoint.
-    encode: of the model's `TextStage`.
+    encode: of the model's `TextInput`.
     """
 
     component: str
@@ -97,7 +97,7 @@ class EncodeVisual(Program):
     """Frames of images or clips to normalized latents, and whether all of it is finite.
 
     input: the field of the request.
-    encode, statistics: of the model's `VisualStage`.
+    encode, statistics: of the model's `VisualInput`.
     extra_latents: copies of the first latent frame that are put before it.
     """
 
@@ -116,7 +116,7 @@ class EncodeVisual(Program):
     def __call__(
         self, model: Any, frames: UInt8[Array, "B F H W C"], noise: Float32[Array, "B T h w C"]
     ) -> tuple[Float32[Array, "B T h w C"], Bool[Array, ""]]:
-        """frames, noise: as the stage's `encode` takes them, but for the range."""
+        """frames, noise: as the input's `encode` takes them, but for the range."""
         video = frames.astype(jnp.float32) / 127.5 - 1
         latents = self.encode(model, video, noise, tiled=self.tiled, statistics=self.statistics)
         # the extra frames are copies of the first, as in fine-tuning

@@ -46,7 +46,7 @@ from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_norma
 from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
 from cogvideox_flax.generate.request import THRESHOLDS, FilledRequest
 from cogvideox_flax.generate.whole_run import WholeRun
-from cogvideox_flax.models.model import TextStage, VideoModel, VisualStage
+from cogvideox_flax.models.model import TextInput, VideoModel, VisualInput
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.compile import Program
 from cogvideox_flax.schedulers import Scheduler, StepTable
@@ -174,15 +174,15 @@ class Run:
         return GUIDANCE[request.guidance](request.guidance_rescale) if self.guided else Unguided()
 
     @property
-    def visual(self) -> list[VisualStage]:
+    def visual(self) -> list[VisualInput]:
         """The encodings of the given images and clips."""
-        return [stage for stage in self.model.visual if getattr(self.request, stage.input) is not None]
+        return [visual for visual in self.model.visual if getattr(self.request, visual.input) is not None]
 
     @property
     def encodes_by_seed(self) -> bool:
         """Whether latents of the given images and clips hold noise that is drawn by the request's seed."""
         given = self.request.encoder_noise or {}
-        return any(stage.noise is not None and stage.input not in given for stage in self.visual)
+        return any(visual.noise is not None and visual.input not in given for visual in self.visual)
 
     @property
     def denoiser_batch(self) -> int:
@@ -191,34 +191,34 @@ class Run:
 
     # --- programs
 
-    def encode(self, stage: TextStage) -> EncodeText:
-        shapes = stage.token_shapes(self.batch)
-        return EncodeText(stage.component, stage.encode, tokens=max(x.size for x in jax.tree.leaves(shapes)))
+    def encode(self, text: TextInput) -> EncodeText:
+        shapes = text.token_shapes(self.batch)
+        return EncodeText(text.component, text.encode, tokens=max(x.size for x in jax.tree.leaves(shapes)))
 
-    def encode_visual(self, stage: VisualStage) -> EncodeVisual:
+    def encode_visual(self, visual: VisualInput) -> EncodeVisual:
         """Its frames are uint8 [B, F, H, W, 3 or 4]."""
-        is_clip, statistics = _is_clip(stage), stage.statistics
-        if self.request.image_scale is not None and not is_clip and stage.shape is None:
+        is_clip, statistics = _is_clip(visual), visual.statistics
+        if self.request.image_scale is not None and not is_clip and visual.shape is None:
             statistics = dataclasses.replace(statistics, scale=self.request.image_scale)
         extra_latents = self.size.extra_latents if is_clip else 0
-        return EncodeVisual(stage.input, stage.encode, statistics, extra_latents, self.request.tiling)
+        return EncodeVisual(visual.input, visual.encode, statistics, extra_latents, self.request.tiling)
 
-    def media_shapes(self, stage: VisualStage) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def media_shapes(self, visual: VisualInput) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """[B, F, H, W, 3] of its frames (4 with a mask), and the shape of its noise: that of the frames, or of their
         latents without the extra ones."""
         size, (batch, latents, *rest) = self.size, self.size.latent_shape(self.batch)
-        is_clip = _is_clip(stage)
-        frames = batch, size.num_frames if is_clip else 1, *(stage.frame_size or (size.height, size.width))
+        is_clip = _is_clip(visual)
+        frames = batch, size.num_frames if is_clip else 1, *(visual.frame_size or (size.height, size.width))
         count = latents - size.extra_latents if is_clip else 1
-        noise = (*frames, 3) if stage.noise == "frames" else (batch, count, *rest)
-        return (*frames, 4 if stage.mask_channels else 3), noise
+        noise = (*frames, 3) if visual.noise == "frames" else (batch, count, *rest)
+        return (*frames, 4 if visual.mask_channels else 3), noise
 
-    def feature_shape(self, stage: VisualStage) -> tuple[int, ...]:
+    def feature_shape(self, visual: VisualInput) -> tuple[int, ...]:
         """[B, T, h, w, C] of its result, or [B, ...] of other features than latents."""
         batch, count, height, width, channels = self.size.latent_shape(self.batch)
-        if stage.shape is not None:
-            return batch, *stage.shape
-        return batch, count if _is_clip(stage) else 1, height, width, channels + stage.mask_channels
+        if visual.shape is not None:
+            return batch, *visual.shape
+        return batch, count if _is_clip(visual) else 1, height, width, channels + visual.mask_channels
 
     @property
     def initial_noise(self) -> InitialNoise:
@@ -247,8 +247,8 @@ class Run:
     def whole_run(self) -> WholeRun:
         model, request = self.model, self.request
         return WholeRun(
-            text=tuple(EncodeText(stage.component, stage.encode) for stage in model.text),
-            visual=tuple((stage.feature, stage.component, self.encode_visual(stage)) for stage in self.visual),
+            text=tuple(EncodeText(text.component, text.encode) for text in model.text),
+            visual=tuple((visual.feature, visual.component, self.encode_visual(visual)) for visual in self.visual),
             loop=DenoiseLoop(self._step),
             decode=Decode(model.codec, request.output_type == "float", request.tiling),
             denoiser=model.denoiser,
@@ -257,21 +257,21 @@ class Run:
 
     # --- arguments
 
-    def media(self, stage: VisualStage) -> tuple[Any, Any]:
+    def media(self, visual: VisualInput) -> tuple[Any, Any]:
         """Frames of an image or clip, and the noise of its latents: what was given, or by the seed."""
-        request, (frames, noise) = self.request, self.media_shapes(stage)
-        index = [known.input for known in self.model.visual].index(stage.input)
-        given = (request.encoder_noise or {}).get(stage.input)
-        if stage.noise is None:
+        request, (frames, noise) = self.request, self.media_shapes(visual)
+        index = [known.input for known in self.model.visual].index(visual.input)
+        given = (request.encoder_noise or {}).get(visual.input)
+        if visual.noise is None:
             given = np.zeros(noise, np.float32)
         elif given is None:
             rows = 1 if request.same_noise else noise[0]
             given = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))
             given = jnp.broadcast_to(given, noise)
-        if stage.mask_channels:
+        if visual.mask_channels:
             read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
         else:
-            read = read_media(getattr(request, stage.input), frames, request.fit, (self.size.height, self.size.width))
+            read = read_media(getattr(request, visual.input), frames, request.fit, (self.size.height, self.size.width))
         return read, jnp.asarray(given, jnp.float32)
 
     def check_conditioning(self, conditioning: Conditioning) -> None:
@@ -286,7 +286,7 @@ class Run:
                 f"the conditioning is of {conditioning.batch} prompts {'with' if conditioning.guided else 'without'} "
                 f"negative prompts; the request has {self.batch} and guidance_scale {request.guidance_scale:g}"
             )
-        wanted = {stage.feature for stage in self.visual}
+        wanted = {visual.feature for visual in self.visual}
         found = conditioning.visual.keys() | ({VIDEO_FEATURE} if conditioning.video is not None else set())
         if found != wanted:
             raise InputError(
@@ -411,8 +411,8 @@ class Run:
                 for part in self.model.text
             ]
             images = [
-                (self.encode_visual(stage), (weights(stage.component), *whole(self._media(stage))), 1)
-                for stage in self.visual
+                (self.encode_visual(visual), (weights(visual.component), *whole(self._media(visual))), 1)
+                for visual in self.visual
             ]
             return [*text, *images]
         shape = self.size.latent_shape(self.batch)
@@ -438,14 +438,14 @@ class Run:
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
             for name, shape in self.model.feature_shapes(self.batch).items()
         }
-        shapes = {stage.feature: self.feature_shape(stage) for stage in self.visual}
+        shapes = {visual.feature: self.feature_shape(visual) for visual in self.visual}
         latents: Any = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
         video = latents.pop(VIDEO_FEATURE, None)
         return Conditioning(features, features if self.guided else None, latents, video)
 
-    def _media(self, stage: VisualStage) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        frames, noise = self.media_shapes(stage)
-        media = [] if stage.mask_channels else getattr(self.request, stage.input)  # a mask's frames are uint8
+    def _media(self, visual: VisualInput) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        frames, noise = self.media_shapes(visual)
+        media = [] if visual.mask_channels else getattr(self.request, visual.input)  # a mask's frames are uint8
         dtype = np.result_type(np.uint8, *(each.dtype for each in media))
         return jax.ShapeDtypeStruct(frames, dtype), jax.ShapeDtypeStruct(noise, jnp.float32)
 
@@ -455,9 +455,9 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.structure(tree), [tuple(x.shape) for x in jax.tree.leaves(tree)]
 
 
-def _is_clip(stage: VisualStage) -> bool:
+def _is_clip(visual: VisualInput) -> bool:
     """Whether its frames are those of a whole video, and not one image."""
-    return stage.input in CLIPS or stage.mask_channels > 0
+    return visual.input in CLIPS or visual.mask_channels > 0
 
 
 def abstract_weights(manifest: Manifest, component: str, dtype: str, mesh: Mesh | None) -> Any:

@@ -185,8 +185,8 @@ class Distillation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextStage:
-    """One text encoder of a model: prompts to tokens, tokens to features.
+class TextInput:
+    """One text encoder's input: prompts to tokens, tokens to features.
 
     Attributes:
         component: its name.
@@ -206,16 +206,16 @@ class TextStage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisualStage:
-    """How one kind of image or clip becomes latents.
+class VisualInput:
+    """One kind of image or clip that a model takes, and how it becomes latents.
 
     Attributes:
         input: the field of the request: "image" or "last_image", one frame; "video", from whose latents the run starts;
-            "control_video"; "mask_video". Without it there is no such stage.
+            "control_video"; "mask_video". Without it nothing is encoded.
         feature: the name of the result, a feature of the denoiser, except for "video".
         component: what encodes it.
         encode: (module, frames [B, F, H, W, 3 or 4] in [-1, 1], standard normal noise, tiled=, statistics=) ->
-            normalized latents; or other features, of `shape`. A function at module level, as for `TextStage`.
+            normalized latents; or other features, of `shape`. A function at module level, as for `TextInput`.
         statistics: by which `encode` normalizes latents; a request's `image_scale` replaces the scale of an image.
         required: whether the checkpoint needs it.
         noise: the shape of the noise, that of the latents or of the frames; None: it is 0.
@@ -400,7 +400,7 @@ class VideoModel(ABC):
 
     @property
     @abstractmethod
-    def text(self) -> tuple[TextStage, ...]:
+    def text(self) -> tuple[TextInput, ...]:
         """The text encoders."""
 
     @abstractmethod
@@ -409,7 +409,7 @@ class VideoModel(ABC):
 
     @property
     @abstractmethod
-    def visual(self) -> tuple[VisualStage, ...]:
+    def visual(self) -> tuple[VisualInput, ...]:
         """The images and clips that the checkpoint takes."""
 
     @property
@@ -424,7 +424,7 @@ class VideoModel(ABC):
             given: the names of those there are.
         """
         kind, names = self.inputs
-        needed = dict.fromkeys(stage.input for stage in self.visual if stage.required)
+        needed = dict.fromkeys(visual.input for visual in self.visual if visual.required)
         if missing := [name for name in needed if name not in given]:
             options = " and ".join(f"--{name.replace('_', '-')} ({name}=)" for name in missing)
             raise InputError(f"this is {kind}; give it {options}")

@@ -29,9 +29,9 @@ from cogvideox_flax.models.model import (
     Configs,
     LoRALayout,
     Release,
-    TextStage,
+    TextInput,
     VideoModel,
-    VisualStage,
+    VisualInput,
     Workload,
 )
 from cogvideox_flax.models.sizes import Size, SizeRule
@@ -247,16 +247,16 @@ class CogVideoX(VideoModel):
         return size_warnings(self.transformer, self.configs["vae"], self.release, size)
 
     @property
-    def text(self) -> tuple[TextStage, ...]:
+    def text(self) -> tuple[TextInput, ...]:
         lengths = self.configs["tokenizer"].max_length
-        return (TextStage(component="text_encoder", tokenize=_tokenize, lengths=lengths, encode=encode_text),)
+        return (TextInput(component="text_encoder", tokenize=_tokenize, lengths=lengths, encode=encode_text),)
 
     def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         return {"prompt_embeds": (batch, self.transformer.text_length, self.transformer.text_width)}
 
     @property
-    def visual(self) -> tuple[VisualStage, ...]:
-        return visual.stages(self.transformer, self.configs["vae"], self.codec.statistics)
+    def visual(self) -> tuple[VisualInput, ...]:
+        return visual.visual_inputs(self.transformer, self.configs["vae"], self.codec.statistics)
 
     @property
     def inputs(self) -> tuple[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from cogvideox_flax.models.codec import LatentStatistics, encode, sample
 from cogvideox_flax.models.cogvideox.autoencoder import Autoencoder
 from cogvideox_flax.models.cogvideox.config import TransformerConfig, VAEConfig
 from cogvideox_flax.models.denoiser import Features
-from cogvideox_flax.models.model import VisualStage
+from cogvideox_flax.models.model import VisualInput
 
 INPUTS = {
     "text": ("a text-to-video model", ("video",)),
@@ -99,7 +99,9 @@ def _encode_masked(
     return statistics.normalize(jnp.where(mask.all((1, 2, 3, 4), keepdims=True), 0, kept))
 
 
-def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentStatistics) -> tuple[VisualStage, ...]:
+def visual_inputs(
+    transformer: TransformerConfig, vae: VAEConfig, statistics: LatentStatistics
+) -> tuple[VisualInput, ...]:
     """What a checkpoint takes beside prompts."""
     kind = transformer.takes
     of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "statistics": statistics}
@@ -108,21 +110,21 @@ def stages(transformer: TransformerConfig, vae: VAEConfig, statistics: LatentSta
         of_image["statistics"] = LatentStatistics(1 / vae.scaling_factor)
     if kind == "image":
         return (
-            VisualStage(input="image", feature="image_latents", required=True, **of_image),
-            VisualStage(input="last_image", feature="last_image_latents", **of_image),
+            VisualInput(input="image", feature="image_latents", required=True, **of_image),
+            VisualInput(input="last_image", feature="last_image_latents", **of_image),
         )
     if kind == "control":
-        return (VisualStage(input="control_video", feature="control_latents", required=True, noise=None, **of_clip),)
+        return (VisualInput(input="control_video", feature="control_latents", required=True, noise=None, **of_clip),)
     if kind == "inpaint":
         noisy = transformer.add_noise_in_inpaint_model
         encoder, noise = (noisy_masked_latents, "frames") if noisy else (masked_latents, None)
         masked = of_clip | {"feature": "inpaint_latents", "encode": encoder, "noise": noise, "mask_channels": 1}
         return (
-            VisualStage(input="image", **masked),
-            VisualStage(input="mask_video", **masked),
-            VisualStage(input="video", feature="video_latents", **of_clip),
+            VisualInput(input="image", **masked),
+            VisualInput(input="mask_video", **masked),
+            VisualInput(input="video", feature="video_latents", **of_clip),
         )
-    return (VisualStage(input="video", feature="video_latents", **of_clip),)
+    return (VisualInput(input="video", feature="video_latents", **of_clip),)
 
 
 def check_masked(given: Sequence[str]) -> None:

@@ -29,9 +29,9 @@ from cogvideox_flax.models.model import (
     Component,
     Configs,
     Release,
-    TextStage,
+    TextInput,
     VideoModel,
-    VisualStage,
+    VisualInput,
     Workload,
 )
 from cogvideox_flax.models.sizes import Size, SizeRule
@@ -239,8 +239,8 @@ class HunyuanVideo15(VideoModel):
         return bucket_of(height, width, self.transformer.target_size, self.codec.spatial_compression)
 
     @property
-    def text(self) -> tuple[TextStage, ...]:
-        return text.stages(self.lengths)
+    def text(self) -> tuple[TextInput, ...]:
+        return text.text_inputs(self.lengths)
 
     def feature_shapes(self, batch: int) -> dict[str, tuple[int, ...]]:
         config, lengths = self.transformer, self.lengths
@@ -252,8 +252,8 @@ class HunyuanVideo15(VideoModel):
         }
 
     @property
-    def visual(self) -> tuple[VisualStage, ...]:
-        return visual.stages(self.vision, self.codec.statistics)
+    def visual(self) -> tuple[VisualInput, ...]:
+        return visual.visual_inputs(self.vision, self.codec.statistics)
 
     @property
     def inputs(self) -> tuple[str, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Int32
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.hunyuan_video15.qwen import QwenEncoder
 from cogvideox_flax.models.hunyuan_video15.tokenizer import PREFIX_LENGTH, Tokenizers, TokenizersConfig
-from cogvideox_flax.models.model import TextStage
+from cogvideox_flax.models.model import TextInput
 from cogvideox_flax.models.t5 import TextEncoder
 
 Tokens = dict[str, Int32[Array, "B L"]]
@@ -30,17 +30,17 @@ def encode_glyphs(encoder: TextEncoder, tokens: Tokens) -> Features:
     return {"prompt_embeds_2": kept, "prompt_embeds_mask_2": mask}
 
 
-def stages(lengths: TokenizersConfig) -> tuple[TextStage, ...]:
+def text_inputs(lengths: TokenizersConfig) -> tuple[TextInput, ...]:
     """Both text encoders."""
     prompt, glyphs = PREFIX_LENGTH + lengths.max_length, lengths.glyph_length
     return (
-        TextStage(
+        TextInput(
             component="text_encoder",
             tokenize=Tokenizers.prompts,
             lengths=dict.fromkeys(("ids", "mask"), prompt),
             encode=encode_prompt,
         ),
-        TextStage(
+        TextInput(
             component="text_encoder_2",
             tokenize=Tokenizers.glyphs,
             lengths=dict.fromkeys(("ids", "mask"), glyphs),

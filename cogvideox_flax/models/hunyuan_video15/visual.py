@@ -11,7 +11,7 @@ from cogvideox_flax.models.codec import LatentStatistics, encode, sample
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.models.hunyuan_video15.autoencoder import Autoencoder
 from cogvideox_flax.models.hunyuan_video15.siglip import VisionConfig, VisionEncoder
-from cogvideox_flax.models.model import VisualStage
+from cogvideox_flax.models.model import VisualInput
 
 
 def mean_latents(
@@ -38,18 +38,18 @@ def image_features(
     return encoder(image[:, 0]).astype(jnp.float32)
 
 
-def stages(vision: VisionConfig | None, statistics: LatentStatistics) -> tuple[VisualStage, ...]:
+def visual_inputs(vision: VisionConfig | None, statistics: LatentStatistics) -> tuple[VisualInput, ...]:
     """A text-to-video checkpoint can start from a clip; image-to-video ones take the first frame, in two forms.
 
     vision: the image encoder's config, of image-to-video checkpoints.
     """
     of_latents: dict[str, Any] = {"component": "vae", "statistics": statistics}
     if vision is None:
-        return (VisualStage(input="video", feature="video_latents", encode=sample, **of_latents),)
+        return (VisualInput(input="video", feature="video_latents", encode=sample, **of_latents),)
     of_image: dict[str, Any] = {"input": "image", "required": True, "noise": None}
     return (
-        VisualStage(feature="image_latents", encode=mean_latents, **of_image, **of_latents),
-        VisualStage(
+        VisualInput(feature="image_latents", encode=mean_latents, **of_image, **of_latents),
+        VisualInput(
             feature="image_embeds",
             component="image_encoder",
             encode=image_features,
