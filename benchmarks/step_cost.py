@@ -1,7 +1,7 @@
-"""What fewer or cheaper steps save, and what they cost: samplers, step counts, step caches, guidance.
+"""What fewer or cheaper steps save, and what they cost: schedulers, step counts, step caches, guidance.
 
     python -m benchmarks.step_cost [--model WHERE] [--prompts 8] [--seeds 2] [--lpips FILE] [--json FILE] [--plot FILE]
-    python -m benchmarks.step_cost --only cache          # of the kinds steps, sampler, cache, guidance
+    python -m benchmarks.step_cost --only cache          # of the kinds steps, scheduler, cache, guidance
 
 Each prompt is run with each seed and each setting, from the same noise. Times are of the denoising loop as one
 program, without compiling: medians over all runs, in turn with those of the exact run of 50 steps in one process. PSNR,
@@ -34,7 +34,7 @@ from cogvideox_flax.runtime.global_arrays import fetch
 from weights.toy_world.judge import score
 from weights.toy_world.prompt_following import make_items
 
-KINDS = ("steps", "sampler", "cache", "guidance")
+KINDS = ("steps", "scheduler", "cache", "guidance")
 EXACT_STEPS = 50
 
 
@@ -53,7 +53,7 @@ def settings(ratios: Sequence[float] | None = None) -> Iterator[Setting]:
         yield Setting("steps", "ddim", {"num_inference_steps": steps})
     for kind in ("euler", "uni_pc", "dpmpp_2m", "dpm", "dpmpp_2m_sde", "euler_ancestral", "lcm"):
         for steps in (50, 10) if kind in ("dpm", "dpmpp_2m_sde", "euler_ancestral", "lcm") else (25, 10, 6):
-            yield Setting("sampler", kind, {"scheduler": kind, "num_inference_steps": steps})
+            yield Setting("scheduler", kind, {"scheduler": kind, "num_inference_steps": steps})
     start, end, interval = default_schedule(EXACT_STEPS)
     for form in ("deepcache", "residual"):
         for each in (interval // 2, interval, 2 * interval):

@@ -88,8 +88,8 @@ def forecast(dump: Path, case: Case, stages: list[str]) -> list[dict[str, Any]]:
 
     release = get_release(case.release)
     manifest = Manifest.of_release(release)
-    sampler = "ddim" if release.family == "cogvideox" else None
-    request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler=sampler)
+    kind = "ddim" if release.family == "cogvideox" else None
+    request = GenerationRequest("", num_frames=case.num_frames, height=case.height, width=case.width, scheduler=kind)
     run = resolve(request, manifest, "bfloat16")
     rows = []
     for stage in plan.forecast(run, case.topology, case.mesh, stages):

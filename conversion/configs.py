@@ -55,7 +55,7 @@ def read_configs(
     scheduler_file = src / "scheduler" / "scheduler_config.json"
     known = release or family.find_release(configs)
     if release is None and scheduler_file.is_file():
-        configs["scheduler"] = _parse(scheduler_file, family.scheduler.from_hf)
+        configs["scheduler"] = _parse(scheduler_file, family.scheduler_config.from_hf)
     elif known is not None and family.denoiser in configs:
         configs["scheduler"] = known.configs["scheduler"]
     tokenizer_file = src / "tokenizer" / "tokenizer_config.json"

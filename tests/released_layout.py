@@ -124,7 +124,7 @@ def randomise(module: Any, seed: int = 0) -> Any:
 
 
 def make_scheduler(kind: str, snr_shift_scale: float) -> Any:
-    """The reference's sampler, "ddim" or "dpm", with the released settings."""
+    """The reference's scheduler, "ddim" or "dpm", with the released settings."""
     return {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}[kind](
         snr_shift_scale=snr_shift_scale,
         timestep_spacing="trailing",

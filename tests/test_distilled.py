@@ -48,18 +48,18 @@ def test_every_row_can_be_run_on_its_releases(name):
     for release in row.releases:
         model = model_of(release)
         assert not model.is_guided(row.guidance_scale)
-        plan = model.sampler(row.scheduler).plan(row.steps, **({"timesteps": row.timesteps} if row.timesteps else {}))
+        plan = model.scheduler(row.scheduler).plan(row.steps, **({"timesteps": row.timesteps} if row.timesteps else {}))
         assert len(plan) == row.steps
         if row.timesteps is not None:
             np.testing.assert_allclose(plan.timesteps, row.timesteps, rtol=1e-6)
-        for kind in model.samplers.keys() - {"one_step"} if row.timesteps else (row.scheduler,):
-            plan = model.sampler(kind).plan(row.steps, timesteps=row.timesteps)
+        for kind in model.schedulers.keys() - {"one_step"} if row.timesteps else (row.scheduler,):
+            plan = model.scheduler(kind).plan(row.steps, timesteps=row.timesteps)
             assert all(np.isfinite(table).all() for table in jax.tree.leaves(plan)), kind
 
 
 def test_timesteps_of_the_published_lists():
     """PSA plays the release's own four steps; LightX2V's list has shift 5."""
-    assert model_of("cogvideox-5b").sampler("dpm").plan(4).timesteps.tolist() == [999, 749, 499, 249]
+    assert model_of("cogvideox-5b").scheduler("dpm").plan(4).timesteps.tolist() == [999, 749, 499, 249]
     np.testing.assert_allclose(ALL["lightx2v"][1].timesteps, [1000, 937.5, 833.333333, 625], rtol=1e-6)
 
 

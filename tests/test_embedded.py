@@ -98,7 +98,7 @@ def test_another_noise_schedule_is_seen(pipe, frames):
 
 
 @pytest.mark.further
-def test_the_second_sampler_follows_too(pipe):
+def test_the_second_scheduler_follows_too(pipe):
     found = percent(generate(pipe, scheduler="dpm"))
     for name, least in BARS.items():
         assert found[name] >= least - 10, found

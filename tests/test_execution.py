@@ -339,12 +339,12 @@ def test_a_kept_program_that_is_damaged_is_compiled_anew(native, tmp_path, monke
 
 
 def test_what_is_known_by_its_address_alone_is_not_kept(native, tmp_path):
-    class Sampler(DDIMScheduler):
+    class OwnScheduler(DDIMScheduler):
         """One of the user's own, whose code may change from run to run."""
 
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(tmp_path)
-    pipe("red", **SMALL, scheduler=Sampler(pipe.scheduler.config))
+    pipe("red", **SMALL, scheduler=OwnScheduler(pipe.scheduler.config))
     assert len(list(tmp_path.iterdir())) == 3  # the text encoder, the noise and the decoder
 
 

@@ -64,7 +64,7 @@ def variants(pipe):
         "an empty prompt": {"prompt": ""},
         "another schedule": {"scheduler": DDIMScheduler(dataclasses.replace(config, snr_shift_scale=1.0))},
         "a user's scheduler": {"scheduler": Halved(config)},
-        "another sampler": {"scheduler": "uni_pc"},
+        "another scheduler": {"scheduler": "uni_pc"},
     }
 
 

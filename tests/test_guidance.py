@@ -42,7 +42,7 @@ SHAPE = (2, 3, 4, 5, 6)
 
 @pytest.fixture(scope="module")
 def given():
-    """Predictions without and with the prompt, the sample, and a row of the sampler's table."""
+    """Predictions without and with the prompt, the sample, and a row of the scheduler's table."""
     rng = np.random.default_rng(0)
     without, change, sample = (rng.standard_normal(SHAPE).astype(np.float32) for _ in range(3))
     return without, without + 0.3 * change, sample, DDIMScheduler(SchedulerConfig()).plan(10).row(3)

@@ -35,7 +35,7 @@ PROMPTS = ["a small red circle moves to the left", "a blue square on white groun
 NEGATIVE = "black"
 SIZE = {"num_frames": 9, "height": 32, "width": 48}
 PIXEL_BAR = 2e-3  # of the pixel range
-SAMPLERS = [
+SCHEDULERS = [
     ("ddim", {"num_inference_steps": 4, "guidance_scale": 6.0}),
     ("dpm", {"num_inference_steps": 5, "guidance_scale": 6.0, "use_dynamic_cfg": True}),
     ("dpm", {"num_inference_steps": 3, "guidance_scale": 1.0}),
@@ -92,7 +92,7 @@ def run_reference(kind, layout, pipe, scheduler, step_noise, posterior_noise, mo
     return video.frames
 
 
-@pytest.mark.parametrize(("kind", "options"), SAMPLERS)
+@pytest.mark.parametrize(("kind", "options"), SCHEDULERS)
 def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypatch):
     """Two images of other sizes, with their own posterior noise."""
     pipe = Pipeline.from_pretrained(image_layout, dtype="float32")
@@ -135,9 +135,9 @@ def test_image_to_video_against_diffusers(image_layout, kind, options, monkeypat
     assert np.abs(ours.frames - theirs).max() < PIXEL_BAR
 
 
-@pytest.mark.parametrize(("sampler", "strength"), [(0, 0.8), (1, 0.5), (2, 1)])
-def test_video_to_video_against_diffusers(text_layout, sampler, strength, monkeypatch):
-    kind, options = SAMPLERS[sampler]
+@pytest.mark.parametrize(("scheduler", "strength"), [(0, 0.8), (1, 0.5), (2, 1)])
+def test_video_to_video_against_diffusers(text_layout, scheduler, strength, monkeypatch):
+    kind, options = SCHEDULERS[scheduler]
     pipe = Pipeline.from_pretrained(text_layout, dtype="float32")
     random = np.random.default_rng(0)
     clips = [smooth(seed, 9, 40, 60) for seed in (1, 2)]

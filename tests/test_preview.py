@@ -124,7 +124,7 @@ def test_the_map_of_the_released_autoencoder():
 
 @pytest.mark.parametrize("scheduler", ["ddim", "dpm"])
 def test_the_estimate_is_the_video_long_before_the_end(scheduler):
-    """x0 of each step, from the step before or from the sampler, by the equations that the sampler uses."""
+    """x0 of each step, from the step before or from the scheduler, by the equations that the scheduler uses."""
     pipe = Pipeline.from_pretrained()
     preview = Preview(pipe.manifest)
     request = GenerationRequest(PROMPT, num_inference_steps=10, scheduler=scheduler, output_type="latent")

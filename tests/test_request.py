@@ -114,7 +114,7 @@ def test_every_option_of_the_command_line_is_a_field_of_the_request():
 
 
 def test_python_and_the_command_line_give_the_same_video(paths, layout_5b, tmp_path, monkeypatch, caplog):
-    """A small model taken for the 5b release: its authors' sampler and dynamic guidance on both; an untrained size is
+    """A small model taken for the 5b release: its authors' scheduler and dynamic guidance on both; an untrained size is
     said once on each."""
     monkeypatch.setattr(CogVideoX, "find_release", lambda *_: RELEASES["cogvideox-5b"])
     (npz,) = paths(*generate(layout_5b, tmp_path / "x.npz"))

@@ -1,4 +1,4 @@
-"""The samplers against diffusers': every step, with the same predictions and the same noise injected."""
+"""The schedulers against diffusers': every step, with the same predictions and the same noise injected."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_bad_start_and_kind():
     with pytest.raises(InputError, match="leaves none of 10 steps"):
         DDIMScheduler(SchedulerConfig()).plan(10, start=10)
     with pytest.raises(InputError, match=r"unknown scheduler 'heun'; known are ddim, dpm, euler"):
-        CogVideoX({"scheduler": SchedulerConfig()}).sampler("heun")
+        CogVideoX({"scheduler": SchedulerConfig()}).scheduler("heun")
 
 
 EVERY = [(SCHEDULERS, SchedulerConfig, name) for name in SCHEDULERS]
@@ -281,8 +281,8 @@ def test_equal_schedulers_compute_the_same():
         again = type(one)(dataclasses.replace(one.config, kind="of another"))
         assert again == one and hash(again) == hash(one) and json.dumps(again.identity) == text
     one, other = (CogVideoX({"scheduler": SchedulerConfig(kind="ddim")}) for _ in range(2))
-    assert isinstance(one.sampler("dpm"), DPMScheduler)
-    assert one.sampler() is other.sampler("ddim")  # also of classes from elsewhere, whose programs are known by it
+    assert isinstance(one.scheduler("dpm"), DPMScheduler)
+    assert one.scheduler() is other.scheduler("ddim")  # also of classes from elsewhere, whose programs are known by it
 
 
 def test_the_code_of_a_users_scheduler_is_not_known():

@@ -1,4 +1,4 @@
-"""The samplers by ComfyUI's names against diffusers', over whole trajectories with the same noise injected.
+"""The schedulers by ComfyUI's names against diffusers', over whole trajectories with the same noise injected.
 
 diffusers' classes ignore `snr_shift_scale`, so they are given the betas of the shifted schedule; and the timesteps of a
 flow are whole numbers there, so theirs are compared apart from the samples.
@@ -76,15 +76,15 @@ def noises(n: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((n + 1, *SHAPE)).astype(np.float32)
 
 
-def ours(sampler, plan, n: int) -> np.ndarray:
+def ours(scheduler, plan, n: int) -> np.ndarray:
     """All samples of one run, jitted."""
     noise = noises(n)
-    step = jax.jit(sampler.step)
+    step = jax.jit(scheduler.step)
     x, samples = jnp.asarray(noise[-1]), []
-    state = sampler.init_state(x)
+    state = scheduler.init_state(x)
     for i in range(len(plan)):
         x, state = step(
-            plan, i, model(x, float(plan.timesteps[i])), x, state, noise[i] if sampler.needs_noise else None
+            plan, i, model(x, float(plan.timesteps[i])), x, state, noise[i] if scheduler.needs_noise else None
         )
         samples.append(np.asarray(x))
     return np.stack(samples)
@@ -130,19 +130,19 @@ def diffusion_reference(kind: str, shift: float):
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_trajectory_on_the_diffusion_schedule(kind, n, shift, monkeypatch):
     reference = diffusion_reference(kind, shift)
-    sampler = SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=shift))
+    scheduler = SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=shift))
     if kind == "lcm":  # its own list is another, of the distillation
-        steps = sampler.plan(n).timesteps.tolist()
+        steps = scheduler.plan(n).timesteps.tolist()
         reference.set_timesteps(timesteps=steps)
     else:
         reference.set_timesteps(n)
     if kind.startswith("euler"):
         reference.sigmas = reference.sigmas.double()
         in_float64(monkeypatch)
-    plan = sampler.plan(n)
+    plan = scheduler.plan(n)
     assert plan.timesteps.tolist() == [int(t) for t in reference.timesteps]
     scale = float(getattr(reference, "init_noise_sigma", 1.0))
-    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, scale)
+    found, expected = ours(scheduler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, scale)
     if kind.startswith("euler"):  # their samples are x0 + sigma noise
         sigmas = reference.sigmas.numpy()[1:].reshape(-1, *[1] * len(SHAPE))
         expected = expected / np.sqrt(1 + sigmas**2)
@@ -155,21 +155,21 @@ def test_trajectory_on_a_flow(kind, n, monkeypatch):
     cls, options = KINDS[kind]
     reference = cls(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=5.0, **options)
     reference.set_timesteps(n)
-    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
-    plan = sampler.plan(n)
+    scheduler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    plan = scheduler.plan(n)
     assert [int(t) for t in plan.timesteps] == [int(t) for t in reference.timesteps]
-    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
+    found, expected = ours(scheduler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
     assert np.abs(found - expected).max() < TOLERANCE * expected.std()
 
 
 def test_ancestral_steps_on_a_flow_keep_the_noise_level():
     """Of x0 = 0 and a perfect model, each sample is noise of the level of its timestep."""
-    sampler = FLOW_SCHEDULERS["euler_ancestral"](FlowMatchConfig(shift=3.0))
-    plan = sampler.plan(6)
+    scheduler = FLOW_SCHEDULERS["euler_ancestral"](FlowMatchConfig(shift=3.0))
+    plan = scheduler.plan(6)
     x = np.random.default_rng(0).standard_normal((400, 500)).astype(np.float32) * plan.sigma[0]
     for i in range(5):
         noise = np.random.default_rng(1 + i).standard_normal(x.shape).astype(np.float32)
-        x, _ = sampler.step(plan, i, x / plan.sigma[i], x, sampler.init_state(x), noise)
+        x, _ = scheduler.step(plan, i, x / plan.sigma[i], x, scheduler.init_state(x), noise)
         np.testing.assert_allclose(np.asarray(x).std(), plan.sigma[i + 1], rtol=0.02)
 
 
@@ -186,16 +186,16 @@ def test_euler_is_ddim_where_both_lead_to_the_same_timesteps():
 
 @pytest.mark.parametrize("kind", [kind for kind in SCHEDULERS if kind != "one_step"])
 def test_given_timesteps(kind):
-    """Each leads to the next; those of the sampler's own list give its own tables, where it leads to the next too."""
-    sampler = SCHEDULERS[kind](SchedulerConfig())
-    plan = sampler.plan(4, timesteps=[999, 856, 665, 399])
+    """Each leads to the next; those of the scheduler's own list give its own tables, where it leads to the next too."""
+    scheduler = SCHEDULERS[kind](SchedulerConfig())
+    plan = scheduler.plan(4, timesteps=[999, 856, 665, 399])
     assert plan.timesteps.tolist() == [999, 856, 665, 399]
     assert plan.next_timesteps.tolist() == [856, 665, 399, 0]
-    own = sampler.plan(50)
-    same = sampler.plan(50, timesteps=own.timesteps.tolist())
+    own = scheduler.plan(50)
+    same = scheduler.plan(50, timesteps=own.timesteps.tolist())
     for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(a, b)
-    later = sampler.plan(4, start=2, timesteps=[999, 856, 665, 399])
+    later = scheduler.plan(4, start=2, timesteps=[999, 856, 665, 399])
     assert later.timesteps.tolist() == [665, 399]
 
 
@@ -231,7 +231,7 @@ def assert_equals(plan, expected):
 
 
 @pytest.mark.parametrize(
-    ("sampler", "lists"),
+    ("scheduler", "lists"),
     [
         *[(SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=1.0)), ENDS) for kind in SCHEDULERS if kind != "one_step"],
         *[(cls(SchedulerConfig(rescale_betas_zero_snr=False)), ENDS) for cls in (DDIMScheduler, DPMScheduler)],
@@ -239,30 +239,30 @@ def assert_equals(plan, expected):
     ],
     ids=repr,
 )
-def test_timesteps_at_the_ends_of_the_range(sampler, lists):
+def test_timesteps_at_the_ends_of_the_range(scheduler, lists):
     """All entries are finite; a late start is a run of the timesteps that are left."""
     for timesteps in lists:
         n = len(timesteps)
         for start in range(n):
-            plan = sampler.plan(n, start=start, timesteps=timesteps)
+            plan = scheduler.plan(n, start=start, timesteps=timesteps)
             assert is_finite(plan), (timesteps, start)
             assert (np.diff(plan.timesteps) < 0).all(), timesteps
-            assert_equals(plan, sampler.plan(n - start, timesteps=timesteps[start:]))
-        assert plan.from_sample[-1] == 0 or sampler.kind == "lcm", "the last step leads to x0"
+            assert_equals(plan, scheduler.plan(n - start, timesteps=timesteps[start:]))
+        assert plan.from_sample[-1] == 0 or scheduler.kind == "lcm", "the last step leads to x0"
 
 
 @pytest.mark.parametrize(
-    "sampler",
+    "scheduler",
     [
         *[SCHEDULERS[kind](SchedulerConfig()) for kind in SCHEDULERS if kind != "one_step"],
         *[FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=shift)) for kind in FLOW_SCHEDULERS for shift in (1.0, 9.0)],
     ],
     ids=repr,
 )
-def test_every_number_of_steps_has_finite_tables(sampler):
+def test_every_number_of_steps_has_finite_tables(scheduler):
     for n in range(1, 1001):
-        assert is_finite(sampler.plan(n)), n
-        assert is_finite(sampler.plan(n, start=n // 2)), n
+        assert is_finite(scheduler.plan(n)), n
+        assert is_finite(scheduler.plan(n, start=n // 2)), n
 
 
 def given(reference, timesteps, sigmas) -> None:
@@ -277,8 +277,8 @@ def given(reference, timesteps, sigmas) -> None:
 @pytest.mark.parametrize("timesteps", ENDS, ids=str)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_given_timesteps_on_the_diffusion_schedule_against_diffusers(kind, timesteps, monkeypatch):
-    reference, sampler = diffusion_reference(kind, 3.0), SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=3.0))
-    abar, n = np.maximum(sampler.alphas_cumprod[timesteps], 2.0**-24), len(timesteps)  # theirs are float32
+    reference, scheduler = diffusion_reference(kind, 3.0), SCHEDULERS[kind](SchedulerConfig(snr_shift_scale=3.0))
+    abar, n = np.maximum(scheduler.alphas_cumprod[timesteps], 2.0**-24), len(timesteps)  # theirs are float32
     sigmas = np.sqrt((1 - abar) / abar)
     if kind == "lcm":
         reference.set_timesteps(timesteps=timesteps)
@@ -286,7 +286,7 @@ def test_given_timesteps_on_the_diffusion_schedule_against_diffusers(kind, times
         given(reference, timesteps, sigmas)
     if kind.startswith("euler"):
         in_float64(monkeypatch)
-    found = ours(sampler, sampler.plan(n, timesteps=timesteps), n)
+    found = ours(scheduler, scheduler.plan(n, timesteps=timesteps), n)
     scale = float(np.sqrt(1 + sigmas[0] ** 2)) if kind.startswith("euler") else 1.0
     expected = theirs(reference, timesteps, n, monkeypatch, scale)
     if kind.startswith("euler"):
@@ -309,9 +309,9 @@ def test_given_timesteps_of_a_flow_against_diffusers(kind, timesteps, monkeypatc
             reference.set_begin_index(0)
         else:
             given(reference, timesteps, sigmas)
-    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
-    plan = sampler.plan(n, timesteps=timesteps)
-    found, expected = ours(sampler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
+    scheduler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    plan = scheduler.plan(n, timesteps=timesteps)
+    found, expected = ours(scheduler, plan, n), theirs(reference, plan.timesteps, n, monkeypatch, 1.0)
     assert np.abs(found - expected).max() < TOLERANCE * expected.std()
 
 
@@ -319,16 +319,16 @@ def test_given_timesteps_of_a_flow_against_diffusers(kind, timesteps, monkeypatc
 @pytest.mark.parametrize(
     ("timesteps", "stride"), [([999], 1000), ([0], 1000), ([500, 0], 500), ([900, 700, 500, 300, 100], 200)], ids=str
 )
-def test_given_timesteps_of_the_releases_samplers_against_diffusers(kind, timesteps, stride, monkeypatch):
+def test_given_timesteps_of_the_releases_schedulers_against_diffusers(kind, timesteps, stride, monkeypatch):
     """In its steps of a fixed length."""
     cls = {"ddim": diffusers.CogVideoXDDIMScheduler, "dpm": diffusers.CogVideoXDPMScheduler}[kind]
     reference = cls(
         prediction_type="v_prediction", timestep_spacing="trailing", rescale_betas_zero_snr=True, clip_sample=False
     )
     reference.set_timesteps(1000 // stride)
-    sampler, n, noise = SCHEDULERS[kind](SchedulerConfig()), len(timesteps), noises(len(timesteps))
-    plan = sampler.plan(n, timesteps=timesteps)
-    x, old, found = torch.from_numpy(noise[-1]), None, ours(sampler, plan, n)
+    scheduler, n, noise = SCHEDULERS[kind](SchedulerConfig()), len(timesteps), noises(len(timesteps))
+    plan = scheduler.plan(n, timesteps=timesteps)
+    x, old, found = torch.from_numpy(noise[-1]), None, ours(scheduler, plan, n)
     for i, t in enumerate(timesteps):
         monkeypatch.setattr(scheduling_dpm_cogvideox, "randn_tensor", lambda *_, i=i, **__: torch.from_numpy(noise[i]))
         v = torch.from_numpy(np.array(model(x.numpy(), float(t))))
@@ -364,19 +364,19 @@ def test_timesteps_that_cannot_be_served(timesteps, message):
 )
 def test_timesteps_that_a_flow_cannot_serve(kind, timesteps):
     """Nothing is left to do at 0; neighbours that are one number to the model are one timestep."""
-    sampler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
-    with pytest.raises(InputError, match=rf"expected 3 that fall, from 1000 .*to above 0, for {sampler.kind}$"):
-        sampler.plan(3, timesteps=timesteps)
+    scheduler = FLOW_SCHEDULERS[kind](FlowMatchConfig(shift=5.0))
+    with pytest.raises(InputError, match=rf"expected 3 that fall, from 1000 .*to above 0, for {scheduler.kind}$"):
+        scheduler.plan(3, timesteps=timesteps)
     with pytest.raises(InputError, match=r"expected 1 that fall, from 1000 .*to above 0"):
-        sampler.plan(1, timesteps=[0])
+        scheduler.plan(1, timesteps=[0])
 
 
 def test_timesteps_that_fall_where_log_snr_is_finite():
     """UniPC takes 999.999 for what is higher, so two of these are one."""
-    sampler = FLOW_SCHEDULERS["uni_pc"](FlowMatchConfig())
-    assert sampler.plan(2, timesteps=[1000, 999.9]).timesteps[0] == np.float32(999.999)
+    scheduler = FLOW_SCHEDULERS["uni_pc"](FlowMatchConfig())
+    assert scheduler.plan(2, timesteps=[1000, 999.9]).timesteps[0] == np.float32(999.999)
     with pytest.raises(InputError, match=r"expected 2 that fall, from 1000 \(taken for 999.999\) to above 0"):
-        sampler.plan(2, timesteps=[1000, 999.9995])
+        scheduler.plan(2, timesteps=[1000, 999.9995])
 
 
 # --- whole runs
@@ -413,7 +413,7 @@ def test_equal_schedulers_are_one_program(pipe):
 
 
 @pytest.mark.further
-def test_samplers_agree_with_many_steps(pipe):
+def test_schedulers_agree_with_many_steps(pipe):
     """The deterministic ones solve the same equation."""
     how = {"output_type": "latent", "progress": False, "guidance_scale": 1.0, "num_frames": 9, "force": True}
     exact = pipe(PROMPT, scheduler="uni_pc", num_inference_steps=200, **how).frames
@@ -422,12 +422,12 @@ def test_samplers_agree_with_many_steps(pipe):
         assert np.sqrt(np.square(found - exact).mean()) < few * exact.std(), kind
 
 
-def test_a_stopped_run_goes_on_with_the_samplers_state(pipe):
+def test_a_stopped_run_goes_on_with_the_schedulers_state(pipe):
     """Of several arrays, also from a file."""
     run = pipe.resolve(GenerationRequest(PROMPT, num_inference_steps=8, scheduler="uni_pc"))
     conditioning = pipe.encode(run, progress=False)
     states = list(pipe.denoise(conditioning, run))
-    assert len(states[3].sampler) == 3
+    assert len(states[3].scheduler_state) == 3
     again = list(pipe.denoise(conditioning, run, state=states[3]))
     assert [int(state.step) for state in again] == [5, 6, 7, 8]
     assert (np.asarray(again[-1].latents) == np.asarray(states[-1].latents)).all()

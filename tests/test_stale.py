@@ -141,9 +141,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("sampler", ["ddim", "dpm"])
-def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, sampler):
-    more = ("--steps", 6, "--scheduler", sampler)
+@pytest.mark.parametrize("scheduler", ["ddim", "dpm"])
+def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, scheduler):
+    more = ("--steps", 6, "--scheduler", scheduler)
     expected = latents(paths, native, tmp_path / "whole", *more)
     command = generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", *more)
     killed = python("-c", RUN, "4", *command)
@@ -157,7 +157,7 @@ def test_denoising_goes_on_after_the_last_step(paths, native, tmp_path, caplog, 
 
 
 class Averaging(DDIMScheduler):
-    """A sampler whose state is two arrays of different shapes."""
+    """A scheduler whose state is two arrays of different shapes."""
 
     kind = "averaging"
 
@@ -170,14 +170,14 @@ class Averaging(DDIMScheduler):
         return 0.5 * (x + state["sum"] / state["count"]), state
 
 
-def test_a_samplers_state_of_several_arrays_is_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
+def test_a_schedulers_state_of_several_arrays_is_gone_on_from(paths, run, native, tmp_path, monkeypatch, caplog):
     def stop(self, state):
         keep(self, state)
         if state.step == 3:
             raise KeyboardInterrupt
 
     keep = store.StateKeeper.keep
-    monkeypatch.setitem(CogVideoX.samplers, "averaging", Averaging)
+    monkeypatch.setitem(CogVideoX.schedulers, "averaging", Averaging)
     more = ("--steps", 4, "--scheduler", "averaging")
     expected = latents(paths, native, tmp_path / "whole", *more)
     with monkeypatch.context() as patch:

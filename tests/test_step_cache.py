@@ -110,7 +110,7 @@ def by_hand(pipe, asked):
     guided, form = run.guided, run.request.step_cache
     x, noise = result_of(journey._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
-    x, sampler_state, model, kept = state.latents, state.sampler, pipe.transformer, None
+    x, scheduler_state, model, kept = state.latents, state.scheduler_state, pipe.transformer, None
     embed = jax.jit(CogVideoX.embed)
     blocks = jax.jit(type(model).run_blocks, static_argnames=("start", "stop"))
     head = jax.jit(type(model).head)
@@ -130,7 +130,7 @@ def by_hand(pipe, asked):
         if run.scheduler.needs_noise:
             key = jax.random.fold_in(jax.random.fold_in(noise, i), 0)
             draw = jax.random.normal(key, x.shape[1:], jnp.float32)[None]
-        x, sampler_state = run.scheduler.step(run.steps, i, v, x, sampler_state, draw)
+        x, scheduler_state = run.scheduler.step(run.steps, i, v, x, scheduler_state, draw)
     return np.asarray(x)
 
 

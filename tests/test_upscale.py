@@ -1,4 +1,4 @@
-"""Upscaling in one step: the sampler, one tile against diffusers' parts, the blending of tiles, and the command."""
+"""Upscaling in one step: the scheduler, one tile against diffusers' parts, the blending of tiles, and the command."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def pipe(model):
     return Pipeline.from_pretrained(model, "float32")
 
 
-# --- the sampler ---
+# --- the scheduler ---
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_the_step_equals_the_reference(shift):
-    sampler, theirs = OneStepScheduler(SchedulerConfig(snr_shift_scale=shift)), make_scheduler("dpm", shift)
+    scheduler, theirs = OneStepScheduler(SchedulerConfig(snr_shift_scale=shift)), make_scheduler("dpm", shift)
     v, latents = np.random.default_rng(0).standard_normal((2, 1, 3, 4, 5, 2)).astype(np.float32)
-    plan = sampler.plan(1)
+    plan = scheduler.plan(1)
     assert plan.timesteps.tolist() == [399]
-    ours, state = sampler.step(plan, 0, v, latents, sampler.init_state(latents))
+    ours, state = scheduler.step(plan, 0, v, latents, scheduler.init_state(latents))
     expected = theirs.get_velocity(torch.tensor(v), torch.tensor(latents), torch.tensor([399]))
     np.testing.assert_allclose(ours, expected, atol=1e-5)
-    assert state is None and sampler.start_from(latents, v, 399) is latents
+    assert state is None and scheduler.start_from(latents, v, 399) is latents
 
 
-def test_the_sampler_decides_its_settings():
+def test_the_scheduler_decides_its_settings():
     media = clip(9, 32, 48)
     how = {"scheduler": "one_step", "num_frames": 9, "height": 32, "width": 48}
     found = resolve(GenerationRequest("", video=media, **how), MANIFEST)
@@ -75,9 +75,9 @@ def test_the_sampler_decides_its_settings():
     assert resolve(GenerationRequest("", video=media, **how, **same), MANIFEST).request.strength == 1
     wrong = {"num_inference_steps": 50, "guidance_scale": 6.0, "use_dynamic_cfg": True, "strength": 0.8}
     for name, value in wrong.items():
-        with pytest.raises(InputError, match=rf"^the one_step sampler needs {name} .* \(got {value}\)[^\n]*$"):
+        with pytest.raises(InputError, match=rf"^the one_step scheduler needs {name} .* \(got {value}\)[^\n]*$"):
             resolve(GenerationRequest("", video=media, **how, **{name: value}), MANIFEST)
-    with pytest.raises(InputError, match=r"^the one_step sampler starts from a clip; give --video[^\n]*$"):
+    with pytest.raises(InputError, match=r"^the one_step scheduler starts from a clip; give --video[^\n]*$"):
         resolve(GenerationRequest("", **how), MANIFEST)
 
 

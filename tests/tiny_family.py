@@ -258,8 +258,8 @@ COMPONENTS = {
 class Tiny(VideoModel):
     name = "tiny"
     components = COMPONENTS
-    scheduler = FlowMatchConfig
-    samplers = MappingProxyType({"flow_match": FlowMatchScheduler})
+    scheduler_config = FlowMatchConfig
+    schedulers = MappingProxyType({"flow_match": FlowMatchScheduler})
     tokenizer = TokenizerConfig
     tokenizer_files = ("tokenizer/words.txt",)
     releases = MappingProxyType({RELEASE.name: RELEASE})

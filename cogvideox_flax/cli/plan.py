@@ -33,7 +33,7 @@ def plan(args: argparse.Namespace) -> None:
     progress = not args.quiet
     manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
-    if (sampler := manifest.model.samplers.get(args.scheduler)) is not None and sampler.needs_video:
+    if (scheduler := manifest.model.schedulers.get(args.scheduler)) is not None and scheduler.needs_video:
         needed["video"] = [UNSEEN]
     run = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest, args.dtype)
     if args.mesh:

@@ -35,7 +35,7 @@ class DenoiseInputs:
     """What does not change from step to step.
 
     conditioning: None where the program makes its own.
-    steps: the sampler's tables.
+    steps: the scheduler's tables.
     guidance: its scale at each step.
     noise_source: a key from which each step's noise is drawn, or the noise of all steps [N, B, T, h, w, C].
     full_steps: which steps are full, with a step cache that does not decide itself; else None.
@@ -74,7 +74,7 @@ class DenoiseState:
 
     step: how many are done.
     latents: after them; scaled, with the extra latent frames.
-    sampler: its own state, from `Scheduler.step`: a pytree of arrays.
+    scheduler_state: the scheduler's own state, from `Scheduler.step`: a pytree of arrays.
     cache: what `predict` keeps from step to step.
     extra_latents: latent frames at the start that are not decoded.
     scheduler: the kind of the one that made it.
@@ -82,7 +82,7 @@ class DenoiseState:
 
     step: Int32[Any, ""]
     latents: Float32[Any, "B T h w C"]
-    sampler: Any
+    scheduler_state: Any
     cache: Any = None
     extra_latents: int = field(default=0, metadata={"static": True})
     scheduler: str = field(default="", metadata={"static": True})
@@ -98,11 +98,11 @@ class DenoiseState:
 
 @dataclass(frozen=True)
 class DenoiseStep(Program):
-    """One evaluation of the denoiser, guidance, and the sampler's step."""
+    """One evaluation of the denoiser, guidance, and the scheduler's step."""
 
     predict: Predict
     guidance: Guidance
-    sampler: Scheduler
+    scheduler: Scheduler
     same_noise: bool = False
     skip_layer: SkipLayer | None = None
 
@@ -117,10 +117,10 @@ class DenoiseStep(Program):
             forms = self.guidance, Unguided()
             each = [partial(self._guided, form) for form in forms]
             prediction, kept = jax.lax.cond(inputs.guided_steps[i], *each, model, inputs, state)
-        noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
-        x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
-        x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
-        return replace(state, step=i + 1, latents=x, sampler=sampler_state, cache=kept), jnp.isfinite(x).all()
+        noise = self._noise(inputs.noise_source, i, x.shape) if self.scheduler.needs_noise else None
+        x, scheduler_state = self.scheduler.step(inputs.steps, i, prediction, x, state.scheduler_state, noise)
+        x, scheduler_state = jax.tree.map(sharding.constrain, (x, scheduler_state))
+        return replace(state, step=i + 1, latents=x, scheduler_state=scheduler_state, cache=kept), jnp.isfinite(x).all()
 
     def _guided(
         self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState
@@ -160,7 +160,7 @@ class DenoiseLoop(Program):
 
 @dataclass(frozen=True)
 class InitialNoise(Program):
-    """A seed to the initial latents of a shape [B, T, h, w, C], and the key of the sampler's noise."""
+    """A seed to the initial latents of a shape [B, T, h, w, C], and the key of the scheduler's noise."""
 
     predict: Predict
     shape: tuple[int, ...]
@@ -179,7 +179,7 @@ def _noise(predict: Predict, key: Array, shape: tuple[int, ...], same: bool) -> 
 
 
 def noise_key(seed: int) -> Array:
-    """The key of the sampler's noise, for a run whose initial latents were given."""
+    """The key of the scheduler's noise, for a run whose initial latents were given."""
     return jax.random.split(random_key(seed))[1]
 
 

@@ -53,7 +53,7 @@ class Step(RunEvent):
     """A denoising step is done.
 
     state: after it.
-    timestep: of it, as the sampler has it: int or float.
+    timestep: of it, as the scheduler has it: int or float.
     """
 
     state: DenoiseState

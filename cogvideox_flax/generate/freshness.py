@@ -46,9 +46,9 @@ def request_values(run: Run) -> dict[str, Any]:
 def _noise_schedule(run: Run) -> dict[str, Any] | None:
     """What is known of a scheduler object that is not one of the checkpoint's; None for these."""
     model, scheduler = run.model, run.scheduler
-    if model.samplers.get(scheduler.kind) is type(scheduler):
+    if model.schedulers.get(scheduler.kind) is type(scheduler):
         config = scheduler.config.to_dict()
-        return None if config == model.sampler(scheduler.kind).config.to_dict() else config
+        return None if config == model.scheduler(scheduler.kind).config.to_dict() else config
     return scheduler.identity or {"class": f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"}
 
 

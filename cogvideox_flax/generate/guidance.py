@@ -43,7 +43,7 @@ class Guidance(Protocol):
     ) -> Float32[Array, "B T h w C"]:
         """One prediction for each video.
 
-        scale, step: guidance's scale, and the sampler's scalars, of this step.
+        scale, step: guidance's scale, and the scheduler's scalars, of this step.
         sample: the latents that the prediction is for.
         shift: of other guidance, see `SkipLayer`.
         """

@@ -18,7 +18,7 @@ CALL = {
     "num_videos_per_prompt": "num_videos=2 makes videos of each prompt, of seed, seed + 1, ...",
     "callback_on_step_end": "callback=f, called as f(step, timestep, latents); or iterate over pipe.run(request)",
     "callback_on_step_end_tensor_inputs": "callback=f is given the latents",
-    "eta": "leave it out: the samplers are those of the releases, and DDIM's eta is 0",
+    "eta": "leave it out: the schedulers are those of the releases, and DDIM's eta is 0",
     "sigmas": "timesteps=[...], which of a flow are 1000 sigma, as the model sees them (after the shift)",
     "return_dict": "leave it out: the result has .frames, .fps and .metadata",
     "attention_kwargs": "lora='FILE:SCALE' is an adapter and its strength",

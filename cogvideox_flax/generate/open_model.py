@@ -191,14 +191,14 @@ class OpenModel:
     @property
     def scheduler(self) -> Scheduler:
         model, kind = self.manifest.model, self.manifest.configs["scheduler"].kind
-        return model.sampler(kind) if self._scheduler is None else self._scheduler
+        return model.scheduler(kind) if self._scheduler is None else self._scheduler
 
     @scheduler.setter
     def scheduler(self, scheduler: Scheduler | str) -> None:
         if isinstance(scheduler, str):
-            scheduler = self.manifest.model.sampler(scheduler)
+            scheduler = self.manifest.model.scheduler(scheduler)
         if not isinstance(scheduler, Scheduler):
-            names = ", ".join(self.manifest.model.samplers)
+            names = ", ".join(self.manifest.model.schedulers)
             raise InputError(f"scheduler is {shown(scheduler)}; expected one of {names}, or a cogvideox_flax Scheduler")
         self._scheduler = scheduler
 

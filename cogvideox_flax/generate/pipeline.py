@@ -31,8 +31,8 @@ from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
 
 Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
-"""callback(step, timestep, latents), after each step; True stops the run there. Timesteps are as the sampler has them:
-int or float."""
+"""callback(step, timestep, latents), after each step; True stops the run there. Timesteps are the scheduler's, int or
+float."""
 
 
 Request = GenerationRequest | str | Sequence[str] | Run

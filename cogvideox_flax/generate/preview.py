@@ -40,11 +40,11 @@ SHARE = 0.02
 class Preview:
     """A reader of a run's events that shows what the video will be, as far as a step tells: `latest`, and a file.
 
-    The estimate is the sampler's x0: what is left if all noise were removed at once.
+    The estimate is the scheduler's x0: what is left if all noise were removed at once.
 
     Attributes:
         latest: the estimate after the last step seen, or the last written where there is a file, uint8 [B, T, h, w, 3]
-            at the latents' size; None before the second step of a sampler without noise.
+            at the latents' size; None before the second step of a scheduler without noise.
 
     Args:
         path: written at most once a second, in at most 2 % of the time, and after the last step: a PNG with some latent
@@ -115,7 +115,7 @@ class Preview:
         row = int(step.state.step) - 1
         if row + 1 == step.run.num_steps:
             return latents
-        if (kept := step.run.scheduler.x0_of(step.state.sampler)) is not None:
+        if (kept := step.run.scheduler.x0_of(step.state.scheduler_state)) is not None:
             return fetch(kept)
         if before is not None:
             return (latents - self._tables.from_sample[row] * before) / self._tables.from_x0[row]

@@ -202,7 +202,7 @@ class GenerationRequest:
     output_type: "uint8", "float" or "latent"; see `GenerationResult`.
     lora: adapters of this run, each a file or a hub id, "FILE:SCALE", or a mapping with file and scale; None stands for
         those that the pipeline has loaded.
-    noise: the sampler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
+    noise: the scheduler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
     video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
     mask_video: as a video; or one image for all of its frames, [H, W, 3] in Python; as many.
@@ -259,7 +259,7 @@ class GenerationRequest:
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
         None,
-        "the sampler, such as ddim, dpm, euler, uni_pc",
+        "the scheduler, such as ddim, dpm, euler, uni_pc",
         unset="the release's",
         group=SAMPLING,
         common=True,
@@ -303,8 +303,8 @@ class GenerationRequest:
     skip_layer_scale: float = option(1.0, "weight of --skip-layer", group=SAMPLING)
     timesteps: Sequence[float] | None = option(
         None,
-        "timesteps that the denoiser sees, such as 999,749,499,249, in place of the sampler's own: each step leads to "
-        "the next of them; for models that were distilled to a few",
+        "timesteps that the denoiser sees, such as 999,749,499,249, in place of the scheduler's own; each step leads "
+        "to the next of them; for models that were distilled to a few",
         length=0,
         group=SAMPLING,
         metavar="T,T,...",
@@ -312,7 +312,7 @@ class GenerationRequest:
     )
     distilled: str | None = option(
         None,
-        "settings (steps, timesteps, sampler, guidance) of a model that was distilled to a few steps, such as tdm; "
+        "settings (steps, timesteps, scheduler, guidance) of a model that was distilled to a few steps, such as tdm; "
         "off: not even those of an adapter that is known by its name; see docs/few_steps.md",
         group=SAMPLING,
         recorded=False,
@@ -524,7 +524,7 @@ def option_names() -> dict[str, str]:
 
 @cache
 def types_of(kind: type) -> dict[str, Any]:
-    """Field of a dataclass of options -> its type; a sampler is held by its name."""
+    """Field of a dataclass of options -> its type; a scheduler is held by its name."""
     return typing.get_type_hints(kind, localns={"Scheduler": str})
 
 

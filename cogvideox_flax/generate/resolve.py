@@ -324,23 +324,23 @@ def _check_negative_features(run: Run) -> None:
 
 
 def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Faults) -> dict[str, Any]:
-    """The fields that the request's sampler fixes, with their values.
+    """The fields that the request's scheduler fixes, with their values.
 
     Args:
-        faults: where other values of the request go, and the lack of a clip that the sampler starts from.
+        faults: where other values of the request go, and the lack of a clip that the scheduler starts from.
     """
-    named = model.samplers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
-    if named is None or not named.fixed:  # an unknown name is refused where the sampler is made
+    named = model.schedulers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
+    if named is None or not named.fixed:  # an unknown name is refused where the scheduler is made
         return {}
     given = {name: getattr(request, name) for name in named.fixed}
     lacks_video = named.needs_video and request.video is None
     with faults.caught():
         if wrong := [name for name, value in given.items() if value is not None and value != named.fixed[name]]:
             needed = ", ".join(f"{name} {named.fixed[name]} (got {shown(given[name])})" for name in wrong)
-            raise InputError(f"the {named.kind} sampler needs {needed}; leave these out, or take another scheduler")
+            raise InputError(f"the {named.kind} scheduler needs {needed}; leave these out, or take another scheduler")
     with faults.caught():
         if lacks_video:
-            raise InputError(f"the {named.kind} sampler starts from a clip; give --video, or take another scheduler")
+            raise InputError(f"the {named.kind} scheduler starts from a clip; give --video, or take another scheduler")
     return {name: value for name, value in named.fixed.items() if not (lacks_video and name == "strength")}
 
 
@@ -386,7 +386,7 @@ def _check_values(run: Run) -> None:
 
 
 def _check_arrays(run: Run) -> None:
-    """Refuse initial latents, or noise for the encoders or the sampler, that do not go with the run.
+    """Refuse initial latents, or noise for the encoders or the scheduler, that do not go with the run.
 
     Raises:
         InputError: another shape, or noise where none is drawn.
@@ -406,7 +406,7 @@ def _check_arrays(run: Run) -> None:
     if request.noise is None:
         return
     if not run.scheduler.needs_noise:
-        raise InputError(f"noise is for samplers that draw some; {run.scheduler.config.kind} does not")
+        raise InputError(f"noise is for schedulers that draw some; {run.scheduler.config.kind} does not")
     expected = (run.num_steps, *shape)
     if tuple(request.noise.shape) != expected:
         raise InputError(f"noise must be [N, B, T, h, w, C] = {expected}; got {tuple(request.noise.shape)}")

@@ -125,7 +125,7 @@ class Run:
             InputError: the family has no such scheduler.
         """
         scheduler = self.request.scheduler
-        return self.model.sampler(scheduler) if isinstance(scheduler, str) else scheduler
+        return self.model.scheduler(scheduler) if isinstance(scheduler, str) else scheduler
 
     @cached_property
     def steps(self) -> StepTable:
@@ -316,12 +316,12 @@ class Run:
             inputs = inputs.padded()
         if conditioning is not None and conditioning.video is not None:
             latents = self.scheduler.start_from(conditioning.video, latents, timesteps[0])
-        sampler_state = self.scheduler.init_state(latents)
+        scheduler_state = self.scheduler.init_state(latents)
         static: Any = {"extra_latents": self.size.extra_latents, "scheduler": self.scheduler.kind}
-        return inputs, DenoiseState(np.int32(0), latents, sampler_state, **static)
+        return inputs, DenoiseState(np.int32(0), latents, scheduler_state, **static)
 
-    def sampler_state(self) -> Any:
-        """The sampler's own state as shapes."""
+    def scheduler_state(self) -> Any:
+        """The scheduler's own state as shapes."""
         latents = jax.ShapeDtypeStruct(self.size.latent_shape(self.batch), jnp.float32)
         return jax.eval_shape(self.scheduler.init_state, latents)
 
@@ -358,7 +358,7 @@ class Run:
         if not 0 <= int(state.step) <= len(self.steps):
             raise InputError(f"the state is after step {int(state.step)}; this run has {len(self.steps)} steps")
         kind = self.scheduler.kind
-        if state.scheduler != kind or _shapes(state.sampler) != _shapes(self.sampler_state()):
+        if state.scheduler != kind or _shapes(state.scheduler_state) != _shapes(self.scheduler_state()):
             raise InputError(f"the state is of another scheduler, {state.scheduler}; this run's is {kind}")
         if state.cache is not None and _shapes(state.cache) != _shapes(self.cache_shapes(mesh)):
             raise InputError("the state is of another step cache; go on with the one that it was made with")

@@ -101,7 +101,7 @@ class Memory:
         return nullcontext(States())
 
     def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
-        self._state = dataclasses.replace(state, sampler=None, cache=None)  # a step cache may be large
+        self._state = dataclasses.replace(state, scheduler_state=None, cache=None)  # a step cache may be large
 
     def latents(self, run: Run) -> Float32[Any, "B T h w C"]:
         """The latents as the decoder takes them."""
@@ -378,8 +378,10 @@ class StateKeeper(States):
 
         run, step = self._run, np.int32(int(metadata["step"]))
         cache = read("cache", run.cache_shapes(mesh)) if self._keeps_cache else None
-        sampler = read("sampler", run.sampler_state())
-        state = DenoiseState(step, tensors["latents"], sampler, cache, run.size.extra_latents, run.scheduler.kind)
+        scheduler_state = read("sampler", run.scheduler_state())
+        state = DenoiseState(
+            step, tensors["latents"], scheduler_state, cache, run.size.extra_latents, run.scheduler.kind
+        )
         return run.with_empty_cache(state, mesh)
 
     def keep(self, state: DenoiseState) -> None:
@@ -410,7 +412,7 @@ class StateKeeper(States):
 
     def _write(self, state: DenoiseState) -> None:
         tensors = {"latents": fetch(state.latents)}
-        for name, tree in (("sampler", state.sampler), ("cache", state.cache)):
+        for name, tree in (("sampler", state.scheduler_state), ("cache", state.cache)):
             tensors |= {f"{name}.{i}": np.asarray(fetch(x)) for i, x in enumerate(jax.tree.leaves(tree))}
         stage_files.save(self._path, tensors, {"settings": self._key, "step": int(state.step)})
         self._last = None

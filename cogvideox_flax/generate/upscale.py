@@ -41,7 +41,7 @@ from cogvideox_flax.runtime.terminal import Progress, reliable_interrupts
 
 SIDE_STEP, FRAME_STEP = 16, 8
 """The clip is padded to a multiple of 16 pixels before it is enlarged, and to 8 n + 1 frames, as in the source."""
-SAMPLER = "one_step"
+SCHEDULER = "one_step"
 
 RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 3"]]
 """One tile of one chunk, in [0, 255] -> restored, in [0, 1]."""
@@ -88,7 +88,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, d
         InputError: not a text-to-video model, options out of range, or a result beyond `io.limits`.
     """
     model = manifest.model
-    if "video" not in [stage.input for stage in model.visual] or SAMPLER not in model.samplers:
+    if "video" not in [stage.input for stage in model.visual] or SCHEDULER not in model.schedulers:
         raise InputError(
             "upscaling starts from a clip's latents, which takes a text-to-video model fine-tuned for it, such as "
             "DOVE; this model takes other inputs"
@@ -113,7 +113,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, d
         )
     stand_in = Media("a tile", "", window[1], window[2], window[0], np.empty((0, *window[1:], 3), np.float32))
     how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
-    how |= {"scheduler": SAMPLER, "seed": options.seed, "tiling": options.tiling}
+    how |= {"scheduler": SCHEDULER, "seed": options.seed, "tiling": options.tiling}
     run = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest, dtype)
     return UpscalePlan(clip, options.scale, padded, window, overlaps, run)  # type: ignore[arg-type]
 

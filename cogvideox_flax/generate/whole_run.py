@@ -58,7 +58,7 @@ class WholeRun(Program):
         video = latents.pop(VIDEO_FEATURE, None)
         inputs = dataclasses.replace(inputs, conditioning=Conditioning(prompts, negative, latents, video))
         if video is not None:
-            first = step.sampler.start_from(video, state.latents, inputs.steps.timesteps[0])
+            first = step.scheduler.start_from(video, state.latents, inputs.steps.timesteps[0])
             state = dataclasses.replace(state, latents=first)
         state, steps_finite = self.loop(models[self.denoiser], inputs, state)
         frames, finite = self.decode(models[self.decoder], state.video_latents)

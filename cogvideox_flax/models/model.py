@@ -124,7 +124,7 @@ class Release:
     `configs` are of the components, of the "scheduler" and the "tokenizer".
     `dtype` is the dtype it was trained in; a bfloat16 release overflows in float16.
     Sizes are (height, width) in pixels; trained frame counts are n * frame_step + 1.
-    `scheduler` is the name of a sampler.
+    `scheduler` is a name.
     """
 
     name: str
@@ -153,8 +153,8 @@ class Distillation:
         name: for a request's `distilled`.
         source: where it is published.
         releases: the models that it was distilled of; "embedded" is the one of the package.
-        scheduler: the name of a sampler.
-        timesteps: those that the denoiser sees; None: the sampler's own.
+        scheduler: its name.
+        timesteps: those that the denoiser sees; None: the scheduler's own.
         num_inference_steps: how many; None: as many as there are timesteps.
         guidance_scale: 1 is none: the half without the prompt is not computed.
         files: a regular expression for words of the name of its file, or of its hub id, in any case.
@@ -249,8 +249,8 @@ class VideoModel(ABC):
         name: of the family.
         components: name, also of the directory -> component; in the order in which a run needs them.
         denoiser, decoder: the names of the components that denoise, and decode latents to frames.
-        scheduler: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own sampler.
-        samplers: name -> class.
+        scheduler_config: the type of scheduler/scheduler_config.json; its `kind` names the checkpoint's own scheduler.
+        schedulers: name -> class.
         tokenizer: the type of the tokenizer's config.
         tokenizer_files: the files that the tokenizer reads where they are there, relative to the checkpoint.
         releases: name -> release.
@@ -268,8 +268,8 @@ class VideoModel(ABC):
     components: ClassVar[Mapping[str, Component]]
     denoiser: ClassVar[str]
     decoder: ClassVar[str]
-    scheduler: ClassVar[type[Config]]
-    samplers: ClassVar[Mapping[str, type[Scheduler]]]
+    scheduler_config: ClassVar[type[Config]]
+    schedulers: ClassVar[Mapping[str, type[Scheduler]]]
     tokenizer: ClassVar[type[Config]]
     tokenizer_files: ClassVar[tuple[str, ...]]
     releases: ClassVar[Mapping[str, Release]]
@@ -299,7 +299,7 @@ class VideoModel(ABC):
     def config_types(cls) -> dict[str, type[Config]]:
         """The types of all configs of a checkpoint: tokenizer, components, scheduler."""
         components = {name: component.config for name, component in cls.components.items()}
-        return {"tokenizer": cls.tokenizer, **components, "scheduler": cls.scheduler}
+        return {"tokenizer": cls.tokenizer, **components, "scheduler": cls.scheduler_config}
 
     @classmethod
     def read_tokenizer(cls, raw: Mapping[str, Any], configs: Configs) -> Config:
@@ -478,18 +478,18 @@ class VideoModel(ABC):
         """Whether guidance is on at this scale; else the prediction is that of the prompt alone."""
         return scale > 1
 
-    def sampler(self, name: str | None = None) -> Scheduler:
-        """A sampler by its name, on the checkpoint's noise schedule. name: None for the checkpoint's own.
+    def scheduler(self, name: str | None = None) -> Scheduler:
+        """A scheduler by its name, on the checkpoint's noise schedule. name: None for the checkpoint's own.
 
         Raises:
-            InputError: the family has no such sampler.
+            InputError: the family has no such scheduler.
         """
         config: Any = self.configs["scheduler"]
         name = config.kind if name is None else name
-        if name not in self.samplers:
-            raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.samplers)}")
-        kind: Any = self.samplers[name]
-        return _make_sampler(kind, config)
+        if name not in self.schedulers:
+            raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.schedulers)}")
+        kind: Any = self.schedulers[name]
+        return _make_scheduler(kind, config)
 
     @property
     def codec(self) -> Codec:
@@ -502,6 +502,6 @@ Family = type[VideoModel] | VideoModel
 
 
 @lru_cache(maxsize=64)
-def _make_sampler(kind: Any, config: Any) -> Scheduler:
+def _make_scheduler(kind: Any, config: Any) -> Scheduler:
     """Cached: compiled programs are identified by the object where its class is not of this package."""
     return kind(config)

@@ -1,5 +1,5 @@
-"""The samplers: those of the releases (DDIM, the second-order DPM solver, flow matching), one of a single step, and the
-usual ones by ComfyUI's names (`solvers`). CogVideoX's noise schedule is shifted, with zero terminal SNR.
+"""The schedulers: those of the releases (DDIM, the second-order DPM solver, flow matching), one of a single step, and
+the usual ones by ComfyUI's names (`solvers`). CogVideoX's noise schedule is shifted, with zero terminal SNR.
 
 Everything that depends on the schedule is computed once, in float64, on the host (`Scheduler.plan`); a step is then one
 linear combination with coefficients looked up by the step's index. Notation: abar is the cumulative product of 1 -

@@ -1,4 +1,4 @@
-"""The noise schedule, the table of a run's steps, and the base class of the samplers."""
+"""The noise schedule, the table of a run's steps, and the base class of the schedulers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Table = Float32[np.ndarray, " N"]
 class StepTable:
     """The N steps of one run: timesteps, and the float32 coefficients of step i in row i of each table.
 
-    timesteps: int32, or float32 where the sampler's are not whole numbers.
+    timesteps: int32, or float32 where the scheduler's are not whole numbers.
     next_timesteps: to which each step leads, 0 after the last; of the same dtype.
 
     x0       = signal x - sigma v
@@ -32,7 +32,7 @@ class StepTable:
 
     The last two are zero for DDIM and flow matching. All entries are finite, so the same equations serve every row.
 
-    corrector: of samplers that correct x before the step, see `solvers`.
+    corrector: of schedulers that correct x before the step, see `solvers`.
     """
 
     timesteps: Int32[np.ndarray, " N"] | Float32[np.ndarray, " N"]
@@ -54,7 +54,7 @@ class StepTable:
 
 
 class Scheduler:
-    """The base of the samplers. One whose step is a row of its table defines its `plan`, `add_noise` and `velocity`
+    """The base of the schedulers. One whose step is a row of its table defines its `plan`, `add_noise` and `velocity`
     alone.
 
     Schedulers of this package are equal if they compute the same; those of other classes are equal to themselves alone.
@@ -104,7 +104,7 @@ class Scheduler:
         Args:
             num_inference_steps: 1 to num_train_timesteps.
             start: skip this many steps at the noisy end, as video-to-video does.
-            timesteps: so many, in place of the sampler's own; each step leads to the next of them, the last to x0.
+            timesteps: so many, in place of the scheduler's own; each step leads to the next of them, the last to x0.
 
         Raises:
             InputError: a number is out of range.
@@ -218,7 +218,7 @@ class Scheduler:
 
 
 class DiffusionScheduler(Scheduler):
-    """The base of the samplers of a diffusion process with v-prediction.
+    """The base of the schedulers of a diffusion process with v-prediction.
 
     Attributes:
         alphas_cumprod: abar for each training timestep, float64 [num_train_timesteps].

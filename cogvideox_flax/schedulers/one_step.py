@@ -1,4 +1,4 @@
-"""The one-step sampler of models that restore a clip, such as DOVE (arXiv 2505.16239)."""
+"""The one-step scheduler of models that restore a clip, such as DOVE (arXiv 2505.16239)."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class OneStepScheduler(DDIMScheduler):
         """
         if (num_inference_steps, start, timesteps) != (1, 0, None):
             raise InputError(
-                f"num_inference_steps is {num_inference_steps} and start {start}; the {self.kind} sampler does 1 step "
-                "from 0"
+                f"num_inference_steps is {num_inference_steps} and start {start}; the {self.kind} scheduler does 1 "
+                "step from 0"
             )
         if self.num_train_timesteps <= TIMESTEP:
             raise InputError(
-                f"the noise schedule has {self.num_train_timesteps} timesteps; the {self.kind} sampler needs more than "
-                f"{TIMESTEP}. Use another scheduler"
+                f"the noise schedule has {self.num_train_timesteps} timesteps; the {self.kind} scheduler needs more "
+                f"than {TIMESTEP}. Use another scheduler"
             )
         here = self.alphas_cumprod[[TIMESTEP]]
         zero = np.zeros_like(here)

@@ -1,4 +1,4 @@
-"""Samplers that lead from each timestep of a list to the next one, by ComfyUI's names, for diffusion and for flows.
+"""Schedulers that lead from each timestep of a list to the next one, by ComfyUI's names, for diffusion and for flows.
 
 Their coefficients are functions of the signal a and the noise level s before and after each step (x = a x0 + s noise):
 sqrt(abar) and sqrt(1 - abar) of a diffusion process, 1 - sigma and sigma of a flow. Notation: a step from (a, s) to
@@ -54,7 +54,7 @@ class Path:
 
 
 class _Solver:
-    """The coefficients of a sampler; mixed into those of diffusion and of flows."""
+    """The coefficients of a scheduler; mixed into those of diffusion and of flows."""
 
     def rows(self, path: Path) -> dict[str, np.ndarray]:
         """The tables of `StepTable` that say what a step does; those that are left out are zero."""
@@ -169,7 +169,7 @@ class _UniPC(_Solver):
 
 
 class _DiffusionSolver(DiffusionScheduler):
-    """The base of these samplers on a diffusion process."""
+    """The base of these schedulers on a diffusion process."""
 
     to_next = True
 
@@ -223,7 +223,7 @@ class LCMScheduler(_Solver, DiffusionScheduler):
 
 
 class _FlowSolver(FlowMatchScheduler):
-    """The base of these samplers on a flow."""
+    """The base of these schedulers on a flow."""
 
     def _sigmas(self, num_inference_steps: int) -> np.ndarray:
         """As in the reference, a little below 1: at 1, lambda is infinite."""

@@ -171,7 +171,7 @@ def _loss(
     def denoiser(x: Array, t: Array) -> Array:
         return job.model.predict(model, x, text, t, remat=job.config.remat)
 
-    return velocity_loss(denoiser, latents, noise_key, job.model.sampler())
+    return velocity_loss(denoiser, latents, noise_key, job.model.scheduler())
 
 
 def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:

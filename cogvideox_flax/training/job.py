@@ -50,7 +50,7 @@ class FinetuneJob:
 
     @cached_property
     def samples(self) -> Run:
-        """The videos of the sample prompts, by the checkpoint's own sampler with constant guidance."""
+        """The videos of the sample prompts, by the checkpoint's own scheduler with constant guidance."""
         config, sample = self.config, self.config.sample
         request = GenerationRequest(
             list(sample.prompts) or [""],

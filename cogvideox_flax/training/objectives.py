@@ -34,7 +34,7 @@ def velocity_loss(
 
     Args:
         denoiser: (noised latents, timesteps) -> velocity; the model with its text bound.
-        latents: clean, scaled as the sampler sees them.
+        latents: clean, scaled as the scheduler sees them.
         key: of the noise and the timesteps.
         scheduler: of the noise schedule. Timesteps are stratified: one from each of B equal parts of the whole range.
         timestep_warp: uniform numbers in [0, 1) -> the timesteps' shares of the whole range, to sample some of them

@@ -2,7 +2,7 @@
 
 Runs of the guided model from noise, in `TEACHER_STEPS` steps of DDIM, are kept at the four timesteps where a run of
 four steps is. The adapter learns to make each of the four steps at once: the velocity that leads from a kept
-state to the next one. Both samplers are deterministic, so a seed's video stays the same.
+state to the next one. Both schedulers are deterministic, so a seed's video stays the same.
 
 Source: progressive distillation (arXiv 2202.00512), in one round.
 """

@@ -10,8 +10,8 @@ first_block, dbcache: what the first blocks add to the video tokens, against wha
     cached step runs these blocks and adds the update of the others. Source: diffusers' `FirstBlockCache` (one block,
     threshold 0.05), cache-dit's DBCache (eight blocks, 0.08, the first eight steps full).
 magcache: how much smaller the sum of all blocks' updates of the video tokens became from step to step, a ratio that is
-    measured once for a model, sampler and number of steps; the schedule is then known before a run. A cached step runs
-    no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
+    measured once for a model, scheduler and number of steps; the schedule is then known before a run. A cached step
+    runs no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
 
 A change is mean |x - before| / mean |before|, over all videos, both halves of guidance and all devices: one number, so
 one decision. Decisions are kept, and `At.is_full` takes the place of them: a run can be replayed.

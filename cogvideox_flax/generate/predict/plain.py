@@ -22,7 +22,7 @@ Kept = Any
 class At(NamedTuple):
     """Where in the run a step is.
 
-    timestep, next_timestep: of the sampler's tables.
+    timestep, next_timestep: of the scheduler's tables.
     is_full: whether all blocks run, with a step cache whose schedule is known; else None.
     step: its index.
     """

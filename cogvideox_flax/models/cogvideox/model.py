@@ -168,8 +168,8 @@ class CogVideoX(VideoModel):
 
     name = releases.FAMILY
     components = COMPONENTS
-    scheduler = SchedulerConfig
-    samplers = SCHEDULERS
+    scheduler_config = SchedulerConfig
+    schedulers = SCHEDULERS
     tokenizer = TokenizerConfig
     tokenizer_files = (SPIECE_FILE,)
     releases = releases.RELEASES

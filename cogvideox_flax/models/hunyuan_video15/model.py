@@ -150,8 +150,8 @@ class HunyuanVideo15(VideoModel):
 
     name = releases.FAMILY
     components = _TEXT_ENCODERS | _DIFFUSION
-    scheduler = FlowMatchConfig
-    samplers = FLOW_SCHEDULERS
+    scheduler_config = FlowMatchConfig
+    schedulers = FLOW_SCHEDULERS
     tokenizer = TokenizersConfig
     tokenizer_files = TOKENIZER_FILES
     releases = releases.releases_of(releases.FAMILY)
