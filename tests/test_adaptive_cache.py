@@ -28,11 +28,9 @@ from cogvideox_flax import GenerationRequest, Pipeline, cli, sharding
 from cogvideox_flax.checkpoint import Manifest, load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
-from cogvideox_flax.generate.predict import taylor
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
-from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf, half_steps, pab_steps
+from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf, TaylorSeer
 from cogvideox_flax.generate.predict.plain import At, Plain
-from cogvideox_flax.generate.predict.taylor import TaylorSeer
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -150,7 +148,7 @@ def test_the_thresholds_decide_differently(model, sequence):
 def test_taylorseer_is_diffusers(reference, model, sequence):
     config = TaylorSeerCacheConfig(use_lite_mode=True, taylor_factors_dtype=torch.float32)
     expected, _ = run_hooked(reference, sequence, config)
-    outputs, _ = run_ours(model, TaylorSeer(PLAIN), sequence, taylor.full_steps(STEPS))
+    outputs, _ = run_ours(model, TaylorSeer(PLAIN), sequence, TaylorSeer.default_steps(timesteps_of(sequence)))
     for ours, theirs in zip(outputs, expected, strict=True):
         assert relative_error(ours, theirs) < BAR
     exact, _ = run_ours(model, TaylorSeer(PLAIN), sequence, np.ones(STEPS, bool))
@@ -158,7 +156,8 @@ def test_taylorseer_is_diffusers(reference, model, sequence):
 
 
 def test_taylorseers_schedule():
-    assert np.flatnonzero(taylor.full_steps(50)).tolist() == [0, 1, 2, 4, 9, 14, 19, 24, 29, 34, 39, 44, 49]
+    full = TaylorSeer.default_steps(np.linspace(999, 19, 50))
+    assert np.flatnonzero(full).tolist() == [0, 1, 2, 4, 9, 14, 19, 24, 29, 34, 39, 44, 49]
 
 
 def timesteps_of(sequence):
@@ -179,10 +178,10 @@ def test_pab_is_diffusers(reference, model, sequence):
     config = PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, current_timestep_callback=lambda: NOW[0]
     )
-    full = pab_steps(timesteps_of(sequence))
+    full = AttentionCache.default_steps(timesteps_of(sequence))
     assert 3 < full.sum() < STEPS
     assert_cached_as_by(config, reference, model, sequence, AttentionCache(PLAIN), full)
-    assert pab_steps(np.linspace(999, 19, 50)).sum() == 33
+    assert AttentionCache.default_steps(np.linspace(999, 19, 50)).sum() == 33
 
 
 def test_fastercache_is_diffusers_without_its_attentions(reference, model, sequence):
@@ -191,10 +190,10 @@ def test_fastercache_is_diffusers_without_its_attentions(reference, model, seque
         tensor_format="BFCHW",
         current_timestep_callback=lambda: NOW[0],
     )
-    full = half_steps(timesteps_of(sequence))
+    full = SkippedHalf.default_steps(timesteps_of(sequence))
     assert 3 < full.sum() < STEPS
     assert_cached_as_by(config, reference, model, sequence, SkippedHalf(PLAIN), full)
-    assert half_steps(np.linspace(999, 19, 50)).sum() == 24
+    assert SkippedHalf.default_steps(np.linspace(999, 19, 50)).sum() == 24
 
 
 def test_teacache_is_its_definition(reference, model, sequence):
@@ -420,7 +419,7 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
         ({"form": "dbcache"}, "dbcache computes 8 blocks in every step; this model has 6 in all"),
         ({"form": "teacache"}, "were published for cogvideox-2b, cogvideox-5b, .*; this model is another one"),
         ({"step_cache_schedule": [1, 4, 2]}, "first_block decides itself which steps are full"),
-        ({"form": "residual", "step_cache_threshold": 0.1}, "of teacache, first_block, dbcache, magcache"),
+        ({"form": "residual", "step_cache_threshold": 0.1}, "of first_block, dbcache, teacache, magcache"),
         ({"form": None, "step_cache_threshold": 0.1}, "step_cache_threshold is of a step cache"),
         ({"step_cache_full": [1, 2]}, r"step_cache_full is \[1, 2\]; expected steps from 0 to 7, the first among them"),
         ({"step_cache_full": [0, 8]}, "expected steps from 0 to 7"),

@@ -18,7 +18,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.events import result_of
 from cogvideox_flax.generate.media import UNSEEN
-from cogvideox_flax.generate.predict.step_cache import SCOPE, default_schedule, full_steps
+from cogvideox_flax.generate.predict.step_cache import SCOPE, default_schedule, scheduled_steps
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.io.tensor_file import TensorFile
@@ -66,24 +66,24 @@ def latents_of(pipe, asked):
 
 
 def test_the_reference_schedule():
-    full = np.flatnonzero(full_steps((11, 45, 4), 50)).tolist()
+    full = np.flatnonzero(scheduled_steps((11, 45, 4), 50)).tolist()
     assert full == [*range(11), *range(11, 45, 4), *range(45, 50)] and len(full) == 25
-    np.testing.assert_array_equal(full_steps(None, 50), full_steps((11, 45, 4), 50))
+    np.testing.assert_array_equal(scheduled_steps(None, 50), scheduled_steps((11, 45, 4), 50))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8, 20, 30, 100])
 def test_the_default_is_scaled_to_the_steps(steps):
     start, end, interval = default_schedule(steps)
     assert 1 <= start <= end <= steps and interval == 4
-    assert full_steps(None, steps)[0]
+    assert scheduled_steps(None, steps)[0]
     if steps >= 20:
-        assert 0.45 <= full_steps(None, steps).mean() <= 0.55
+        assert 0.45 <= scheduled_steps(None, steps).mean() <= 0.55
 
 
 def test_some_schedules():
-    assert full_steps(SCHEDULE, 5).astype(int).tolist() == [1, 1, 0, 1, 1]
-    assert full_steps(SOME_CACHED, 5).astype(int).tolist() == [1, 1, 0, 0, 1]
-    assert full_steps(ALL_FULL, 5).all()
+    assert scheduled_steps(SCHEDULE, 5).astype(int).tolist() == [1, 1, 0, 1, 1]
+    assert scheduled_steps(SOME_CACHED, 5).astype(int).tolist() == [1, 1, 0, 0, 1]
+    assert scheduled_steps(ALL_FULL, 5).all()
 
 
 @pytest.mark.parametrize(

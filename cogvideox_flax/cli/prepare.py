@@ -32,7 +32,7 @@ from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.recipe import fields_of, read_recipe, short_fingerprints
-from cogvideox_flax.generate.request import THRESHOLDS, GenerationRequest, check_option, options
+from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
 from cogvideox_flax.generate.result import check_output
 from cogvideox_flax.generate.run import Run
@@ -326,8 +326,8 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     fields = fields_of(recipe, path) | model_of_recipe(args, recipe, path)
     settings = recipe.get("settings", {})
     refuse_unrepeatable({**recipe, **settings}, path, "the command line cannot make it again")
-    decides = settings.get("step_cache") in {*THRESHOLDS} - {"magcache"} and "step_cache_full" not in settings
-    if recipe.get("row") is not None and decides:
+    form = STEP_CACHES.get(settings.get("step_cache"))
+    if recipe.get("row") is not None and form and form.decides_itself and "step_cache_full" not in settings:
         log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
     elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)

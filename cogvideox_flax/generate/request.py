@@ -31,14 +31,40 @@ STAGES = ("encode", "denoise", "decode")
 GUIDANCE = ("cfg", "cfg_zero", "apg")
 """Forms of guidance; see `guidance`."""
 
-STEP_CACHES = (
-    *("deepcache", "residual", "taylorseer", "first_block", "dbcache", "teacache", "magcache"),
-    *("pab", "fastercache"),
-)
-"""What a cached step computes; see `predict.forms`."""
 
-THRESHOLDS = {"teacache": 0.1, "first_block": 0.05, "dbcache": 0.08, "magcache": 0.06}
-"""Form of the step cache with a threshold -> its default, that of its authors (TeaCache's slowest)."""
+@dataclass(frozen=True)
+class StepCacheForm:
+    """A form of the step cache.
+
+    path: MODULE:CLASS in `generate.predict`.
+    threshold: its default, that of its authors (TeaCache's slowest); None: its full steps are a schedule.
+    has_ratios: whether its full steps follow from ratios that an earlier run measured.
+    needs_guidance: whether its cached steps compute one half of guidance.
+    """
+
+    path: str
+    threshold: float | None = None
+    has_ratios: bool = False
+    needs_guidance: bool = False
+
+    @property
+    def decides_itself(self) -> bool:
+        """Whether each step decides, once for all videos of a batch, if it is full."""
+        return self.threshold is not None and not self.has_ratios
+
+
+STEP_CACHES = {
+    "deepcache": StepCacheForm("step_cache:DeepCache"),
+    "residual": StepCacheForm("step_cache:ResidualCache"),
+    "taylorseer": StepCacheForm("parts:TaylorSeer"),
+    "first_block": StepCacheForm("adaptive:FirstBlocks", 0.05),
+    "dbcache": StepCacheForm("adaptive:DBCache", 0.08),
+    "teacache": StepCacheForm("adaptive:TeaCache", 0.1),
+    "magcache": StepCacheForm("adaptive:MagCache", 0.06, has_ratios=True),
+    "pab": StepCacheForm("parts:AttentionCache"),
+    "fastercache": StepCacheForm("parts:SkippedHalf", needs_guidance=True),
+}
+"""Name -> form of the step cache."""
 
 MAX_SEED = 2**32 - 1
 
@@ -446,7 +472,7 @@ class GenerationRequest:
     step_cache_threshold: float | None = option(
         None,
         "a step is full when something has changed by more; higher is faster",
-        unset=", ".join(f"{form} {threshold:g}" for form, threshold in THRESHOLDS.items()),
+        unset=", ".join(f"{name} {form.threshold:g}" for name, form in STEP_CACHES.items() if form.threshold),
         range=Range(0),
         group=CACHE,
         planned=True,

@@ -24,7 +24,6 @@ from cogvideox_flax.generate.request import (
     DTYPES,
     MAX_SEED,
     STEP_CACHES,
-    THRESHOLDS,
     FilledRequest,
     GenerationRequest,
     check_option,
@@ -462,7 +461,8 @@ def check_run(run: Run, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
     request = run.request
     # else there are predictions of the prompts alone
     alone = request.guidance_interval, request.skip_layer
-    halves = run.guided and alone == (None, None) and request.step_cache != "fastercache"
+    form = None if request.step_cache is None else STEP_CACHES[request.step_cache]
+    halves = run.guided and alone == (None, None) and not (form and form.needs_guidance)
     sharding.check_batch(mesh, run.batch * (2 if halves else 1))
     profiling.check(run.num_steps, request.compiled_loop or request.one_program)
 
@@ -491,22 +491,24 @@ def _check_step_cache(run: Run) -> None:
         InputError: with what is expected.
     """
     request = run.request
-    form, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
+    name, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
     steps = run.num_steps
-    if form is None:
-        for name in ("step_cache_schedule", "step_cache_threshold", "step_cache_full", "step_cache_ratios"):
-            if getattr(request, name) is not None:
-                raise InputError(f"{name} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
+    if name is None:
+        for option in ("step_cache_schedule", "step_cache_threshold", "step_cache_full", "step_cache_ratios"):
+            if getattr(request, option) is not None:
+                raise InputError(f"{option} is of a step cache; give step_cache too ({' or '.join(STEP_CACHES)})")
         return
-    if form == "fastercache" and not run.guided:
+    form = STEP_CACHES[name]
+    if form.needs_guidance and not run.guided:
         raise InputError(
-            f"{form} leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
+            f"{name} leaves out a half of guidance, which is off at a guidance_scale of {request.guidance_scale:g}"
         )
     _ = run.predict  # the form is made for the model, or refused
-    if request.step_cache_threshold is not None and form not in THRESHOLDS:
-        raise InputError(f"step_cache_threshold is of {', '.join(THRESHOLDS)}; leave it out for {form}")
-    if request.step_cache_ratios is not None and form != "magcache":
-        raise InputError(f"step_cache_ratios are of magcache; leave them out for {form}")
+    if request.step_cache_threshold is not None and form.threshold is None:
+        others = ", ".join(other for other, row in STEP_CACHES.items() if row.threshold is not None)
+        raise InputError(f"step_cache_threshold is of {others}; leave it out for {name}")
+    if request.step_cache_ratios is not None and not form.has_ratios:
+        raise InputError(f"step_cache_ratios are of magcache; leave them out for {name}")
     if full is not None and schedule is not None:
         raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
     if full is not None and (0 not in full or max(full) >= steps):
@@ -515,8 +517,8 @@ def _check_step_cache(run: Run) -> None:
         )
     if schedule is None:
         return
-    if form in THRESHOLDS:
-        raise InputError(f"{form} decides itself which steps are full; leave step_cache_schedule out")
+    if form.threshold is not None:
+        raise InputError(f"{name} decides itself which steps are full; leave step_cache_schedule out")
     start, end, _ = schedule
     if not start <= end <= steps:
         raise InputError(

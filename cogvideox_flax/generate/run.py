@@ -41,10 +41,11 @@ from cogvideox_flax.generate.guidance import (
     skip_layer_steps,
 )
 from cogvideox_flax.generate.media import CLIPS, MEDIA, read_masked, read_media
-from cogvideox_flax.generate.predict import forms, step_cache
+from cogvideox_flax.generate.predict import step_cache
+from cogvideox_flax.generate.predict.adaptive import magcache_steps
 from cogvideox_flax.generate.predict.plain import Plain, Predict, standard_normal
 from cogvideox_flax.generate.predict.windows import Windowed, Windows, resolve_windows, window_size
-from cogvideox_flax.generate.request import THRESHOLDS, FilledRequest
+from cogvideox_flax.generate.request import STEP_CACHES, FilledRequest
 from cogvideox_flax.generate.whole_run import WholeRun
 from cogvideox_flax.models.model import TextInput, VideoModel, VisualInput
 from cogvideox_flax.models.sizes import Size
@@ -91,8 +92,8 @@ class Run:
     @property
     def batch_is_alone(self) -> bool:
         """Whether the videos of a batch are computed as each alone: no step cache decides over all of them at once."""
-        form = self.request.step_cache
-        return form not in THRESHOLDS or form == "magcache" or self.request.step_cache_full is not None
+        name, full = self.request.step_cache, self.request.step_cache_full
+        return name is None or full is not None or not STEP_CACHES[name].decides_itself
 
     @cached_property
     def size(self) -> Size:
@@ -140,7 +141,23 @@ class Run:
     @cached_property
     def full_steps(self) -> Bool[np.ndarray, " N"] | None:
         """Which of the steps that are done are full; None without a step cache, or if it decides itself."""
-        return forms.full_steps(self.request, self.steps.timesteps)
+        request, predict = self.request, self.predict
+        if not isinstance(predict, step_cache.StepCache):
+            return None
+        if request.step_cache_full is not None:
+            return np.isin(np.arange(self.num_steps), request.step_cache_full)
+        if request.step_cache_schedule is not None:
+            return step_cache.scheduled_steps(request.step_cache_schedule, self.num_steps)
+        if request.step_cache_ratios is not None:
+            return magcache_steps(request.step_cache_ratios, self.num_steps, self._step_cache_threshold)
+        return predict.default_steps(self.steps.timesteps)
+
+    @property
+    def _step_cache_threshold(self) -> float:
+        """That of the request, or the form's default; 0 for forms without one."""
+        name, threshold = self.request.step_cache, self.request.step_cache_threshold
+        assert name is not None
+        return (STEP_CACHES[name].threshold or 0.0) if threshold is None else threshold
 
     @property
     def guided(self) -> bool:
@@ -164,9 +181,8 @@ class Run:
             return Windowed(plain, self.windows)
         if request.step_cache is None:
             return plain
-        layers = model.workload(self.size).layers
-        how = request.step_cache_threshold, request.step_cache_ratios
-        return forms.cache_of(request.step_cache, plain, model, layers, *how)
+        form, layers = step_cache.class_of(request.step_cache), model.workload(self.size).layers
+        return form.of(plain, model, layers, self._step_cache_threshold, request.step_cache_ratios)
 
     @property
     def guidance(self) -> Guidance:

@@ -22,16 +22,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Num
 
-from cogvideox_flax.generate.predict.plain import At
-from cogvideox_flax.generate.predict.step_cache import StepCache
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.predict.plain import At, Plain
+from cogvideox_flax.generate.predict.step_cache import Ratios, StepCache
 from cogvideox_flax.models.denoiser import Denoiser, Tokens
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.runtime.global_arrays import fetch
 
 UNKNOWN, CACHED, FULL = 0, 1, 2
@@ -64,6 +66,10 @@ class UpdateCache(StepCache):
     _: KW_ONLY
     last: int = 0
 
+    @staticmethod
+    def default_steps(timesteps: Num[np.ndarray, " N"]) -> None:
+        return None
+
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
         return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
@@ -83,6 +89,10 @@ class AdaptiveCache(UpdateCache):
     """
 
     threshold: float
+
+    @classmethod
+    def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
+        return cls(plain, threshold)
 
     def said(self, kept: Decided) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
@@ -127,7 +137,7 @@ class AdaptiveCache(UpdateCache):
 
 @dataclass(frozen=True)
 class FirstBlocks(AdaptiveCache):
-    """first_block and dbcache.
+    """first_block.
 
     first: so many blocks run in every step.
     warm_up: so many steps at the beginning are full.
@@ -151,6 +161,21 @@ class FirstBlocks(AdaptiveCache):
 
 
 @dataclass(frozen=True)
+class DBCache(FirstBlocks):
+    """dbcache, with cache-dit's defaults."""
+
+    _: KW_ONLY
+    first: int = 8
+    warm_up: int = 8
+
+    @classmethod
+    def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
+        if layers <= cls.first:
+            raise InputError(f"dbcache computes {cls.first} blocks in every step; this model has {layers} in all")
+        return super().of(plain, model, layers, threshold, ratios)
+
+
+@dataclass(frozen=True)
 class TeaCache(AdaptiveCache):
     """teacache.
 
@@ -158,6 +183,16 @@ class TeaCache(AdaptiveCache):
     """
 
     coefficients: tuple[float, ...]
+
+    @classmethod
+    def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
+        release = "" if model.release is None else model.release.name
+        if release not in model.teacache:
+            known = ", ".join(model.teacache) or "none of this family"
+            raise InputError(
+                f"teacache needs coefficients, which were published for {known}; this model is another one"
+            )
+        return cls(plain, threshold, model.teacache[release])
 
     def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, "B ..."]:
         return denoiser.teacache_signal(tokens)
@@ -185,6 +220,10 @@ class MagCache(UpdateCache):
 
     _: KW_ONLY
     measures: bool = False
+
+    @classmethod
+    def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
+        return cls(plain, measures=ratios is None)
 
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         return full is None or bool(full[step])  # while it measures, all steps are full

@@ -1,5 +1,8 @@
-"""Step caches whose cached steps leave out a part of each block, or of guidance.
+"""Step caches that keep attentions or predictions in place of tokens.
 
+taylorseer: a full step keeps its prediction F and the difference to that of the full step before, for each step between
+    the two. A cached step computes nothing of the model: it takes F + d * difference, d being the steps since. Source:
+    TaylorSeer (arXiv 2503.06923) of first order, in diffusers' lite form, which extrapolates the model's output alone.
 pab: a cached step takes what each attention returned in the last full step, and computes the rest of the blocks.
     Source: pyramid attention broadcast (arXiv 2408.12588), as diffusers' hook: every attention of the blocks, reused
     once.
@@ -23,6 +26,9 @@ from cogvideox_flax.generate.predict.plain import At, Kept
 from cogvideox_flax.generate.predict.step_cache import SCOPE, StepCache, constrain_kept
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 
+TAYLOR_WARM_UP, TAYLOR_EVERY = 3, 5
+"""diffusers' defaults: so many full steps at the beginning, then one in so many."""
+
 PAB_TIMESTEPS, PAB_EVERY = (100, 800), 2
 """diffusers' defaults: between these timesteps, one step in so many is full."""
 
@@ -33,9 +39,67 @@ LOW_TIMESTEPS, HIGH_TIMESTEPS = (99, 901), (-1, 301)
 """Timesteps in which a cached step multiplies the kept low and high frequencies by `AMPLIFY`: diffusers' defaults."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Extrapolated:
+    """What is kept of the last full step.
+
+    prediction: [P*B, T, h, w, C].
+    difference: of the last two full steps, for each step.
+    step: its index, counted from 1; 0 before the first.
+    """
+
+    prediction: Any
+    difference: Any
+    step: Any
+
+
+@dataclass(frozen=True)
+class TaylorSeer(StepCache):
+    """taylorseer."""
+
+    is_small: ClassVar[bool] = True
+
+    @staticmethod
+    def default_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+        i = np.arange(len(timesteps))  # full: 0, 1, 2, 4, 9, 14, ...
+        return (i < TAYLOR_WARM_UP) | ((i - TAYLOR_WARM_UP - 1) % TAYLOR_EVERY == 0)
+
+    def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
+        assert full is not None
+        return bool(full[step : step + 2].all())  # a cached step needs the difference of two full ones
+
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
+        return Extrapolated(prediction, prediction, jax.ShapeDtypeStruct((), jnp.int32))
+
+    def __call__(
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        assert at.is_full is not None
+
+        def full_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
+            prediction, _ = self.inner(denoiser, latents, features, at, None)
+            # `step` counts from 1, so that the zeros before the first full step say that there is none
+            between = jnp.maximum(at.step + 1 - kept.step, 1)
+            difference = jnp.where(kept.step > 0, (prediction - kept.prediction) / between, 0.0)
+            return prediction, Extrapolated(prediction, difference, jnp.int32(at.step + 1))
+
+        def cached_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
+            return kept.prediction + (at.step + 1 - kept.step) * kept.difference, kept
+
+        with jax.named_scope(SCOPE):
+            return jax.lax.cond(at.is_full, full_step, cached_step, latents, kept)
+
+
 @dataclass(frozen=True)
 class AttentionCache(StepCache):
     """pab."""
+
+    @staticmethod
+    def default_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+        low, high = PAB_TIMESTEPS
+        i = np.arange(len(timesteps))
+        return (i % PAB_EVERY == 0) | (timesteps <= low) | (timesteps >= high)
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
         return jax.eval_shape(lambda denoiser, tokens: denoiser.run_attended(tokens)[1], denoiser, tokens)
@@ -72,6 +136,11 @@ class SkippedHalf(StepCache):
     """fastercache. Latents and features are those of both halves, without the prompt first."""
 
     is_small: ClassVar[bool] = True
+
+    @staticmethod
+    def default_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+        i = np.arange(len(timesteps))
+        return (i % HALF_EVERY == 0) | (timesteps >= HALF_TIMESTEPS)
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Difference:
         half = jax.ShapeDtypeStruct((prediction.shape[0] // 2, *prediction.shape[1:]), jnp.float32)
@@ -115,16 +184,3 @@ def _amplification(timestep: Num[Array, ""], between: tuple[int, int]) -> Float3
 
 def _second_half(x: Array) -> Array:
     return sharding.constrain(x.reshape(2, -1, *x.shape[1:])[1], "batch")
-
-
-def pab_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Which steps are full with pab."""
-    low, high = PAB_TIMESTEPS
-    i = np.arange(len(timesteps))
-    return (i % PAB_EVERY == 0) | (timesteps <= low) | (timesteps >= high)
-
-
-def half_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Which steps have both halves with fastercache."""
-    i = np.arange(len(timesteps))
-    return (i % HALF_EVERY == 0) | (timesteps >= HALF_TIMESTEPS)

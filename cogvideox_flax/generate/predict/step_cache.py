@@ -9,9 +9,9 @@ deepcache: the tokens themselves are kept. A cached step puts them in the place 
 residual: the sum of the skipped blocks' updates is kept, the tokens before the last block minus the embedded ones. A
     cached step embeds its own latents and adds it.
 
-Which steps are full is an array of the program's inputs (`full_steps`), so one program serves all schedules. Forms that
-decide in each step themselves are in `adaptive`, the extrapolation of predictions in `taylor`; those that reuse
-attentions alone, or half of guidance, in `parts`.
+Which steps are full is an array of the program's inputs (`Run.full_steps`), so one program serves all schedules. Forms
+that decide in each step themselves are in `adaptive`; those that keep attentions or predictions, in `parts`. All have a
+row in `request.STEP_CACHES`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.predict.plain import At, Kept, Plain
+from cogvideox_flax.generate.request import STEP_CACHES
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
+from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.runtime.global_arrays import put
 from cogvideox_flax.sharding.tables import devices_of
 
@@ -37,6 +40,9 @@ REFERENCE = (11, 45, 4)
 """START, END and INTERVAL of the reference TPU system, for `REFERENCE_STEPS` steps."""
 
 REFERENCE_STEPS = 50
+
+Ratios = Sequence[float] | None
+"""Those that magcache measured in an earlier run."""
 
 SCOPE = "step_cache"
 """The name of the choice between a full and a cached step in the program's operations, by which `plan` finds it."""
@@ -60,6 +66,24 @@ class StepCache:
     _: KW_ONLY
     first: int = 0
     last: int = 1
+
+    @classmethod
+    def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
+        """Return the form for a model.
+
+        Args:
+            layers: the model's number of blocks.
+            threshold, ratios: of the form, if it has them.
+
+        Raises:
+            InputError: the form is not for this model.
+        """
+        return cls(plain)
+
+    @staticmethod
+    def default_steps(timesteps: Num[np.ndarray, " N"]) -> Bool[np.ndarray, " N"] | None:
+        """Return which steps are full where the request does not say it; None if the form decides itself."""
+        return scheduled_steps(None, len(timesteps))
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
         """What is kept, as shapes: a pytree.
@@ -153,6 +177,12 @@ class ResidualCache(StepCache):
         return jax.tree.map(jnp.add, entered, kept)
 
 
+def class_of(name: str) -> type[StepCache]:
+    """Return the class of a form."""
+    form: type[StepCache] = resolve_name(f"{__package__}.{STEP_CACHES[name].path}")
+    return form
+
+
 def kept_shapes(kept: Any, mesh: Mesh | None) -> Any:
     """What is kept, as shapes, with their shardings."""
 
@@ -203,7 +233,7 @@ def default_schedule(steps: int) -> list[int]:
     return [first, max(round(end * steps / REFERENCE_STEPS), first), interval]
 
 
-def full_steps(schedule: Sequence[int] | None, steps: int) -> Bool[np.ndarray, " N"]:
+def scheduled_steps(schedule: Sequence[int] | None, steps: int) -> Bool[np.ndarray, " N"]:
     """Which of N steps are full: those before START, START and every INTERVAL-th after it, and those from END on.
 
     Args:
