@@ -69,9 +69,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
     Args:
         vocab_size: rows of the embedding.
         folder: the tokenizer's, for the message.
-
-    Raises:
-        InputError: with the first such id.
     """
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise InputError(

@@ -203,12 +203,12 @@ def test_a_loop_that_was_stopped_at_its_end_loses_nothing(
             raise KeyboardInterrupt
         real(path, *args)
 
-    real = store.stage_files.save
+    real = store.write_stage
     with monkeypatch.context() as patch:
         if stopped_in == "the last step":
             patch.setattr(store.StateKeeper, "keep", stop)
         else:
-            patch.setattr(store.stage_files, "save", save)
+            patch.setattr(store, "write_stage", save)
         code, _, _ = run(*generate(native, tmp_path / "x.npz", "--dir", tmp_path / "run", "--steps", 3))
     assert code == 130 and (tmp_path / "run" / store.STATE_FILE).exists()
     expected = latents(paths, native, tmp_path / "fresh", "--steps", 3)

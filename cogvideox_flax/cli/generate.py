@@ -105,11 +105,7 @@ def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -
 
 
 def _generate_queue(args: argparse.Namespace, out: Path) -> None:
-    """Make a video for each line of --prompt-file; those that are there already, made of the same, stay.
-
-    Raises:
-        InputError: at the end, of the lines that could not be made.
-    """
+    """Make a video for each line of --prompt-file; those that are there already, made of the same, stay."""
     check_name(out)
     folder = (args.dir or stages_folder(out)) / "queue"  # below --dir, so that the files of other runs there stay
     queue = Queue(args.prompt_file, out)

@@ -55,11 +55,7 @@ def _print(text: str) -> None:
 
 
 def _stored_recipe(where: str | None) -> dict[str, Any] | None:
-    """What a video or a file of latents says of how it was made; None if it is neither.
-
-    Raises:
-        InputError: this library did not write it.
-    """
+    """What a video or a file of latents says of how it was made; None if it is neither."""
     if where is None:
         return None
     path = expand_user(where)
@@ -88,11 +84,7 @@ def _print_recipe(made: dict[str, Any], as_json: bool) -> None:
 
 
 def _print_adapter(where: str, as_json: bool) -> bool:
-    """Print what an adapter is and the releases that it fits; False if `where` is not an adapter.
-
-    Raises:
-        InputError: it fits no release, or is a pickle.
-    """
+    """Print what an adapter is and the releases that it fits; False if `where` is not an adapter."""
     if where not in EMBEDDED_ADAPTERS and not os.path.exists(expand_user(where)):  # a hub id is a model's
         return False
     path = find_adapter(where)

@@ -185,11 +185,7 @@ def _open_clip(value: Any, fps: float, ground: str) -> Media:
 
 
 def _is_image(mask: Any) -> bool:
-    """Whether a mask is one image, and not a clip.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Whether a mask is one image, and not a clip."""
     if isinstance(mask, str | os.PathLike):
         path = expand_user(os.fspath(mask))
         return path.is_file() and format_of(path) in ("png", "webp", None)  # None: of no kind of video
@@ -207,11 +203,7 @@ def _is_white(mask: UInt8[np.ndarray, "*shape 3"]) -> Bool[np.ndarray, "*shape"]
 
 
 def _check_masks(masks: Sequence[Media], videos: Sequence[Media]) -> None:
-    """Refuse masks that do not lie on their videos.
-
-    Raises:
-        InputError: another length or another aspect ratio.
-    """
+    """Refuse masks that do not lie on their videos."""
     count = max(len(masks), len(videos))
     for i in range(count):
         mask, video = masks[i % len(masks)], videos[i % len(videos)]
@@ -262,11 +254,7 @@ def resolve_strength(strength: float | None, has_video: bool, has_mask: bool, nu
 
 
 def check_image_scale(model: VideoModel, image_scale: Any) -> None:
-    """Refuse a factor of the image's latents for a model that sees the image in a masked video.
-
-    Raises:
-        InputError: that is the case.
-    """
+    """Refuse a factor of the image's latents for a model that sees the image in a masked video."""
     masked = any(stage.input == "image" and stage.mask_channels for stage in model.visual)
     if masked and image_scale is not None:
         raise InputError("image_scale is for image-to-video models; leave it out")

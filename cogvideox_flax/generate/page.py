@@ -39,11 +39,7 @@ class PageRow:
 
 
 def check_page(folder: Path) -> None:
-    """Refuse a folder that holds a page of somebody else's.
-
-    Raises:
-        InputError: it does.
-    """
+    """Refuse a folder that holds a page of somebody else's."""
     path = folder / PAGE
     try:
         is_ours = _MARK in read_text(path, errors="replace")[:1000]

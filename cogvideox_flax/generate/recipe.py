@@ -136,11 +136,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def _typed(path: Path, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values of a recipe that have a type here, as these types.
-
-    Raises:
-        InputError: a value of another type.
-    """
+    """Those values of a recipe that have a type here, as these types."""
     found = {}
     for name, value in values.items():
         try:

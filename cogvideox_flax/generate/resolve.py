@@ -176,11 +176,7 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """An array of numbers; one of JAX stays where it is.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """An array of numbers; one of JAX stays where it is."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as e:
@@ -280,9 +276,6 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
 
     Returns:
         The prompts that stand for them, all empty.
-
-    Raises:
-        InputError: with what is expected.
     """
     features, shapes = request.text_features, model.feature_shapes(1)
     known = [*shapes, *(NEGATIVE + name for name in shapes)]
@@ -307,11 +300,7 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
 
 
 def _check_negative_features(run: Run) -> None:
-    """Refuse text features that lack a half of guidance, or that a whole run as one program has no place for.
-
-    Raises:
-        InputError: they do.
-    """
+    """Refuse text features that lack a half of guidance, or that a whole run as one program has no place for."""
     request = run.request
     if request.text_features is None:
         return
@@ -356,11 +345,7 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
 
 
 def _check_values(run: Run) -> None:
-    """Refuse values that do not go together.
-
-    Raises:
-        InputError: all faults in one message.
-    """
+    """Refuse values that do not go together."""
     request, faults = run.request, []
     interval = request.guidance_interval
     if interval is not None and not interval[0] < interval[1]:
@@ -385,11 +370,7 @@ def _check_values(run: Run) -> None:
 
 
 def _check_arrays(run: Run) -> None:
-    """Refuse initial latents, or noise for the encoders or the scheduler, that do not go with the run.
-
-    Raises:
-        InputError: another shape, or noise where none is drawn.
-    """
+    """Refuse initial latents, or noise for the encoders or the scheduler, that do not go with the run."""
     request, size = run.request, run.size
     shape = size.latent_shape(run.batch)
     if request.latents is not None and tuple(request.latents.shape) != shape:
@@ -453,11 +434,7 @@ def check_model(manifest: Manifest, where: object, dtype: str, mesh: Mesh | None
 
 
 def check_run(run: Run, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
-    """Refuse a run that does not divide over a mesh, or a profile of steps that it does not have.
-
-    Raises:
-        InputError: with the numbers.
-    """
+    """Refuse a run that does not divide over a mesh, or a profile of steps that it does not have."""
     request = run.request
     # else there are predictions of the prompts alone
     alone = request.guidance_interval, request.skip_layer
@@ -468,11 +445,7 @@ def check_run(run: Run, mesh: Mesh | None, profiling: ProfilingOptions) -> None:
 
 
 def _check_skip_layer(run: Run) -> None:
-    """Refuse a block that the model does not have, and what skip-layer guidance does not go with.
-
-    Raises:
-        InputError: with what is expected.
-    """
+    """Refuse a block that the model does not have, and what skip-layer guidance does not go with."""
     request = run.request
     block, layers = request.skip_layer, run.model.workload(run.size).layers
     if block is None:
@@ -485,11 +458,7 @@ def _check_skip_layer(run: Run) -> None:
 
 
 def _check_step_cache(run: Run) -> None:
-    """Refuse options that the step cache, the model, or the run's steps do not have.
-
-    Raises:
-        InputError: with what is expected.
-    """
+    """Refuse options that the step cache, the model, or the run's steps do not have."""
     request = run.request
     name, schedule, full = request.step_cache, request.step_cache_schedule, request.step_cache_full
     steps = run.num_steps
@@ -528,11 +497,7 @@ def _check_step_cache(run: Run) -> None:
 
 
 def _check_sparse(model: VideoModel, request: GenerationRequest) -> None:
-    """Refuse a form of sparse attention that this model does not have.
-
-    Raises:
-        InputError: with those that it has.
-    """
+    """Refuse a form of sparse attention that this model does not have."""
     name, known = request.sparse_attention, model.sparse_attention
     if name is not None and name not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none"
@@ -544,9 +509,6 @@ def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Si
 
     Returns:
         The size that the denoiser sees at once: of a window, if there are any.
-
-    Raises:
-        InputError: as for `resolve_windows`; positions that this model does not have; windows and a step cache.
     """
     known = model.positions
     if request.positions is not None and request.positions not in known:

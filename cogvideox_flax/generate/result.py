@@ -113,9 +113,6 @@ def check_output(
         overwrite: these may be replaced.
         preview: another file of the run.
         latents: whether these are npz files of latents, not videos.
-
-    Raises:
-        InputError: with another name to give, or what to add.
     """
     if preview is not None and any(preview.absolute() == path.absolute() for path in paths):
         raise InputError(f"{preview} is to hold the video; give --preview another name")

@@ -291,11 +291,7 @@ class Run:
         return read, jnp.asarray(given, jnp.float32)
 
     def check_conditioning(self, conditioning: Conditioning) -> None:
-        """Refuse a conditioning that is not this request's.
-
-        Raises:
-            InputError: with the differences.
-        """
+        """Refuse a conditioning that is not this request's."""
         request = self.request
         if conditioning.guided != self.guided or conditioning.batch != self.batch:
             raise InputError(
@@ -362,11 +358,7 @@ class Run:
             return step_cache.kept_shapes(kept, mesh)
 
     def check_state(self, state: DenoiseState, mesh: Mesh | None) -> None:
-        """Refuse a state that no loop of this request, on a mesh, can have.
-
-        Raises:
-            InputError: with what is expected.
-        """
+        """Refuse a state that no loop of this request, on a mesh, can have."""
         expected = self.size.latent_shape(self.batch), self.size.extra_latents
         found = tuple(np.shape(state.latents)), state.extra_latents
         if found != expected:

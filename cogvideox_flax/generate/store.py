@@ -5,7 +5,7 @@ can move between the two: `generation_config.json`, `stage1_embeddings.safetenso
 `output_video.mp4`. `stage2_state.safetensors` is where an interrupted denoising loop continues. Each is written
 atomically and says what it was made of, so that only matching work is taken over.
 
-On several hosts the directory is process 0's: it alone writes there, and `stage_files` sends the others what it holds.
+On several hosts the directory is process 0's: it alone reads and writes there, and sends the others what it holds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float32
+from jaxtyping import Float, Float32
 
-from cogvideox_flax.errors import InputError, NonFiniteError
-from cogvideox_flax.generate import stage_files
+from cogvideox_flax.errors import CheckpointError, InputError, NonFiniteError
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.freshness import deciding, plain, request_values, unhashed
@@ -41,6 +40,7 @@ from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import file_lock, remove_orphans
 from cogvideox_flax.io.contents import is_as_written, write_record
 from cogvideox_flax.io.paths import check_free_space, check_writable
+from cogvideox_flax.io.tensor_file import TensorFile, write_tensors
 from cogvideox_flax.io.values import load_json, typed
 from cogvideox_flax.runtime.global_arrays import fetch, fetch_on_first
 from cogvideox_flax.runtime.multihost import hosts
@@ -177,7 +177,7 @@ class RunDirectory:
         folder.mkdir(parents=True, exist_ok=True)
         own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
         raw = {"prompt": run.request.prompt, **settings_json(run), **own, "dtype": run.dtype}
-        prompts = {name: stage_files.one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
+        prompts = {name: one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
         write_record(folder / CONFIG_FILE, raw | prompts)
 
     # --- stage 1
@@ -186,7 +186,7 @@ class RunDirectory:
         """Whether stage 1's file is there and made of the same; the run's settings are written first."""
         folder = self._embeddings_folder(run)
         self._write_settings(folder, run)
-        return stage_files.is_fresh(folder / EMBEDDINGS_FILE, self._conditioning_key(run))
+        return is_fresh(folder / EMBEDDINGS_FILE, self._conditioning_key(run))
 
     def _conditioning_key(self, run: Run) -> str:
         made_of = _prompts(run) | {"arrays": deciding(request_values(run), "encode")["arrays"]}
@@ -205,7 +205,7 @@ class RunDirectory:
         video = {} if conditioning.video is None else {VIDEO_FEATURE: conditioning.video}
         tensors |= {name: _in_file(fetch(x)) for name, x in (conditioning.visual | video).items()}
         metadata = {"settings": self._conditioning_key(run), **_prompts(run), "model_id": self.model_id}
-        stage_files.save(self._embeddings_folder(run) / EMBEDDINGS_FILE, tensors, metadata)
+        write_stage(self._embeddings_folder(run) / EMBEDDINGS_FILE, tensors, metadata)
 
     def conditioning(self, run: Run) -> Conditioning:
         """Stage 1's result, for this run's guidance.
@@ -226,13 +226,13 @@ class RunDirectory:
         shapes |= {NEGATIVE + name: shape for name, shape in shapes.items() if run.guided}
         visual = {stage.feature: run.feature_shape(stage) for stage in run.visual}
         shapes |= {name: _in_file(np.empty(shape, bool)).shape for name, shape in visual.items()}
-        tensors, metadata = stage_files.load(path, tuple(shapes), "cogvideox encode")
+        tensors, metadata = read_stage(path, tuple(shapes), "cogvideox encode")
         for name, value in tensors.items():
             if value.shape != shapes[name]:
                 raise InputError(f"{path}: {name} is {list(value.shape)}, this run needs {list(shapes[name])}; {again}")
-        stage_files.check_made_for(path, metadata, _prompts(run), again)
+        check_recorded_settings(path, metadata, _prompts(run), again)
         if run.visual:
-            stage_files.check_unchanged(path, metadata, _deciding_visual_latents(run), again)
+            check_key(path, metadata, _deciding_visual_latents(run), again)
         return tensors | {name: _from_file(tensors[name]) for name in visual}
 
     # --- stage 2
@@ -248,7 +248,7 @@ class RunDirectory:
     def has_latents(self, run: Run, conditioning: Conditioning) -> bool:
         """Whether stage 2's file is there and made of the same; the run's settings are written first."""
         self._write_settings(self._folder(run), run)
-        return stage_files.is_fresh(self._folder(run) / LATENTS_FILE, self._latents_key(run, conditioning))
+        return is_fresh(self._folder(run) / LATENTS_FILE, self._latents_key(run, conditioning))
 
     def states(self, run: Run, conditioning: Conditioning) -> StateKeeper:
         """What keeps the state of the denoising loop."""
@@ -266,7 +266,7 @@ class RunDirectory:
         metadata = {name: value for name, value in values.items() if value is not None}
         metadata = {"settings": self._latents_key(run, conditioning), **metadata}
         tensors = {"latents": _in_file(fetch(state.video_latents))}
-        stage_files.save(self._folder(run) / LATENTS_FILE, tensors, metadata)
+        write_stage(self._folder(run) / LATENTS_FILE, tensors, metadata)
 
     def latents(self, run: Run) -> Float32[np.ndarray, "B T h w C"]:
         """Stage 2's result, as the decoder takes it; errors as for `read_latents`."""
@@ -366,9 +366,9 @@ class StateKeeper(States):
         Args:
             mesh: of the run.
         """
-        if not self._enabled or not stage_files.is_fresh(self._path, self._key):
+        if not self._enabled or not is_fresh(self._path, self._key):
             return None
-        tensors, metadata = stage_files.load(self._path, None, "cogvideox denoise")
+        tensors, metadata = read_stage(self._path, None, "cogvideox denoise")
         log.info("going on after step %s", metadata["step"])
 
         def read(name: str, shapes: Any) -> Any:
@@ -414,7 +414,7 @@ class StateKeeper(States):
         tensors = {"latents": fetch(state.latents)}
         for name, tree in (("sampler", state.scheduler_state), ("cache", state.cache)):
             tensors |= {f"{name}.{i}": np.asarray(fetch(x)) for i, x in enumerate(jax.tree.leaves(tree))}
-        stage_files.save(self._path, tensors, {"settings": self._key, "step": int(state.step)})
+        write_stage(self._path, tensors, {"settings": self._key, "step": int(state.step)})
         self._last = None
 
 
@@ -430,15 +430,15 @@ def read_latents(folder: Path, settings: dict[str, Any], channels: int) -> Float
     """
     path = folder / LATENTS_FILE
     again = "run `cogvideox denoise` again"
-    tensors, metadata = stage_files.load(path, ("latents",), "cogvideox denoise")
+    tensors, metadata = read_stage(path, ("latents",), "cogvideox denoise")
     latents = tensors["latents"]
     if latents.ndim != 5 or latents.shape[1] != channels or 0 in latents.shape:
         raise InputError(f"{path}: latents are {list(latents.shape)}, expected [B, {channels}, T, H, W]; {again}")
     used = {name: value for name, value in _latents_metadata(settings).items() if value is not None}
-    stage_files.check_made_for(path, metadata, used, again)
+    check_recorded_settings(path, metadata, used, again)
     if fingerprints := settings.get("fingerprints"):  # this library wrote the settings, perhaps by a later `encode`
         now = deciding(settings, "encode", "denoise") | {"dtype": settings.get("dtype")}
-        stage_files.check_unchanged(path, metadata, now, again, model=fingerprints)
+        check_key(path, metadata, now, again, model=fingerprints)
     if len(latents) != len(settings["prompt"]):
         raise InputError(f"{path} holds {len(latents)} latents for {len(settings['prompt'])} prompts; {again}")
     return latents.transpose(0, 2, 3, 4, 1)
@@ -574,3 +574,103 @@ def remove_files(folder: Path) -> None:
         if at != folder:
             with suppress(OSError):  # somebody else's files
                 at.rmdir()
+
+
+# --- stage files: safetensors that say in their metadata what they were made of
+
+
+def one_or_all(prompts: list[str]) -> str | list[str]:
+    """A single prompt is written as the reference system does, as a string."""
+    return prompts[0] if len(prompts) == 1 else prompts
+
+
+def _as_text(value: Any) -> str:
+    """A metadata value: strings and numbers as they are, several prompts and records as JSON."""
+    value = one_or_all(value) if isinstance(value, list) else value
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def check_recorded_settings(path: Path, metadata: dict[str, str], settings: dict[str, Any], again: str) -> None:
+    """Compare what a file says it was made with and the run's settings, where both say something.
+
+    Raises:
+        InputError: they differ; with the differences, and `again`, what to do.
+    """
+    differ = [name for name, value in settings.items() if metadata.get(name, _as_text(value)) != _as_text(value)]
+    if differ:
+        found = ", ".join(f"{name} {metadata[name]!r} is now {_as_text(settings[name])!r}" for name in differ)
+        raise InputError(f"{path} was made with other settings than this run's ({found}); {again}")
+
+
+def check_key(
+    path: Path, metadata: dict[str, str], settings: dict[str, Any], again: str, model: dict[str, str] | None = None
+) -> None:
+    """Compare all that this library says a file was made of, and the run's; files of other systems say less.
+
+    settings: JSON values; None stands for none.
+    model: part of the checkpoint -> its fingerprint.
+
+    Raises:
+        InputError: they differ; with what, and `again`.
+    """
+    try:
+        made = json.loads(metadata.get("settings", "null"))
+    except ValueError:
+        return  # written by another system
+    if not isinstance(made, dict) or not isinstance(made.get("model"), dict):
+        return  # the same
+    differ = [name for name, value in settings.items() if made.get(name) != value]
+    differ += [f"the {name}" for name, part in made["model"].items() if model is not None and model.get(name) != part]
+    if differ:
+        raise InputError(f"{path} was made before {' and '.join(differ)} changed; {again}")
+
+
+@hosts.on_process_0
+def write_stage(path: Path, tensors: dict[str, Float[np.ndarray, "*shape"]], metadata: dict[str, Any]) -> None:
+    """Write a stage file as the reference system does: bfloat16 as float32, its name kept in the metadata."""
+    kinds = json.dumps({name: str(value.dtype) for name, value in tensors.items()})
+    texts = {name: _as_text(value) for name, value in metadata.items()}
+    whole = {name: value.astype(np.float32) for name, value in tensors.items()}
+    write_tensors(path, whole, {"dtype_info": kinds, **texts})
+
+
+@hosts.broadcast_result
+def is_fresh(path: Path, key: str) -> bool:
+    """Whether a stage file is there, whole, and made from these settings, which are JSON."""
+    if not path.exists():
+        return False
+    try:
+        with TensorFile(path) as file:
+            file.check(required=True)
+            same = json.loads(file.metadata.get("settings", "null")) == json.loads(key)
+    except (CheckpointError, ValueError) as e:
+        log.warning("making %s again: %s", path.name, e)
+        return False
+    log.info("reusing %s" if same else "making %s again: it is of other settings", path)
+    return same
+
+
+@hosts.broadcast_result
+def read_stage(
+    path: Path, names: tuple[str, ...] | None, maker: str
+) -> tuple[dict[str, Float32[np.ndarray, "*shape"]], dict[str, str]]:
+    """Tensors and metadata of a stage file; `maker` is the command that makes it, `names` None are all tensors.
+
+    Raises:
+        InputError: the file is missing, damaged, or holds NaN or infinity.
+    """
+    if not path.exists():
+        raise InputError(f"{path} is missing; run `{maker}` first")
+    try:
+        with TensorFile(path) as file:
+            file.check()
+            names = tuple(file.tensors) if names is None else names
+            if missing := [name for name in names if name not in file.tensors]:
+                raise InputError(f"{path} holds no {' and no '.join(missing)}; run `{maker}` again")
+            tensors = {name: file.read(name).astype(np.float32) for name in names}
+            metadata = file.metadata
+    except CheckpointError as e:
+        raise InputError(f"{e} Or run `{maker}` again.") from e
+    if bad := [name for name, value in tensors.items() if not np.isfinite(value).all()]:
+        raise InputError(f"{path} holds NaN or infinity in {' and '.join(bad)}; run `{maker}` again")
+    return tensors, metadata

@@ -213,12 +213,7 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
 
 
 def _acquire(path: Path, *, wait: bool) -> int:
-    """Lock the file `path`, created if missing, and return its descriptor for `_release`.
-
-    Raises:
-        BlockingIOError: another process holds it, and `wait` is False.
-        OSError: it cannot be created or locked.
-    """
+    """Lock the file `path`, created if missing, and return its descriptor for `_release`."""
     while True:
         descriptor = _open(path)
         try:

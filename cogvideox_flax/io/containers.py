@@ -193,9 +193,6 @@ class Container:
         Args:
             shown: the packet that each index shows.
             start: the tick to decode from, where any damage is an error; None: the beginning.
-
-        Raises:
-            InputError: fewer frames than there should be.
         """
         ticks, convert = self._timeline.ticks, self._converter()
         faults: list[str] = []
@@ -288,11 +285,7 @@ def _write(
     options: dict[str, str],
     muxer: dict[str, str],
 ) -> None:
-    """yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
-
-    Raises:
-        OSError: FFmpeg fails.
-    """
+    """yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs."""
     import av
     from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 

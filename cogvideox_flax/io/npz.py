@@ -52,11 +52,7 @@ def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _read_header(file: IO[bytes]) -> tuple[np.dtype, tuple[int, ...], bool]:
-    """The dtype and shape of an npy, and whether it is in Fortran order; `numpy.lib.format` describes the header.
-
-    Raises:
-        ValueError: it is no header, or one of pickled objects.
-    """
+    """The dtype and shape of an npy, and whether it is in Fortran order; `numpy.lib.format` describes the header."""
     magic = file.read(8)
     if magic[:6] != _MAGIC or magic[6:] not in (b"\1\0", b"\2\0", b"\3\0"):
         raise ValueError("it holds something else than an array")

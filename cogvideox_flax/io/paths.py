@@ -76,11 +76,7 @@ def read_head(path: Path, nbytes: int) -> bytes:
 
 
 def check_name(path: Path) -> None:
-    """Refuse an output path that ends in no name, such as "." or "/".
-
-    Raises:
-        InputError: it does.
-    """
+    """Refuse an output path that ends in no name, such as "." or "/"."""
     if path.name in ("", ".."):
         raise InputError(f"{path} has no name of its own; give the name of a file or of a directory to write")
 

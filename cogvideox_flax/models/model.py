@@ -327,11 +327,7 @@ class VideoModel(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse configs of components that do not fit together, or that no run can use.
-
-        Raises:
-            InputError: with all faults.
-        """
+        """Refuse configs of components that do not fit together, or that no run can use."""
 
     @property
     def heads(self) -> dict[str, int]:

@@ -291,11 +291,7 @@ class _StepLog:
         log.info("step %d of %d: %s %.4g", done, self._config.steps, name, value)
 
     def write(self, done: int, metrics: Metrics) -> None:
-        """Wait for the step's metrics and write them.
-
-        Raises:
-            DivergedError: one is NaN or infinite.
-        """
+        """Wait for the step's metrics and write them."""
         defined = {name: x for name, x in metrics.items() if not isinstance(x, Mean) or float(x.count)}
         values = {name: float(x) for name, x in defined.items()}
         values["mean_loss"] = float(np.mean([float(loss) for loss in self._losses]))

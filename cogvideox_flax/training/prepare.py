@@ -13,8 +13,8 @@ from jaxtyping import Float32
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate import stage_files
 from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.store import is_fresh, read_stage, write_stage
 from cogvideox_flax.io.video import from_uint8
 from cogvideox_flax.models.denoiser import Features
 from cogvideox_flax.runtime.compile import compiled_once, compiler_options
@@ -44,9 +44,9 @@ def prompt_features(job: FinetuneJob, pipe: Pipeline, progress: bool) -> dict[st
     prompts = ["", *job.config.sample.prompts]
     names = tuple(job.model.feature_shapes(1))
     key = json.dumps([prompts, names, pipe.dtype, [pipe.fingerprints()[name] for name in _text_parts(job)]])
-    if not stage_files.is_fresh(path, key):
-        stage_files.save(path, _encode_texts(job, pipe, prompts, progress), {"settings": key})
-    return stage_files.load(path, names, "cogvideox train")[0]
+    if not is_fresh(path, key):
+        write_stage(path, _encode_texts(job, pipe, prompts, progress), {"settings": key})
+    return read_stage(path, names, "cogvideox train")[0]
 
 
 def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
