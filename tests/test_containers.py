@@ -471,7 +471,7 @@ def interrupted():
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
     yield
-    timer.join()
+    timer.join(60)
 
 
 def test_ctrl_c_ends_reading(media, interrupted):

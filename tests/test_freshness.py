@@ -17,8 +17,7 @@ from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.events import Finished, last_of
-from cogvideox_flax.generate.freshness import UNREPEATABLE, deciding, request_values
-from cogvideox_flax.generate.recipe import read_recipe
+from cogvideox_flax.generate.recipe import UNREPEATABLE, deciding, read_recipe, request_values
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.schedulers import DDIMScheduler

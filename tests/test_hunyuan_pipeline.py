@@ -13,7 +13,7 @@ from cogvideox_flax.attention import SparseTiles
 from cogvideox_flax.conversion.configs import read_configs
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import ConversionError, InputError
-from cogvideox_flax.generate.freshness import request_values
+from cogvideox_flax.generate.recipe import request_values
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.hunyuan_video15 import model as family

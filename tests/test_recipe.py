@@ -12,7 +12,7 @@ import pytest
 from commands import python
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.page import Shown, write_page
+from cogvideox_flax.generate.page import PageRow, write_page
 from cogvideox_flax.generate.recipe import fields_of, read_latents_npz, read_recipe
 from cogvideox_flax.io.video import save_video
 
@@ -253,5 +253,5 @@ def test_a_log_and_a_page_are_shown_and_not_obeyed(tmp_path):
     done = python("-c", code, ascii(hostile))
     assert done.returncode == 0 and done.stderr.count("evil") == 2
     check_shown(done.stderr, lines=2)
-    write_page(tmp_path, hostile, [Shown(1, hostile, fault=hostile), Shown(2, "a", tmp_path / "v.mp4", RECIPE)])
+    write_page(tmp_path, hostile, [PageRow(1, hostile, fault=hostile), PageRow(2, "a", tmp_path / "v.mp4", RECIPE)])
     check_shown((tmp_path / "index.html").read_text(encoding="utf-8"))

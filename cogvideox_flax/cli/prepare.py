@@ -27,11 +27,10 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
 from cogvideox_flax.generate.distilled import SETTINGS
-from cogvideox_flax.generate.freshness import UNREPEATABLE
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
-from cogvideox_flax.generate.recipe import fields_of, read_recipe, short_fingerprints
+from cogvideox_flax.generate.recipe import UNREPEATABLE, fields_of, read_recipe, short_fingerprints
 from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
 from cogvideox_flax.generate.result import check_output

@@ -18,9 +18,8 @@ from jax.sharding import Mesh
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.events import Compiling, Events
-from cogvideox_flax.generate.freshness import request_values
 from cogvideox_flax.generate.keywords import CALL, METHODS
-from cogvideox_flax.generate.recipe import recipe
+from cogvideox_flax.generate.recipe import recipe, request_values
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
 from cogvideox_flax.io.contents import fingerprint

@@ -1,11 +1,16 @@
-"""The recipe that is stored with a video or its latents: all that decides it. Written, read, and turned back into a
-request."""
+"""What decides a result, and the recipe that states it.
+
+A recipe is stored with a video or its latents, read, and turned back into a request. Recipes, the keys of kept results
+and a queue's comparison are made of the same values.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
+import secrets
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +21,9 @@ from jaxtyping import Float32
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.freshness import UNREPEATABLE
 from cogvideox_flax.generate.media import MEDIA, describe_media
-from cogvideox_flax.generate.request import GenerationRequest, json_type, recorded
+from cogvideox_flax.generate.request import GenerationRequest, Stage, json_type, recorded
+from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.npz import read_npz
 from cogvideox_flax.io.values import shown, typed
 from cogvideox_flax.io.video import read_metadata
@@ -33,6 +38,87 @@ SHORT = 12
 """Digits of a fingerprint in a recipe."""
 
 _PROGRAM = "cogvideox-flax"
+
+UNREPEATABLE = ("arrays", "noise_schedule", "steps_done", "decode_dtype")
+"""Values that no option of a run gives: SHA-256 of arrays, a scheduler object that is not the checkpoint's, how many
+steps a callback let pass, and the dtype of decoding where that is another one."""
+
+ENCODER_ARRAYS = ("text_features", "encoder_noise")
+"""Fields of the request that hold arrays for the encoders, by name."""
+
+DENOISER_ARRAYS = ("latents", "noise")
+"""Fields of the request that hold an array for the denoising loop."""
+
+
+def request_values(run: Run) -> dict[str, Any]:
+    """Return everything that decides the videos of a run but for the model and the dtype.
+
+    Returns:
+        Field of the request -> its value, as JSON has it but for images and clips, which are `Media`; the scheduler
+        by its kind. Where Python gave them, also `arrays`, name -> SHA-256, and `noise_schedule`, what is known of a
+        scheduler that is not the checkpoint's.
+    """
+    names = ("prompt", *recorded("encode", "denoise", "decode"))
+    values = {name: plain(getattr(run.request, name)) for name in names}
+    values["scheduler"] = run.scheduler.kind
+    if (schedule := _noise_schedule(run)) is not None:
+        values["noise_schedule"] = schedule
+    if arrays := _arrays(run.request):
+        values["arrays"] = arrays
+    return values
+
+
+def _noise_schedule(run: Run) -> dict[str, Any] | None:
+    """What is known of a scheduler object that is not one of the checkpoint's; None for these."""
+    model, scheduler = run.model, run.scheduler
+    if model.schedulers.get(scheduler.kind) is type(scheduler):
+        config = scheduler.config.to_dict()
+        return None if config == model.scheduler(scheduler.kind).config.to_dict() else config
+    return scheduler.identity or {"class": f"{type(scheduler).__module__}.{type(scheduler).__qualname__}"}
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: a list for a tuple."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _arrays(request: GenerationRequest) -> dict[str, str]:
+    """Name -> SHA-256 of each array that the request holds."""
+    arrays = {name: getattr(request, name) for name in DENOISER_ARRAYS}
+    for field in ENCODER_ARRAYS:
+        arrays |= {f"{field}.{name}": x for name, x in (getattr(request, field) or {}).items()}
+    return {name: array_hash(x) for name, x in arrays.items() if x is not None}
+
+
+def array_hash(x: Any) -> str:
+    """SHA-256 of an array's shape and of its values in float32."""
+    values = np.ascontiguousarray(x, np.float32)
+    return hashlib.sha256(json.dumps(values.shape).encode() + values.tobytes()).hexdigest()
+
+
+def deciding(values: Mapping[str, Any], *stages: Stage) -> dict[str, Any]:
+    """What of a request's values decides the results of these stages, as JSON values: images and clips by their
+    contents, wherever they lie.
+
+    Args:
+        values: from `request_values`, or `store.read_settings`.
+    """
+    decisive: dict[str, Any] = {name: plain(values.get(name)) for name in ("prompt", *recorded(*stages))}
+    decisive |= {name: [media.sha256 for media in decisive[name]] for name in MEDIA if decisive.get(name)}
+    arrays = values.get("arrays") or {}
+    if "denoise" in stages:
+        decisive["noise_schedule"] = values.get("noise_schedule")
+    else:
+        arrays = {name: digest for name, digest in arrays.items() if name.startswith(ENCODER_ARRAYS)}
+    return decisive | {"arrays": arrays or None}
+
+
+def unhashed(run: Run) -> dict[str, Any]:
+    """Part of a key that no other key has, where something that decides the latents cannot be hashed; else {}."""
+    return {"unhashed": secrets.token_hex(8)} if "class" in (_noise_schedule(run) or {}) else {}
+
+
+# --- recipes
 
 
 class MediaRecord(TypedDict):
@@ -63,7 +149,7 @@ def recipe(
     """What is stored with a video, of every front end alike: all that decides it; a list where its items differ.
 
     Args:
-        made_of: of `freshness.request_values`, as far as it is known; and what else belongs to the settings.
+        made_of: of `request_values`, as far as it is known; and what else belongs to the settings.
         name: of the model, where its architecture is none of a release.
         fingerprints: of the model's parts; None: not known.
 

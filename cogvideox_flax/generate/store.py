@@ -30,10 +30,10 @@ from jaxtyping import Float, Float32
 from cogvideox_flax.errors import CheckpointError, InputError, NonFiniteError
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
-from cogvideox_flax.generate.freshness import deciding, plain, request_values, unhashed
 from cogvideox_flax.generate.media import MEDIA, Media
 from cogvideox_flax.generate.predict.adaptive import FULL, Decided
 from cogvideox_flax.generate.predict.step_cache import StepCache
+from cogvideox_flax.generate.recipe import deciding, plain, request_values, unhashed
 from cogvideox_flax.generate.request import GenerationRequest, check_option, json_type, recorded
 from cogvideox_flax.generate.resolve import check_prompts
 from cogvideox_flax.generate.run import Run
