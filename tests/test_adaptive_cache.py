@@ -29,7 +29,7 @@ from cogvideox_flax.checkpoint import Manifest, load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
-from cogvideox_flax.generate.predict.parts import AttentionCache, SkippedHalf, TaylorSeer
+from cogvideox_flax.generate.predict.parts import AttentionCache, FasterCache, TaylorSeer
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
@@ -190,10 +190,10 @@ def test_fastercache_is_diffusers_without_its_attentions(reference, model, seque
         tensor_format="BFCHW",
         current_timestep_callback=lambda: NOW[0],
     )
-    full = SkippedHalf.default_steps(timesteps_of(sequence))
+    full = FasterCache.default_steps(timesteps_of(sequence))
     assert 3 < full.sum() < STEPS
-    assert_cached_as_by(config, reference, model, sequence, SkippedHalf(PLAIN), full)
-    assert SkippedHalf.default_steps(np.linspace(999, 19, 50)).sum() == 24
+    assert_cached_as_by(config, reference, model, sequence, FasterCache(PLAIN), full)
+    assert FasterCache.default_steps(np.linspace(999, 19, 50)).sum() == 24
 
 
 def test_teacache_is_its_definition(reference, model, sequence):

@@ -62,7 +62,7 @@ STEP_CACHES = {
     "teacache": StepCacheForm("adaptive:TeaCache", 0.1),
     "magcache": StepCacheForm("adaptive:MagCache", 0.06, has_ratios=True),
     "pab": StepCacheForm("parts:AttentionCache"),
-    "fastercache": StepCacheForm("parts:SkippedHalf", needs_guidance=True),
+    "fastercache": StepCacheForm("parts:FasterCache", needs_guidance=True),
 }
 """Name -> form of the step cache."""
 

@@ -132,7 +132,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class SkippedHalf(StepCache):
+class FasterCache(StepCache):
     """fastercache. Latents and features are those of both halves, without the prompt first."""
 
     is_small: ClassVar[bool] = True
