@@ -29,7 +29,7 @@ from cogvideox_flax.checkpoint import Manifest, load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
-from cogvideox_flax.generate.predict.parts import AttentionCache, FasterCache, TaylorSeer
+from cogvideox_flax.generate.predict.parts import FasterCache, PyramidBroadcast, TaylorSeer
 from cogvideox_flax.generate.predict.plain import At, Plain
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
@@ -178,10 +178,10 @@ def test_pab_is_diffusers(reference, model, sequence):
     config = PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, current_timestep_callback=lambda: NOW[0]
     )
-    full = AttentionCache.default_steps(timesteps_of(sequence))
+    full = PyramidBroadcast.default_steps(timesteps_of(sequence))
     assert 3 < full.sum() < STEPS
-    assert_cached_as_by(config, reference, model, sequence, AttentionCache(PLAIN), full)
-    assert AttentionCache.default_steps(np.linspace(999, 19, 50)).sum() == 33
+    assert_cached_as_by(config, reference, model, sequence, PyramidBroadcast(PLAIN), full)
+    assert PyramidBroadcast.default_steps(np.linspace(999, 19, 50)).sum() == 33
 
 
 def test_fastercache_is_diffusers_without_its_attentions(reference, model, sequence):
@@ -295,7 +295,7 @@ def test_hunyuans_streams():
     assert relative_error(again, first) < BAR, "cached, of the same latents"
 
     # the attentions of both streams
-    cache = AttentionCache(Plain(embed))
+    cache = PyramidBroadcast(Plain(embed))
     kept, step = empty_of(cache.kept(model, tokens, latents, 3)), jax.jit(cache)
     out, kept = step(model, latents, given, at._replace(is_full=jnp.array(True)), kept)
     assert relative_error(out, exact) < BAR and [x.ndim for x in kept] == [4, 4]

@@ -61,7 +61,7 @@ STEP_CACHES = {
     "dbcache": StepCacheForm("adaptive:DBCache", 0.08),
     "teacache": StepCacheForm("adaptive:TeaCache", 0.1),
     "magcache": StepCacheForm("adaptive:MagCache", 0.06, has_ratios=True),
-    "pab": StepCacheForm("parts:AttentionCache"),
+    "pab": StepCacheForm("parts:PyramidBroadcast"),
     "fastercache": StepCacheForm("parts:FasterCache", needs_guidance=True),
 }
 """Name -> form of the step cache."""

@@ -92,7 +92,7 @@ class TaylorSeer(StepCache):
 
 
 @dataclass(frozen=True)
-class AttentionCache(StepCache):
+class PyramidBroadcast(StepCache):
     """pab."""
 
     @staticmethod
