@@ -27,7 +27,7 @@ from benchmarks.fidelity import psnr, ssim
 from benchmarks.lpips import Lpips
 from benchmarks.runner import Report, make_parser, timed
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.predict.adaptive import FULL, Decided
+from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import default_schedule
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.runtime.global_arrays import fetch
@@ -98,7 +98,7 @@ class Runner:
         last, seconds = timed(lambda: jax.block_until_ready(list(states)[-1]))
         run = self.pipe.resolve(asked)
         full = np.ones(len(run.steps)) if run.full_steps is None else run.full_steps
-        if isinstance(last.cache, Decided):
+        if isinstance(last.cache, AdaptiveState):
             full = fetch(last.cache.full) == FULL
         frames = fetch(self.pipe.decode(last, progress=False))[0]
         return seconds, float(full.sum()), frames

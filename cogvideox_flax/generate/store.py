@@ -31,7 +31,7 @@ from cogvideox_flax.errors import CheckpointError, InputError, NonFiniteError
 from cogvideox_flax.generate.denoise import DenoiseState
 from cogvideox_flax.generate.encode import NEGATIVE, VIDEO_FEATURE, Conditioning
 from cogvideox_flax.generate.media import MEDIA, Media
-from cogvideox_flax.generate.predict.adaptive import FULL, Decided
+from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.recipe import deciding, plain, request_values, unhashed
 from cogvideox_flax.generate.request import GenerationRequest, check_option, json_type, recorded
@@ -389,7 +389,7 @@ class StateKeeper(States):
         over."""
         if not self._enabled:
             return
-        if isinstance(state.cache, Decided):
+        if isinstance(state.cache, AdaptiveState):
             # whether a step is full is known when it is done: then the loop can go on from the state before it
             before, self._before = self._before, dataclasses.replace(state, cache=None)
             if fetch(state.cache.full)[int(state.step) - 1] != FULL or before is None:

@@ -37,12 +37,12 @@ from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.runtime.global_arrays import fetch
 
 UNKNOWN, CACHED, FULL = 0, 1, 2
-"""In `Decided.full`. A step not done yet, or done in an earlier process, is unknown: what is kept begins as zeros."""
+"""In `AdaptiveState.full`. A step not done yet, or done in an earlier process, is unknown: it begins as zeros."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Decided:
+class AdaptiveState:
     """What an adaptive form keeps.
 
     full: int8 [N], of each step `UNKNOWN`, `CACHED` or `FULL`.
@@ -70,14 +70,14 @@ class UpdateCache(StepCache):
     def default_steps(timesteps: Num[np.ndarray, " N"]) -> None:
         return None
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
-        return Decided(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
+        return AdaptiveState(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
 
-    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
+    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
         return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, entered))
 
-    def reuse(self, kept: Decided, entered: Any) -> Any:
+    def reuse(self, kept: AdaptiveState, entered: Any) -> Any:
         return jax.tree.map(jnp.add, entered, kept.update)
 
 
@@ -94,7 +94,7 @@ class AdaptiveCache(UpdateCache):
     def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
         return cls(plain, threshold)
 
-    def said(self, kept: Decided) -> str | None:
+    def said(self, kept: AdaptiveState) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
         full = fetch(kept.full)
         steps = np.flatnonzero(full == FULL).tolist()
@@ -109,17 +109,17 @@ class AdaptiveCache(UpdateCache):
         """Whether a step is full whatever the change."""
         raise NotImplementedError
 
-    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         """What is compared with the threshold."""
         raise NotImplementedError
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Decided:
+    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
         seen = jax.eval_shape(self.look, denoiser, tokens, tokens)
         return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), seen=seen)
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
-    ) -> tuple[Bool[Array, ""], Decided, Any]:
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+    ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         now, steps = self.look(denoiser, tokens, entered), kept.full.shape[0]
         change = self.change(now, kept)
         # without a full step in memory there is nothing to reuse
@@ -153,10 +153,10 @@ class FirstBlocks(AdaptiveCache):
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
         return step < self.warm_up
 
-    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         return relative_change(now, kept.seen)
 
-    def keep(self, before: Any, entered: Any, kept: Decided, seen: Any) -> Decided:
+    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
         return dataclasses.replace(super().keep(before, entered, kept, seen), seen=seen)
 
 
@@ -200,13 +200,13 @@ class TeaCache(AdaptiveCache):
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
         return (step == 0) | (step == steps - 1)
 
-    def change(self, now: Any, kept: Decided) -> Float32[Array, ""]:
+    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(now, kept.seen))
         return kept.total + estimate
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
-    ) -> tuple[Bool[Array, ""], Decided, Any]:
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+    ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         is_full, decided, now = super().decide(denoiser, at, tokens, entered, kept)
         return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
 
@@ -228,7 +228,7 @@ class MagCache(UpdateCache):
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         return full is None or bool(full[step])  # while it measures, all steps are full
 
-    def said(self, kept: Decided) -> str | None:
+    def said(self, kept: AdaptiveState) -> str | None:
         full, ratios = fetch(kept.full), fetch(kept.changes)
         if not self.measures:
             return None
@@ -237,13 +237,13 @@ class MagCache(UpdateCache):
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Decided
-    ) -> tuple[Bool[Array, ""], Decided, Any]:
+        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+    ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         is_full = jnp.array(True) if at.is_full is None else at.is_full
         decided = dataclasses.replace(kept, full=_recorded(kept.full, at.step, is_full))
         return is_full, decided, (tokens, at.step)
 
-    def keep(self, before: Any, entered: Any, kept: Decided, seen: tuple[Tokens, Any]) -> Decided:
+    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: tuple[Tokens, Any]) -> AdaptiveState:
         after = super().keep(before, entered, kept, seen)
         if not self.measures:
             return after
