@@ -20,10 +20,10 @@ from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.guidance import (
     GUIDANCE,
+    CFGZeroStar,
     ClassifierFree,
     Projected,
     SkipLayer,
-    ZeroStar,
     guided_steps,
     skip_layer_steps,
 )
@@ -128,7 +128,7 @@ def test_cfg_zero(given):
     without, with_prompt, _ = torched(given)
     alpha = cfg_zero_star_scale(with_prompt.flatten(1), without.flatten(1)).view(-1, 1, 1, 1, 1)
     expected = without * alpha + 5 * (with_prompt - without * alpha)
-    np.testing.assert_allclose(guided(ZeroStar(), given), expected.numpy(), atol=2e-5)
+    np.testing.assert_allclose(guided(CFGZeroStar(), given), expected.numpy(), atol=2e-5)
 
 
 def test_projected(given):

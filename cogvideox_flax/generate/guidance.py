@@ -123,7 +123,7 @@ class ClassifierFree:
 
 
 @dataclass(frozen=True)
-class ZeroStar(ClassifierFree):
+class CFGZeroStar(ClassifierFree):
     """CFG-Zero*: the prediction without the prompt is scaled to what of it points along the one with it.
 
     Source: arXiv 2503.18886, equation 9; its zeroed first steps are left out, since a velocity of 0 is no still stand
@@ -213,7 +213,7 @@ def skip_layer_steps(num_inference_steps: int, first: int) -> Bool[np.ndarray, "
     return (start < steps) & (steps < stop)
 
 
-GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": ZeroStar, "apg": Projected}
+GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": CFGZeroStar, "apg": Projected}
 """Name -> form of guidance."""
 
 _VIDEO = (1, 2, 3, 4)
