@@ -19,10 +19,10 @@ from test_transformer import run_reference
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.guidance import (
+    APG,
     GUIDANCE,
     CFGZeroStar,
     ClassifierFree,
-    Projected,
     SkipLayer,
     guided_steps,
     skip_layer_steps,
@@ -131,14 +131,14 @@ def test_cfg_zero(given):
     np.testing.assert_allclose(guided(CFGZeroStar(), given), expected.numpy(), atol=2e-5)
 
 
-def test_projected(given):
+def test_apg(given):
     """On x0, with eta 0, in the paper's form: from the prediction with the prompt."""
     without, with_prompt, sample = torched(given)
     a, s = (float(x) for x in (given[3].signal, given[3].sigma))
     x0s = [a * sample - s * v for v in (with_prompt, without)]
     x0 = normalized_guidance(*x0s, 4.0, None, eta=0.0, norm_threshold=0.0, use_original_formulation=True)
     expected = (a * sample - x0) / s
-    np.testing.assert_allclose(guided(Projected(), given), expected.numpy(), atol=5e-5)
+    np.testing.assert_allclose(guided(APG(), given), expected.numpy(), atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class CFGZeroStar(ClassifierFree):
 
 
 @dataclass(frozen=True)
-class Projected(ClassifierFree):
+class APG(ClassifierFree):
     """Adaptive projected guidance: of the difference that the prompt makes to x0, what points along x0 is left out.
 
     Source: arXiv 2410.02416, without its momentum and its bound of the norm.
@@ -213,7 +213,7 @@ def skip_layer_steps(num_inference_steps: int, first: int) -> Bool[np.ndarray, "
     return (start < steps) & (steps < stop)
 
 
-GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": CFGZeroStar, "apg": Projected}
+GUIDANCE: dict[str, type[ClassifierFree]] = {"cfg": ClassifierFree, "cfg_zero": CFGZeroStar, "apg": APG}
 """Name -> form of guidance."""
 
 _VIDEO = (1, 2, 3, 4)
