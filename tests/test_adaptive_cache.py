@@ -30,7 +30,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, store
 from cogvideox_flax.generate.predict.adaptive import CACHED, FULL, FirstBlocks, MagCache, TeaCache, magcache_steps
 from cogvideox_flax.generate.predict.parts import FasterCache, PyramidBroadcast, TaylorSeer
-from cogvideox_flax.generate.predict.plain import At, Plain
+from cogvideox_flax.generate.predict.plain import Plain, StepInfo
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.cogvideox.few_steps import TEACACHE
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -114,8 +114,8 @@ def run_ours(model, cache, sequence, full=None):
     step = jax.jit(cache)
     for i, (latents, _, timestep) in enumerate(sequence):
         is_full = None if full is None else jnp.array(full[i])
-        at = At(jnp.int32(timestep), jnp.int32(0), is_full, jnp.int32(i))
-        out, kept = step(model, latents.transpose(0, 1, 3, 4, 2), features, at, kept)
+        info = StepInfo(jnp.int32(timestep), jnp.int32(0), is_full, jnp.int32(i))
+        out, kept = step(model, latents.transpose(0, 1, 3, 4, 2), features, info, kept)
         outputs.append(np.asarray(out))
     return outputs, kept
 
@@ -286,20 +286,20 @@ def test_hunyuans_streams():
     tokens = jax.eval_shape(embed, model, latents, given, jnp.float32(0))
     kept = empty_of(cache.kept(model, tokens, jax.ShapeDtypeStruct(latents.shape, jnp.float32), 3))
     step = jax.jit(cache)
-    at = At(jnp.float32(900), jnp.float32(0), None, jnp.int32(0))
-    first, kept = step(model, latents, given, at, kept)
+    info = StepInfo(jnp.float32(900), jnp.float32(0), None, jnp.int32(0))
+    first, kept = step(model, latents, given, info, kept)
     exact = model(latents, jnp.float32(900), **given)
     assert relative_error(first, exact) < BAR
-    again, after = step(model, latents, given, at._replace(step=jnp.int32(1)), kept)
+    again, after = step(model, latents, given, info._replace(step=jnp.int32(1)), kept)
     assert float(after.changes[1]) == 0 and int(after.full[1]) == CACHED
     assert relative_error(again, first) < BAR, "cached, of the same latents"
 
     # the attentions of both streams
     cache = PyramidBroadcast(Plain(embed))
     kept, step = empty_of(cache.kept(model, tokens, latents, 3)), jax.jit(cache)
-    out, kept = step(model, latents, given, at._replace(is_full=jnp.array(True)), kept)
+    out, kept = step(model, latents, given, info._replace(is_full=jnp.array(True)), kept)
     assert relative_error(out, exact) < BAR and [x.ndim for x in kept] == [4, 4]
-    cached = at._replace(is_full=jnp.array(False))
+    cached = info._replace(is_full=jnp.array(False))
     again, kept = step(model, latents, given, cached, kept)
     assert relative_error(again, exact) < BAR
     other, _ = step(model, latents + 1, given, cached, kept)

@@ -28,7 +28,7 @@ from cogvideox_flax.generate.guidance import (
     skip_layer_steps,
 )
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.predict.plain import At
+from cogvideox_flax.generate.predict.plain import StepInfo
 from cogvideox_flax.generate.request import GUIDANCE as NAMES
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -67,10 +67,10 @@ def test_skip_layer_is_diffusers(tmp_path):
     block = reference.transformer_blocks[1]
     block.forward = lambda hidden_states, encoder_hidden_states, *_, **__: (hidden_states, encoder_hidden_states)
     skipped = run_reference(reference, latents, context, timestep)
-    at = At(jnp.array(timestep), jnp.int32(0))
+    info = StepInfo(jnp.array(timestep), jnp.int32(0))
     features = {"prompt_embeds": jnp.array(context)}
     skip = SkipLayer(CogVideoX.embed, 1, 2.8)
-    shift = np.asarray(jax.jit(skip)(model, latents.transpose(0, 1, 3, 4, 2), features, at, jnp.array(exact)))
+    shift = np.asarray(jax.jit(skip)(model, latents.transpose(0, 1, 3, 4, 2), features, info, jnp.array(exact)))
     assert relative_error(shift, 2.8 * (exact - skipped)) < 1e-4
 
     guider = SkipLayerGuidance(6.0, 2.8, skip_layer_guidance_layers=[1], guidance_rescale=0.5)

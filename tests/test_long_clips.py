@@ -13,7 +13,7 @@ from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.checkpoint import load_transformer
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.predict.plain import At
+from cogvideox_flax.generate.predict.plain import StepInfo
 from cogvideox_flax.generate.predict.windows import Windowed, Windows
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.nn import rope
@@ -131,11 +131,11 @@ def test_windows_of_a_prediction_that_looks_at_each_frame_alone():
     """Then windows change nothing; features with a row per frame are cut alike, others are not."""
     latents, control, text = random(0, 2, 13, 2, 2, 3), random(1, 2, 13, 2, 2, 3), random(2, 2, 5)
 
-    def predict(model, x, features, at, kept):
+    def predict(model, x, features, info, kept):
         assert x.shape[1] == features["control"].shape[1]
-        return model * x + features["control"] ** 2 + features["text"].sum() + at.timestep, kept
+        return model * x + features["control"] ** 2 + features["text"].sum() + info.timestep, kept
 
-    given = 2.0, latents, {"control": control, "text": text}, At(7, 0), None
+    given = 2.0, latents, {"control": control, "text": text}, StepInfo(7, 0), None
     (whole, _), (found, _) = predict(*given), Windowed(predict, Windows(13, 5, 2))(*given)
     np.testing.assert_allclose(found, whole, atol=1e-5)
 

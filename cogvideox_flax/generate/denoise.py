@@ -18,7 +18,7 @@ from cogvideox_flax.errors import NonFiniteError
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.guidance import Guidance, SkipLayer, Unguided
 from cogvideox_flax.generate.predict import step_cache
-from cogvideox_flax.generate.predict.plain import At, Predict
+from cogvideox_flax.generate.predict.plain import Predict, StepInfo
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
 from cogvideox_flax.runtime.global_arrays import fetch, replicate
 from cogvideox_flax.runtime.profiling import ProfilingOptions
@@ -61,10 +61,10 @@ class DenoiseInputs:
         names = "steps", "guidance", "full_steps", "guided_steps", "skip_layer_steps"
         return replace(self, **{name: jax.tree.map(pad, getattr(self, name)) for name in names})
 
-    def at(self, i: Int32[Array, ""]) -> At:
+    def info(self, i: Int32[Array, ""]) -> StepInfo:
         """Where step i is, which may be traced."""
         is_full = None if self.full_steps is None else self.full_steps[i]
-        return At(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full, i)
+        return StepInfo(self.steps.timesteps[i], self.steps.next_timesteps[i], is_full, i)
 
 
 @jax.tree_util.register_dataclass
@@ -129,11 +129,11 @@ class DenoiseStep(Program):
         assert inputs.conditioning is not None
         i, x = state.step, state.latents
         batch, features = guidance.batch(x), guidance.features(inputs.conditioning)
-        prediction, kept = self.predict(model, batch, features, inputs.at(i), state.cache)
+        prediction, kept = self.predict(model, batch, features, inputs.info(i), state.cache)
         shift: Any = 0.0
         if self.skip_layer is not None:
             assert inputs.skip_layer_steps is not None
-            args = model, x, Unguided().features(inputs.conditioning), inputs.at(i), prediction[-len(x) :]
+            args = model, x, Unguided().features(inputs.conditioning), inputs.info(i), prediction[-len(x) :]
             nothing = partial(lambda x, *_: jnp.zeros_like(x), x)
             shift = jax.lax.cond(inputs.skip_layer_steps[i], self.skip_layer, nothing, *args)
         return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i), shift), kept

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Num
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.predict.plain import At, Embed
+from cogvideox_flax.generate.predict.plain import Embed, StepInfo
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.schedulers import StepTable
 
@@ -183,7 +183,7 @@ class SkipLayer:
         denoiser: Denoiser,
         latents: Float32[Array, "B T h w C"],
         features: Features,
-        at: At,
+        info: StepInfo,
         prediction: Float32[Array, "B T h w C"],
     ) -> Float32[Array, "B T h w C"]:
         """What is added to the guided prediction.
@@ -191,7 +191,7 @@ class SkipLayer:
         features: of the prompts.
         prediction: with all blocks.
         """
-        tokens: Any = self.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+        tokens: Any = self.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
         before = denoiser.run_blocks(tokens, stop=self.block) if self.block else tokens
         after = denoiser.run_blocks(before, start=self.block + 1)
         return self.scale * (prediction - denoiser.head(after).astype(jnp.float32))

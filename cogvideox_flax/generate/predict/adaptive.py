@@ -14,7 +14,7 @@ magcache: how much smaller the sum of all blocks' updates of the video tokens be
     runs no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
 
 A change is mean |x - before| / mean |before|, over all videos, both halves of guidance and all devices: one number, so
-one decision. Decisions are kept, and `At.is_full` takes the place of them: a run can be replayed.
+one decision. Decisions are kept, and `StepInfo.is_full` takes the place of them: a run can be replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.predict.plain import At, Plain
+from cogvideox_flax.generate.predict.plain import Plain, StepInfo
 from cogvideox_flax.generate.predict.step_cache import Ratios, StepCache
 from cogvideox_flax.models.denoiser import Denoiser, Tokens
 from cogvideox_flax.models.model import VideoModel
@@ -118,18 +118,18 @@ class AdaptiveCache(UpdateCache):
         return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), seen=seen)
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         now, steps = self.look(denoiser, tokens, entered), kept.full.shape[0]
         change = self.change(now, kept)
         # without a full step in memory there is nothing to reuse
-        is_full = self.must(at.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
-        if at.is_full is not None:
-            is_full = at.is_full
+        is_full = self.must(info.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
+        if info.is_full is not None:
+            is_full = info.is_full
         decided = dataclasses.replace(
             kept,
-            full=_recorded(kept.full, at.step, is_full),
-            changes=kept.changes.at[at.step].set(change),
+            full=_recorded(kept.full, info.step, is_full),
+            changes=kept.changes.at[info.step].set(change),
             total=jnp.where(is_full, 0.0, change),
         )
         return is_full, decided, now
@@ -205,9 +205,9 @@ class TeaCache(AdaptiveCache):
         return kept.total + estimate
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        is_full, decided, now = super().decide(denoiser, at, tokens, entered, kept)
+        is_full, decided, now = super().decide(denoiser, info, tokens, entered, kept)
         return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
 
 
@@ -237,11 +237,11 @@ class MagCache(UpdateCache):
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        is_full = jnp.array(True) if at.is_full is None else at.is_full
-        decided = dataclasses.replace(kept, full=_recorded(kept.full, at.step, is_full))
-        return is_full, decided, (tokens, at.step)
+        is_full = jnp.array(True) if info.is_full is None else info.is_full
+        decided = dataclasses.replace(kept, full=_recorded(kept.full, info.step, is_full))
+        return is_full, decided, (tokens, info.step)
 
     def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: tuple[Tokens, Any]) -> AdaptiveState:
         after = super().keep(before, entered, kept, seen)

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.predict.plain import At, Kept
+from cogvideox_flax.generate.predict.plain import Kept, StepInfo
 from cogvideox_flax.generate.predict.step_cache import SCOPE, StepCache, constrain_kept
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 
@@ -73,22 +73,22 @@ class TaylorSeer(StepCache):
         return Extrapolated(prediction, prediction, jax.ShapeDtypeStruct((), jnp.int32))
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        assert at.is_full is not None
+        assert info.is_full is not None
 
         def full_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
-            prediction, _ = self.inner(denoiser, latents, features, at, None)
+            prediction, _ = self.inner(denoiser, latents, features, info, None)
             # `step` counts from 1, so that the zeros before the first full step say that there is none
-            between = jnp.maximum(at.step + 1 - kept.step, 1)
+            between = jnp.maximum(info.step + 1 - kept.step, 1)
             difference = jnp.where(kept.step > 0, (prediction - kept.prediction) / between, 0.0)
-            return prediction, Extrapolated(prediction, difference, jnp.int32(at.step + 1))
+            return prediction, Extrapolated(prediction, difference, jnp.int32(info.step + 1))
 
         def cached_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
-            return kept.prediction + (at.step + 1 - kept.step) * kept.difference, kept
+            return kept.prediction + (info.step + 1 - kept.step) * kept.difference, kept
 
         with jax.named_scope(SCOPE):
-            return jax.lax.cond(at.is_full, full_step, cached_step, latents, kept)
+            return jax.lax.cond(info.is_full, full_step, cached_step, latents, kept)
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ class PyramidBroadcast(StepCache):
         return jax.eval_shape(lambda denoiser, tokens: denoiser.run_attended(tokens)[1], denoiser, tokens)
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        assert at.is_full is not None
-        tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+        assert info.is_full is not None
+        tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
 
         def full_step(tokens: Any, kept: Kept) -> tuple[Any, Kept]:
             tokens, attended = denoiser.run_attended(tokens)
@@ -118,7 +118,7 @@ class PyramidBroadcast(StepCache):
             return denoiser.run_attended(tokens, kept)[0], constrain_kept(kept)
 
         with jax.named_scope(SCOPE):
-            tokens, kept = jax.lax.cond(at.is_full, full_step, cached_step, tokens, kept)
+            tokens, kept = jax.lax.cond(info.is_full, full_step, cached_step, tokens, kept)
         return denoiser.head(tokens).astype(jnp.float32), kept
 
 
@@ -147,12 +147,12 @@ class FasterCache(StepCache):
         return Difference(half, half)
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        assert at.is_full is not None
+        assert info.is_full is not None
 
         def full_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
-            prediction, _ = self.inner(denoiser, latents, features, at, None)
+            prediction, _ = self.inner(denoiser, latents, features, info, None)
             without, with_prompt = jnp.split(prediction, 2)
             difference = without - with_prompt
             low = low_frequencies(difference)
@@ -160,13 +160,13 @@ class FasterCache(StepCache):
 
         def cached_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
             latents, features = jax.tree.map(_second_half, (latents, features))
-            with_prompt, _ = self.inner(denoiser, latents, features, at, None)
-            low = kept.low * _amplification(at.timestep, LOW_TIMESTEPS)
-            high = kept.high * _amplification(at.timestep, HIGH_TIMESTEPS)
+            with_prompt, _ = self.inner(denoiser, latents, features, info, None)
+            low = kept.low * _amplification(info.timestep, LOW_TIMESTEPS)
+            high = kept.high * _amplification(info.timestep, HIGH_TIMESTEPS)
             return jnp.concatenate([with_prompt + low + high, with_prompt]), Difference(low, high)
 
         with jax.named_scope(SCOPE):
-            return jax.lax.cond(at.is_full, full_step, cached_step, latents, features, kept)
+            return jax.lax.cond(info.is_full, full_step, cached_step, latents, features, kept)
 
 
 def low_frequencies(x: Float32[Array, "B T h w C"]) -> Float32[Array, "B T h w C"]:

@@ -19,7 +19,7 @@ Kept = Any
 """What a way of predicting keeps from step to step: a pytree of arrays; None if it keeps nothing."""
 
 
-class At(NamedTuple):
+class StepInfo(NamedTuple):
     """Where in the run a step is.
 
     timestep, next_timestep: of the scheduler's tables.
@@ -37,7 +37,7 @@ class Predict(Protocol):
     """What a denoising step asks of a way of predicting: a frozen dataclass, a part of the compiled program."""
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
         """The prediction, and what is kept for the next step.
 
@@ -55,9 +55,9 @@ class Plain:
     embed: Embed
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        return predict(self.embed, denoiser, latents, features, at.timestep, at.next_timestep), kept
+        return predict(self.embed, denoiser, latents, features, info.timestep, info.next_timestep), kept
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         return standard_normal(key, shape)

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.predict.plain import At, Kept, Plain
+from cogvideox_flax.generate.predict.plain import Kept, Plain, StepInfo
 from cogvideox_flax.generate.request import STEP_CACHES
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 from cogvideox_flax.models.model import VideoModel
@@ -97,7 +97,7 @@ class StepCache:
         return tokens.x
 
     def decide(
-        self, denoiser: Denoiser, at: At, tokens: Tokens, entered: Tokens, kept: Kept
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: Kept
     ) -> tuple[Bool[Array, ""], Kept, Any]:
         """Whether this step is full; what is kept then, full or not; and what was seen, for `keep`.
 
@@ -105,8 +105,8 @@ class StepCache:
             tokens: embedded.
             entered: after the first blocks.
         """
-        assert at.is_full is not None
-        return at.is_full, kept, None
+        assert info.is_full is not None
+        return info.is_full, kept, None
 
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         """Whether a loop that begins at this step, with an empty cache, computes what a whole run computes from there.
@@ -130,11 +130,11 @@ class StepCache:
         raise NotImplementedError
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        tokens: Any = self.inner.embed(denoiser, latents, features, at.timestep, next_timestep=at.next_timestep)
+        tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
         entered = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
-        is_full, kept, seen = self.decide(denoiser, at, tokens, entered, kept)
+        is_full, kept, seen = self.decide(denoiser, info, tokens, entered, kept)
         stop = -self.last if self.last else None
 
         def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import IMAGES
-from cogvideox_flax.generate.predict.plain import At, Kept, Plain
+from cogvideox_flax.generate.predict.plain import Kept, Plain, StepInfo
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import shown
@@ -71,7 +71,7 @@ class Windowed:
     windows: Windows
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, at: At, kept: Kept
+        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
         windows = self.windows
 
@@ -81,7 +81,7 @@ class Windowed:
         def add(total: Array, window: tuple[Array, Array]) -> tuple[Array, None]:
             start, weight = window
             own = {n: cut(x, start) if x.ndim == 5 and x.shape[1] == windows.frames else x for n, x in features.items()}
-            prediction, _ = self.inner(denoiser, cut(latents, start), own, at, None)
+            prediction, _ = self.inner(denoiser, cut(latents, start), own, info, None)
             summed = cut(total, start) + weight[:, None, None, None] * prediction
             return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
 
