@@ -74,11 +74,11 @@ class UpdateCache(StepCache):
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
         return AdaptiveState(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
 
-    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
-        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, entered))
+    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
+        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, after_first_blocks))
 
-    def reuse(self, kept: AdaptiveState, entered: Any) -> Any:
-        return jax.tree.map(jnp.add, entered, kept.update)
+    def reuse(self, kept: AdaptiveState, after_first_blocks: Any) -> Any:
+        return jax.tree.map(jnp.add, after_first_blocks, kept.update)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class AdaptiveCache(UpdateCache):
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
         return f"{len(steps)} of {(full != UNKNOWN).sum()} steps were full{again}"
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, ...]:
+    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, ...]:
         """What is compared."""
         raise NotImplementedError
 
@@ -118,9 +118,9 @@ class AdaptiveCache(UpdateCache):
         return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), seen=seen)
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        now, steps = self.look(denoiser, tokens, entered), kept.full.shape[0]
+        now, steps = self.look(denoiser, tokens, after_first_blocks), kept.full.shape[0]
         change = self.change(now, kept)
         # without a full step in memory there is nothing to reuse
         is_full = self.must(info.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
@@ -147,8 +147,8 @@ class FirstBlocks(AdaptiveCache):
     first: int = 1
     warm_up: int = 0
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, "B n D"]:
-        return entered.video - tokens.video
+    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B n D"]:
+        return after_first_blocks.video - tokens.video
 
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
         return step < self.warm_up
@@ -156,8 +156,8 @@ class FirstBlocks(AdaptiveCache):
     def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         return relative_change(now, kept.seen)
 
-    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
-        return dataclasses.replace(super().keep(before, entered, kept, seen), seen=seen)
+    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
+        return dataclasses.replace(super().keep(before, after_first_blocks, kept, seen), seen=seen)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class TeaCache(AdaptiveCache):
             )
         return cls(plain, threshold, model.teacache[release])
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, entered: Tokens) -> Float32[Array, "B ..."]:
+    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B ..."]:
         return denoiser.teacache_signal(tokens)
 
     def must(self, step: Any, steps: int) -> Bool[Array, ""]:
@@ -205,9 +205,9 @@ class TeaCache(AdaptiveCache):
         return kept.total + estimate
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        is_full, decided, now = super().decide(denoiser, info, tokens, entered, kept)
+        is_full, decided, now = super().decide(denoiser, info, tokens, after_first_blocks, kept)
         return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
 
 
@@ -237,14 +237,16 @@ class MagCache(UpdateCache):
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         is_full = jnp.array(True) if info.is_full is None else info.is_full
         decided = dataclasses.replace(kept, full=_recorded(kept.full, info.step, is_full))
         return is_full, decided, (tokens, info.step)
 
-    def keep(self, before: Any, entered: Any, kept: AdaptiveState, seen: tuple[Tokens, Any]) -> AdaptiveState:
-        after = super().keep(before, entered, kept, seen)
+    def keep(
+        self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: tuple[Tokens, Any]
+    ) -> AdaptiveState:
+        after = super().keep(before, after_first_blocks, kept, seen)
         if not self.measures:
             return after
         tokens, step = seen

@@ -97,13 +97,13 @@ class StepCache:
         return tokens.x
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, entered: Tokens, kept: Kept
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: Kept
     ) -> tuple[Bool[Array, ""], Kept, Any]:
         """Whether this step is full; what is kept then, full or not; and what was seen, for `keep`.
 
         Args:
             tokens: embedded.
-            entered: after the first blocks.
+            after_first_blocks: after the first blocks.
         """
         assert info.is_full is not None
         return info.is_full, kept, None
@@ -121,11 +121,11 @@ class StepCache:
         """What there is to say after a run."""
         return None
 
-    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
         """What a full step keeps, of the tokens before the last blocks and those after the first."""
         raise NotImplementedError
 
-    def reuse(self, kept: Kept, entered: Any) -> Any:
+    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
         """The tokens before the last blocks of a cached step."""
         raise NotImplementedError
 
@@ -133,20 +133,20 @@ class StepCache:
         self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
         tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
-        entered = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
-        is_full, kept, seen = self.decide(denoiser, info, tokens, entered, kept)
+        after_first_blocks = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
+        is_full, kept, seen = self.decide(denoiser, info, tokens, after_first_blocks, kept)
         stop = -self.last if self.last else None
 
         def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-            before = denoiser.run_blocks(dataclasses.replace(entered, x=x), start=self.first, stop=stop).x
+            before = denoiser.run_blocks(dataclasses.replace(after_first_blocks, x=x), start=self.first, stop=stop).x
             return before, constrain_kept(self.keep(before, x, kept, seen))
 
         def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
             return self.reuse(kept, x), constrain_kept(kept)
 
         with jax.named_scope(SCOPE):
-            before, kept = jax.lax.cond(is_full, full_step, cached_step, entered.x, kept)
-        tokens = dataclasses.replace(entered, x=before)
+            before, kept = jax.lax.cond(is_full, full_step, cached_step, after_first_blocks.x, kept)
+        tokens = dataclasses.replace(after_first_blocks, x=before)
         if self.last:
             tokens = denoiser.run_blocks(tokens, start=-self.last)
         return denoiser.head(tokens).astype(jnp.float32), kept
@@ -159,10 +159,10 @@ class StepCache:
 class DeepCache(StepCache):
     """The tokens themselves."""
 
-    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
         return before
 
-    def reuse(self, kept: Kept, entered: Any) -> Any:
+    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
         return kept
 
 
@@ -170,11 +170,11 @@ class DeepCache(StepCache):
 class ResidualCache(StepCache):
     """The sum of the skipped blocks' updates."""
 
-    def keep(self, before: Any, entered: Any, kept: Kept, seen: Any) -> Kept:
-        return jax.tree.map(jnp.subtract, before, entered)
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
+        return jax.tree.map(jnp.subtract, before, after_first_blocks)
 
-    def reuse(self, kept: Kept, entered: Any) -> Any:
-        return jax.tree.map(jnp.add, entered, kept)
+    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
+        return jax.tree.map(jnp.add, after_first_blocks, kept)
 
 
 def class_of(name: str) -> type[StepCache]:
