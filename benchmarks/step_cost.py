@@ -87,7 +87,7 @@ class Runner:
         """magcache's, measured in a run."""
         asked = GenerationRequest(prompt, num_inference_steps=EXACT_STEPS, step_cache="magcache")
         *_, last = self.pipe.denoise(self.pipe.encode(asked, progress=False), asked, progress=False)
-        return [float(ratio) for ratio in fetch(last.cache.changes)]
+        return [float(ratio) for ratio in fetch(last.cache.errors)]
 
     def run(self, prompt: str, seed: int, options: dict[str, Any]) -> tuple[float, float, UInt8[Any, "F H W 3"]]:
         """Seconds of the denoising loop, its full steps, and the frames."""

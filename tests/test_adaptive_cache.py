@@ -131,8 +131,8 @@ PLAIN = Plain(CogVideoX.embed)
 def test_first_block_is_diffusers(reference, model, sequence, threshold):
     expected, ran = run_hooked(reference, sequence, FirstBlockCacheConfig(threshold=threshold))
     outputs, kept = run_ours(model, FirstBlocks(PLAIN, threshold), sequence)
-    changes = np.asarray(kept.changes)[1:]
-    assert np.abs(changes / threshold - 1).min() > 1e-3, "no decision hangs on rounding"
+    errors = np.asarray(kept.errors)[1:]
+    assert np.abs(errors / threshold - 1).min() > 1e-3, "no decision hangs on rounding"
     assert np.flatnonzero(np.asarray(kept.full) == FULL).tolist() == ran
     for ours, theirs in zip(outputs, expected, strict=True):
         assert relative_error(ours, theirs) < BAR
@@ -218,7 +218,7 @@ def test_teacache_is_its_definition(reference, model, sequence):
     assert 2 < sum(full) < STEPS and np.abs(np.array(totals[1:]) / threshold - 1).min() > 1e-3
     outputs, kept = run_ours(model, TeaCache(PLAIN, threshold, coefficients), sequence)
     assert (np.asarray(kept.full) == FULL).tolist() == full
-    np.testing.assert_allclose(np.asarray(kept.changes)[1:], totals[1:], rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(kept.errors)[1:], totals[1:], rtol=1e-4)
 
     blocks, head = jax.jit(type(model).run_blocks), jax.jit(type(model).head)
     for i, (latents, context, timestep) in enumerate(sequence):
@@ -238,7 +238,7 @@ def test_magcache_is_diffusers(reference, model, sequence, capsys):
         float(x) for x in re.search(r"\[([\d., ]+)\]", capsys.readouterr().out.split("=...):")[1])[1].split(",")
     ]
     outputs, kept = run_ours(model, MagCache(PLAIN, measures=True), sequence)
-    np.testing.assert_allclose(kept.changes, measured, rtol=1e-4)
+    np.testing.assert_allclose(kept.errors, measured, rtol=1e-4)
     assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, calibrated, strict=True))
     for ratios, threshold in ((measured, 0.3), ([1.0, 0.9, 0.97, 0.8, 0.99], 0.5), ([1.0] * 3, 0.1)):
         config = MagCacheConfig(threshold=threshold, num_inference_steps=STEPS, mag_ratios=ratios)
@@ -291,7 +291,7 @@ def test_hunyuans_streams():
     exact = model(latents, jnp.float32(900), **given)
     assert relative_error(first, exact) < BAR
     again, after = step(model, latents, given, info._replace(step=jnp.int32(1)), kept)
-    assert float(after.changes[1]) == 0 and int(after.full[1]) == CACHED
+    assert float(after.errors[1]) == 0 and int(after.full[1]) == CACHED
     assert relative_error(again, first) < BAR, "cached, of the same latents"
 
     # the attentions of both streams

@@ -1,6 +1,6 @@
-"""Step caches that decide in each step whether it is full, by how much something has changed.
+"""Step caches that decide in each step whether it is full, by how much a signal has changed.
 
-The quantity and the blocks that are left out:
+The signal and the blocks that are left out:
 
 teacache: the family's `teacache_signal`, against that of the step before. A polynomial, fitted for each release, makes
     of the relative change an estimate of the output's; the sum of these since the last full step is compared with the
@@ -13,8 +13,8 @@ magcache: how much smaller the sum of all blocks' updates of the video tokens be
     measured once for a model, scheduler and number of steps; the schedule is then known before a run. A cached step
     runs no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
 
-A change is mean |x - before| / mean |before|, over all videos, both halves of guidance and all devices: one number, so
-one decision. Decisions are kept, and `StepInfo.is_full` takes the place of them: a run can be replayed.
+A change is mean |x - previous| / mean |previous|, over all videos, both halves of guidance and all devices: one number,
+so one decision. Decisions are kept, and `StepInfo.is_full` takes the place of them: a run can be replayed.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class AdaptiveState:
     """What an adaptive form keeps.
 
     full: int8 [N], of each step `UNKNOWN`, `CACHED` or `FULL`.
-    changes: [N], of each step what was compared with the threshold.
+    errors: [N], of each step what was compared with the threshold.
     update: the sum of the skipped blocks' updates in the last full step.
-    seen: what the next step is compared with.
-    total: of the changes since the last full step.
+    previous_signal: what the next step is compared with.
+    total: of the errors since the last full step.
     """
 
     full: Any
-    changes: Any
+    errors: Any
     update: Any
-    seen: Any
+    previous_signal: Any
     total: Any
 
 
@@ -74,7 +74,7 @@ class UpdateCache(StepCache):
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
         return AdaptiveState(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
+    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: Any) -> AdaptiveState:
         return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, after_first_blocks))
 
     def reuse(self, kept: AdaptiveState, after_first_blocks: Any) -> Any:
@@ -85,7 +85,7 @@ class UpdateCache(StepCache):
 class AdaptiveCache(UpdateCache):
     """The base of the forms that decide themselves.
 
-    threshold: of the change; above it a step is full.
+    threshold: of the error; above it a step is full.
     """
 
     threshold: float
@@ -101,38 +101,38 @@ class AdaptiveCache(UpdateCache):
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
         return f"{len(steps)} of {(full != UNKNOWN).sum()} steps were full{again}"
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, ...]:
-        """What is compared."""
+    def signal(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, ...]:
+        """What is compared with that of an earlier step."""
         raise NotImplementedError
 
-    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
-        """Whether a step is full whatever the change."""
+    def always_full(self, step: Any, steps: int) -> Bool[Array, ""]:
+        """Whether a step is full whatever the error."""
         raise NotImplementedError
 
-    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
+    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         """What is compared with the threshold."""
         raise NotImplementedError
 
     def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
-        seen = jax.eval_shape(self.look, denoiser, tokens, tokens)
-        return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), seen=seen)
+        previous_signal = jax.eval_shape(self.signal, denoiser, tokens, tokens)
+        return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), previous_signal=previous_signal)
 
     def decide(
         self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        now, steps = self.look(denoiser, tokens, after_first_blocks), kept.full.shape[0]
-        change = self.change(now, kept)
+        signal, steps = self.signal(denoiser, tokens, after_first_blocks), kept.full.shape[0]
+        error = self.error(signal, kept)
         # without a full step in memory there is nothing to reuse
-        is_full = self.must(info.step, steps) | ~(kept.full == FULL).any() | (change > self.threshold)
+        is_full = self.always_full(info.step, steps) | ~(kept.full == FULL).any() | (error > self.threshold)
         if info.is_full is not None:
             is_full = info.is_full
         decided = dataclasses.replace(
             kept,
             full=_recorded(kept.full, info.step, is_full),
-            changes=kept.changes.at[info.step].set(change),
-            total=jnp.where(is_full, 0.0, change),
+            errors=kept.errors.at[info.step].set(error),
+            total=jnp.where(is_full, 0.0, error),
         )
-        return is_full, decided, now
+        return is_full, decided, signal
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,17 @@ class FirstBlocks(AdaptiveCache):
     first: int = 1
     warm_up: int = 0
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B n D"]:
+    def signal(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B n D"]:
         return after_first_blocks.video - tokens.video
 
-    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
+    def always_full(self, step: Any, steps: int) -> Bool[Array, ""]:
         return step < self.warm_up
 
-    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
-        return relative_change(now, kept.seen)
+    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
+        return relative_change(signal, kept.previous_signal)
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: Any) -> AdaptiveState:
-        return dataclasses.replace(super().keep(before, after_first_blocks, kept, seen), seen=seen)
+    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: Any) -> AdaptiveState:
+        return dataclasses.replace(super().keep(before, after_first_blocks, kept, signal), previous_signal=signal)
 
 
 @dataclass(frozen=True)
@@ -194,21 +194,22 @@ class TeaCache(AdaptiveCache):
             )
         return cls(plain, threshold, model.teacache[release])
 
-    def look(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B ..."]:
+    def signal(self, denoiser: Denoiser, tokens: Tokens, after_first_blocks: Tokens) -> Float32[Array, "B ..."]:
         return denoiser.teacache_signal(tokens)
 
-    def must(self, step: Any, steps: int) -> Bool[Array, ""]:
+    def always_full(self, step: Any, steps: int) -> Bool[Array, ""]:
         return (step == 0) | (step == steps - 1)
 
-    def change(self, now: Any, kept: AdaptiveState) -> Float32[Array, ""]:
-        estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(now, kept.seen))
+    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
+        estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(signal, kept.previous_signal))
         return kept.total + estimate
 
     def decide(
         self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        is_full, decided, now = super().decide(denoiser, info, tokens, after_first_blocks, kept)
-        return is_full, dataclasses.replace(decided, seen=now), now  # each step is compared with the one before
+        is_full, decided, signal = super().decide(denoiser, info, tokens, after_first_blocks, kept)
+        # each step is compared with the one before
+        return is_full, dataclasses.replace(decided, previous_signal=signal), signal
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class MagCache(UpdateCache):
         return full is None or bool(full[step])  # while it measures, all steps are full
 
     def said(self, kept: AdaptiveState) -> str | None:
-        full, ratios = fetch(kept.full), fetch(kept.changes)
+        full, ratios = fetch(kept.full), fetch(kept.errors)
         if not self.measures:
             return None
         if (full == UNKNOWN).any():
@@ -244,18 +245,18 @@ class MagCache(UpdateCache):
         return is_full, decided, (tokens, info.step)
 
     def keep(
-        self, before: Any, after_first_blocks: Any, kept: AdaptiveState, seen: tuple[Tokens, Any]
+        self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: tuple[Tokens, Any]
     ) -> AdaptiveState:
-        after = super().keep(before, after_first_blocks, kept, seen)
+        after = super().keep(before, after_first_blocks, kept, signal)
         if not self.measures:
             return after
-        tokens, step = seen
-        now, then = (
+        tokens, step = signal
+        norm, previous_norm = (
             jnp.linalg.norm(dataclasses.replace(tokens, x=x).video, axis=-1)  # type: ignore[type-var]
             for x in (after.update, kept.update)
         )
-        ratio = jnp.where(step == 0, 1.0, (now / (then + 1e-8)).mean())
-        return dataclasses.replace(after, changes=kept.changes.at[step].set(ratio))
+        ratio = jnp.where(step == 0, 1.0, (norm / (previous_norm + 1e-8)).mean())
+        return dataclasses.replace(after, errors=kept.errors.at[step].set(ratio))
 
 
 MAX_SKIPS, RETENTION = 3, 0.2
@@ -284,6 +285,6 @@ def _recorded(full: Array, step: Any, is_full: Bool[Array, ""]) -> Array:
     return full.at[step].set(jnp.where(is_full, FULL, CACHED).astype(jnp.int8))
 
 
-def relative_change(now: Float32[Array, ...], before: Float32[Array, ...]) -> Float32[Array, ""]:
-    """mean |now - before| / mean |before|; infinite where there was nothing before."""
-    return jnp.abs(now - before).mean() / jnp.abs(before).mean()
+def relative_change(signal: Float32[Array, ...], previous: Float32[Array, ...]) -> Float32[Array, ""]:
+    """mean |signal - previous| / mean |previous|; infinite where there was none."""
+    return jnp.abs(signal - previous).mean() / jnp.abs(previous).mean()

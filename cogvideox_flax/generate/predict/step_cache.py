@@ -99,7 +99,7 @@ class StepCache:
     def decide(
         self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: Kept
     ) -> tuple[Bool[Array, ""], Kept, Any]:
-        """Whether this step is full; what is kept then, full or not; and what was seen, for `keep`.
+        """Whether this step is full; what is kept then, full or not; and the signal that decided, for `keep`.
 
         Args:
             tokens: embedded.
@@ -121,7 +121,7 @@ class StepCache:
         """What there is to say after a run."""
         return None
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
         """What a full step keeps, of the tokens before the last blocks and those after the first."""
         raise NotImplementedError
 
@@ -134,12 +134,12 @@ class StepCache:
     ) -> tuple[Float32[Array, "B T h w C"], Kept]:
         tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
         after_first_blocks = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
-        is_full, kept, seen = self.decide(denoiser, info, tokens, after_first_blocks, kept)
+        is_full, kept, signal = self.decide(denoiser, info, tokens, after_first_blocks, kept)
         stop = -self.last if self.last else None
 
         def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
             before = denoiser.run_blocks(dataclasses.replace(after_first_blocks, x=x), start=self.first, stop=stop).x
-            return before, constrain_kept(self.keep(before, x, kept, seen))
+            return before, constrain_kept(self.keep(before, x, kept, signal))
 
         def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
             return self.reuse(kept, x), constrain_kept(kept)
@@ -159,7 +159,7 @@ class StepCache:
 class DeepCache(StepCache):
     """The tokens themselves."""
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
         return before
 
     def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
@@ -170,7 +170,7 @@ class DeepCache(StepCache):
 class ResidualCache(StepCache):
     """The sum of the skipped blocks' updates."""
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, seen: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
         return jax.tree.map(jnp.subtract, before, after_first_blocks)
 
     def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
