@@ -49,14 +49,14 @@ class AdaptiveState:
     errors: [N], of each step what was compared with the threshold.
     update: the sum of the skipped blocks' updates in the last full step.
     previous_signal: what the next step is compared with.
-    total: of the errors since the last full step.
+    accumulated_error: since the last full step.
     """
 
     full: Any
     errors: Any
     update: Any
     previous_signal: Any
-    total: Any
+    accumulated_error: Any
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class AdaptiveCache(UpdateCache):
             kept,
             full=_recorded(kept.full, info.step, is_full),
             errors=kept.errors.at[info.step].set(error),
-            total=jnp.where(is_full, 0.0, error),
+            accumulated_error=jnp.where(is_full, 0.0, error),
         )
         return is_full, decided, signal
 
@@ -202,7 +202,7 @@ class TeaCache(AdaptiveCache):
 
     def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
         estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(signal, kept.previous_signal))
-        return kept.total + estimate
+        return kept.accumulated_error + estimate
 
     def decide(
         self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
