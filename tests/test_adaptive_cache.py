@@ -401,8 +401,8 @@ def test_a_stopped_run_goes_on_before_a_full_step(pipe, tmp_path, monkeypatch):
     monkeypatch.setattr(journey, "LoopBegan", lambda *args: started.append(args[-1]) or began(*args))
     parts = tmp_path / "parts.npz"
     assert cli.main([*COMMAND, "--out", str(parts)]) == 130
-    real, said = FirstBlocks.said, []
-    monkeypatch.setattr(FirstBlocks, "said", lambda *args: said.append(real(*args)))
+    real, said = FirstBlocks.summary, []
+    monkeypatch.setattr(FirstBlocks, "summary", lambda *args: said.append(real(*args)))
     assert cli.main([*COMMAND, "--out", str(parts)]) == 0
     assert "makes the same" not in said[0], "the steps of the first process are not known"
     assert started == [0, max(i for i in full if i < stop)], full

@@ -111,7 +111,7 @@ def _denoise_from_store(model: OpenModel, run: Run, conditioning: Conditioning, 
                 states.keep(state)
                 yield Step(run, state, run.steps.timesteps[int(state.step) - 1].item())
         assert state is not None  # of a loop that was stopped after its last step, the one that was found
-        if isinstance(run.predict, StepCache) and (summary := run.predict.said(state.cache)) is not None:
+        if isinstance(run.predict, StepCache) and (summary := run.predict.summary(state.cache)) is not None:
             log.info(summary)
         model.profiling.after_stage("denoising")
         store.save_latents(run, conditioning, state)  # before the state is removed

@@ -94,7 +94,7 @@ class AdaptiveCache(UpdateCache):
     def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
         return cls(plain, threshold)
 
-    def said(self, kept: AdaptiveState) -> str | None:
+    def summary(self, kept: AdaptiveState) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
         full = fetch(kept.full)
         steps = np.flatnonzero(full == FULL).tolist()
@@ -229,7 +229,7 @@ class MagCache(UpdateCache):
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         return full is None or bool(full[step])  # while it measures, all steps are full
 
-    def said(self, kept: AdaptiveState) -> str | None:
+    def summary(self, kept: AdaptiveState) -> str | None:
         full, ratios = fetch(kept.full), fetch(kept.errors)
         if not self.measures:
             return None

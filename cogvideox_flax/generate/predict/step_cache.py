@@ -117,7 +117,7 @@ class StepCache:
         """
         return full is not None and bool(full[step])
 
-    def said(self, kept: Kept) -> str | None:
+    def summary(self, kept: Kept) -> str | None:
         """What there is to say after a run."""
         return None
 
