@@ -104,20 +104,20 @@ def run_hooked(reference, sequence, config):
 
 
 def run_ours(model, cache, sequence, full=None):
-    """Our outputs, and what is kept at the end."""
+    """Our outputs, and the state at the end."""
     latents, context, _ = sequence[0]
     latents = latents.transpose(0, 1, 3, 4, 2)
     features = {"prompt_embeds": jnp.array(context)}
     tokens = jax.eval_shape(CogVideoX.embed, model, latents, features, np.int32(0))
     shape = jax.ShapeDtypeStruct(latents.shape, jnp.float32)
-    kept, outputs = empty_of(cache.kept(model, tokens, shape, len(sequence))), []
+    state, outputs = empty_of(cache.shapes(model, tokens, shape, len(sequence))), []
     step = jax.jit(cache)
     for i, (latents, _, timestep) in enumerate(sequence):
         is_full = None if full is None else jnp.array(full[i])
         info = StepInfo(jnp.int32(timestep), jnp.int32(0), is_full, jnp.int32(i))
-        out, kept = step(model, latents.transpose(0, 1, 3, 4, 2), features, info, kept)
+        out, state = step(model, latents.transpose(0, 1, 3, 4, 2), features, info, state)
         outputs.append(np.asarray(out))
-    return outputs, kept
+    return outputs, state
 
 
 def empty_of(shapes):
@@ -130,10 +130,10 @@ PLAIN = Plain(CogVideoX.embed)
 @pytest.mark.parametrize("threshold", [0.3, 0.6, 0.9])
 def test_first_block_is_diffusers(reference, model, sequence, threshold):
     expected, ran = run_hooked(reference, sequence, FirstBlockCacheConfig(threshold=threshold))
-    outputs, kept = run_ours(model, FirstBlocks(PLAIN, threshold), sequence)
-    errors = np.asarray(kept.errors)[1:]
+    outputs, state = run_ours(model, FirstBlocks(PLAIN, threshold), sequence)
+    errors = np.asarray(state.errors)[1:]
     assert np.abs(errors / threshold - 1).min() > 1e-3, "no decision hangs on rounding"
-    assert np.flatnonzero(np.asarray(kept.full) == FULL).tolist() == ran
+    assert np.flatnonzero(np.asarray(state.full) == FULL).tolist() == ran
     for ours, theirs in zip(outputs, expected, strict=True):
         assert relative_error(ours, theirs) < BAR
 
@@ -216,9 +216,9 @@ def test_teacache_is_its_definition(reference, model, sequence):
         full.append(i in (0, STEPS - 1) or total > threshold)
         total = 0.0 if full[-1] else total
     assert 2 < sum(full) < STEPS and np.abs(np.array(totals[1:]) / threshold - 1).min() > 1e-3
-    outputs, kept = run_ours(model, TeaCache(PLAIN, threshold, coefficients), sequence)
-    assert (np.asarray(kept.full) == FULL).tolist() == full
-    np.testing.assert_allclose(np.asarray(kept.errors)[1:], totals[1:], rtol=1e-4)
+    outputs, state = run_ours(model, TeaCache(PLAIN, threshold, coefficients), sequence)
+    assert (np.asarray(state.full) == FULL).tolist() == full
+    np.testing.assert_allclose(np.asarray(state.errors)[1:], totals[1:], rtol=1e-4)
 
     blocks, head = jax.jit(type(model).run_blocks), jax.jit(type(model).head)
     for i, (latents, context, timestep) in enumerate(sequence):
@@ -237,8 +237,8 @@ def test_magcache_is_diffusers(reference, model, sequence, capsys):
     measured = [
         float(x) for x in re.search(r"\[([\d., ]+)\]", capsys.readouterr().out.split("=...):")[1])[1].split(",")
     ]
-    outputs, kept = run_ours(model, MagCache(PLAIN, measures=True), sequence)
-    np.testing.assert_allclose(kept.errors, measured, rtol=1e-4)
+    outputs, state = run_ours(model, MagCache(PLAIN, measures=True), sequence)
+    np.testing.assert_allclose(state.errors, measured, rtol=1e-4)
     assert all(relative_error(ours, theirs) < BAR for ours, theirs in zip(outputs, calibrated, strict=True))
     for ratios, threshold in ((measured, 0.3), ([1.0, 0.9, 0.97, 0.8, 0.99], 0.5), ([1.0] * 3, 0.1)):
         config = MagCacheConfig(threshold=threshold, num_inference_steps=STEPS, mag_ratios=ratios)
@@ -263,8 +263,8 @@ def test_magcache_measures_and_is_replayed(pipe, caplog):
 
 
 def test_dbcache_warms_up_and_computes_the_first_blocks(model, sequence):
-    outputs, kept = run_ours(model, FirstBlocks(PLAIN, 1e9, first=2, warm_up=5), sequence)
-    assert np.flatnonzero(np.asarray(kept.full) == FULL).tolist() == [0, 1, 2, 3, 4]
+    outputs, state = run_ours(model, FirstBlocks(PLAIN, 1e9, first=2, warm_up=5), sequence)
+    assert np.flatnonzero(np.asarray(state.full) == FULL).tolist() == [0, 1, 2, 3, 4]
     exact, _ = run_ours(model, FirstBlocks(PLAIN, 0.0), sequence)
     assert all(relative_error(outputs[i], exact[i]) < 1e-5 for i in range(5))
     assert relative_error(outputs[8], exact[8]) > 10 * BAR
@@ -284,25 +284,25 @@ def test_hunyuans_streams():
 
     cache = FirstBlocks(Plain(embed), 0.0)
     tokens = jax.eval_shape(embed, model, latents, given, jnp.float32(0))
-    kept = empty_of(cache.kept(model, tokens, jax.ShapeDtypeStruct(latents.shape, jnp.float32), 3))
+    state = empty_of(cache.shapes(model, tokens, jax.ShapeDtypeStruct(latents.shape, jnp.float32), 3))
     step = jax.jit(cache)
     info = StepInfo(jnp.float32(900), jnp.float32(0), None, jnp.int32(0))
-    first, kept = step(model, latents, given, info, kept)
+    first, state = step(model, latents, given, info, state)
     exact = model(latents, jnp.float32(900), **given)
     assert relative_error(first, exact) < BAR
-    again, after = step(model, latents, given, info._replace(step=jnp.int32(1)), kept)
+    again, after = step(model, latents, given, info._replace(step=jnp.int32(1)), state)
     assert float(after.errors[1]) == 0 and int(after.full[1]) == CACHED
     assert relative_error(again, first) < BAR, "cached, of the same latents"
 
     # the attentions of both streams
     cache = PyramidBroadcast(Plain(embed))
-    kept, step = empty_of(cache.kept(model, tokens, latents, 3)), jax.jit(cache)
-    out, kept = step(model, latents, given, info._replace(is_full=jnp.array(True)), kept)
-    assert relative_error(out, exact) < BAR and [x.ndim for x in kept] == [4, 4]
+    state, step = empty_of(cache.shapes(model, tokens, latents, 3)), jax.jit(cache)
+    out, state = step(model, latents, given, info._replace(is_full=jnp.array(True)), state)
+    assert relative_error(out, exact) < BAR and [x.ndim for x in state] == [4, 4]
     cached = info._replace(is_full=jnp.array(False))
-    again, kept = step(model, latents, given, cached, kept)
+    again, state = step(model, latents, given, cached, state)
     assert relative_error(again, exact) < BAR
-    other, _ = step(model, latents + 1, given, cached, kept)
+    other, _ = step(model, latents + 1, given, cached, state)
     assert relative_error(other, exact) > BAR
 
 

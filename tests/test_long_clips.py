@@ -131,9 +131,9 @@ def test_windows_of_a_prediction_that_looks_at_each_frame_alone():
     """Then windows change nothing; features with a row per frame are cut alike, others are not."""
     latents, control, text = random(0, 2, 13, 2, 2, 3), random(1, 2, 13, 2, 2, 3), random(2, 2, 5)
 
-    def predict(model, x, features, info, kept):
+    def predict(model, x, features, info, cache):
         assert x.shape[1] == features["control"].shape[1]
-        return model * x + features["control"] ** 2 + features["text"].sum() + info.timestep, kept
+        return model * x + features["control"] ** 2 + features["text"].sum() + info.timestep, cache
 
     given = 2.0, latents, {"control": control, "text": text}, StepInfo(7, 0), None
     (whole, _), (found, _) = predict(*given), Windowed(predict, Windows(13, 5, 2))(*given)

@@ -111,7 +111,7 @@ def by_hand(pipe, asked):
     guided, form = run.guided, run.request.step_cache
     x, noise = result_of(journey._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
-    x, scheduler_state, model, kept = state.latents, state.scheduler_state, pipe.transformer, None
+    x, sampler_state, model, cache = state.latents, state.sampler, pipe.transformer, None
     embed = jax.jit(CogVideoX.embed)
     blocks = jax.jit(type(model).run_blocks, static_argnames=("start", "stop"))
     head = jax.jit(type(model).head)
@@ -120,9 +120,9 @@ def by_hand(pipe, asked):
         tokens = embed(model, doubled, run.guidance.features(conditioning), run.steps.timesteps[i])
         if is_full:
             before = blocks(model, tokens, stop=model.config.layers - 1)
-            kept = before.x if form == "deepcache" else before.x - tokens.x
+            cache = before.x if form == "deepcache" else before.x - tokens.x
         else:
-            before = dataclasses.replace(tokens, x=kept if form == "deepcache" else tokens.x + kept)
+            before = dataclasses.replace(tokens, x=cache if form == "deepcache" else tokens.x + cache)
         v = head(model, blocks(model, before, start=model.config.layers - 1)).astype(jnp.float32)
         if guided:
             scale = run.start(conditioning, x, noise)[0].guidance[i]
@@ -237,7 +237,7 @@ def test_a_loop_goes_on_from_each_of_its_states(pipe, form):
             *_, last = pipe.denoise(conditioning, asked, state=bare)
             np.testing.assert_array_equal(last.latents, found[-1].latents)
         else:
-            with pytest.raises(InputError, match="use what earlier ones kept"):
+            with pytest.raises(InputError, match="use the step cache of earlier ones"):
                 pipe.denoise(conditioning, asked, state=bare)
 
 

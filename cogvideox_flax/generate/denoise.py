@@ -112,31 +112,31 @@ class DenoiseStep(Program):
         """The next state, and whether its latents are finite."""
         i, x = state.step, state.latents
         if inputs.guided_steps is None:
-            prediction, kept = self._guided(self.guidance, model, inputs, state)
+            prediction, cache = self._guided(self.guidance, model, inputs, state)
         else:
             forms = self.guidance, Unguided()
             each = [partial(self._guided, form) for form in forms]
-            prediction, kept = jax.lax.cond(inputs.guided_steps[i], *each, model, inputs, state)
-        noise = self._noise(inputs.noise_source, i, x.shape) if self.scheduler.needs_noise else None
-        x, scheduler_state = self.scheduler.step(inputs.steps, i, prediction, x, state.scheduler_state, noise)
-        x, scheduler_state = jax.tree.map(sharding.constrain, (x, scheduler_state))
-        return replace(state, step=i + 1, latents=x, scheduler_state=scheduler_state, cache=kept), jnp.isfinite(x).all()
+            prediction, cache = jax.lax.cond(inputs.guided_steps[i], *each, model, inputs, state)
+        noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
+        x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
+        x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
+        return replace(state, step=i + 1, latents=x, sampler=sampler_state, cache=cache), jnp.isfinite(x).all()
 
     def _guided(
         self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState
     ) -> tuple[Float32[Array, "B T h w C"], Any]:
-        """The prediction for each video, and what is kept for the next step."""
+        """The prediction for each video, and the cache for the next step."""
         assert inputs.conditioning is not None
         i, x = state.step, state.latents
         batch, features = guidance.batch(x), guidance.features(inputs.conditioning)
-        prediction, kept = self.predict(model, batch, features, inputs.info(i), state.cache)
+        prediction, cache = self.predict(model, batch, features, inputs.info(i), state.cache)
         shift: Any = 0.0
         if self.skip_layer is not None:
             assert inputs.skip_layer_steps is not None
             args = model, x, Unguided().features(inputs.conditioning), inputs.info(i), prediction[-len(x) :]
             nothing = partial(lambda x, *_: jnp.zeros_like(x), x)
             shift = jax.lax.cond(inputs.skip_layer_steps[i], self.skip_layer, nothing, *args)
-        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i), shift), kept
+        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i), shift), cache
 
     def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)

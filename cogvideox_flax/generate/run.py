@@ -354,8 +354,8 @@ class Run:
         given = denoiser, latents, self._conditioning(), jax.ShapeDtypeStruct((), self.steps.timesteps.dtype)
         with nullcontext() if mesh is None else jax.set_mesh(mesh):  # tokens may be padded on a mesh
             tokens = jax.eval_shape(embedded, *given)
-            kept = predict.kept(denoiser, tokens, latents, len(self.steps))
-            return step_cache.kept_shapes(kept, mesh)
+            shapes = predict.shapes(denoiser, tokens, latents, len(self.steps))
+            return step_cache.with_shardings(shapes, mesh)
 
     def check_state(self, state: DenoiseState, mesh: Mesh | None) -> None:
         """Refuse a state that no loop of this request, on a mesh, can have."""
@@ -375,13 +375,13 @@ class Run:
         """A state with a step cache, where the request has one and the state has nothing of it.
 
         Raises:
-            InputError: the steps that follow need what earlier ones kept.
+            InputError: the steps that follow need the cache of earlier ones.
         """
         if state.cache is not None or self.may_resume(int(state.step)):
             return self.with_empty_cache(state, mesh)
         raise InputError(
-            f"the steps from {int(state.step)} on use what earlier ones kept, which the state does not have; go on "
-            "from a state with its cache"
+            f"the steps from {int(state.step)} on use the step cache of earlier ones, which the state does not have; "
+            "go on from a state with its cache"
         )
 
     def with_empty_cache(self, state: DenoiseState, mesh: Mesh | None) -> DenoiseState:
@@ -391,7 +391,7 @@ class Run:
         return dataclasses.replace(state, cache=step_cache.empty(self.cache_shapes(mesh)))
 
     def may_resume(self, done: int) -> bool:
-        """Whether the loop can go on after so many steps without what the step cache kept."""
+        """Whether the loop can go on after so many steps without the step cache of the earlier ones."""
         if done in (0, len(self.steps)) or not isinstance(predict := self.predict, step_cache.StepCache):
             return True
         return predict.may_begin(done, self.full_steps)

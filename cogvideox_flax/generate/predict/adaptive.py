@@ -14,7 +14,7 @@ magcache: how much smaller the sum of all blocks' updates of the video tokens be
     runs no block. Source: MagCache (arXiv 2506.09045), diffusers' hook.
 
 A change is mean |x - previous| / mean |previous|, over all videos, both halves of guidance and all devices: one number,
-so one decision. Decisions are kept, and `StepInfo.is_full` takes the place of them: a run can be replayed.
+so one decision. Decisions are recorded, and `StepInfo.is_full` takes the place of them: a run can be replayed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNKNOWN, CACHED, FULL = 0, 1, 2
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AdaptiveState:
-    """What an adaptive form keeps.
+    """The cache of an adaptive form.
 
     full: int8 [N], of each step `UNKNOWN`, `CACHED` or `FULL`.
     errors: [N], of each step what was compared with the threshold.
@@ -70,15 +70,15 @@ class UpdateCache(StepCache):
     def default_steps(timesteps: Num[np.ndarray, " N"]) -> None:
         return None
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
         number, numbers = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((steps,), jnp.float32)
         return AdaptiveState(jax.ShapeDtypeStruct((steps,), jnp.int8), numbers, tokens.x, number, number)
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: Any) -> AdaptiveState:
-        return dataclasses.replace(kept, update=jax.tree.map(jnp.subtract, before, after_first_blocks))
+    def keep(self, before: Any, after_first_blocks: Any, cache: AdaptiveState, signal: Any) -> AdaptiveState:
+        return dataclasses.replace(cache, update=jax.tree.map(jnp.subtract, before, after_first_blocks))
 
-    def reuse(self, kept: AdaptiveState, after_first_blocks: Any) -> Any:
-        return jax.tree.map(jnp.add, after_first_blocks, kept.update)
+    def reuse(self, cache: AdaptiveState, after_first_blocks: Any) -> Any:
+        return jax.tree.map(jnp.add, after_first_blocks, cache.update)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class AdaptiveCache(UpdateCache):
     def of(cls, plain: Plain, model: VideoModel, layers: int, threshold: float, ratios: Ratios) -> Self:
         return cls(plain, threshold)
 
-    def summary(self, kept: AdaptiveState) -> str | None:
+    def summary(self, cache: AdaptiveState) -> str | None:
         """What a run has decided, in a line, and how to do the same again; None where that was known before."""
-        full = fetch(kept.full)
+        full = fetch(cache.full)
         steps = np.flatnonzero(full == FULL).tolist()
         again = "" if (full == UNKNOWN).any() else f"; --step-cache-full {','.join(map(str, steps))} makes the same"
         return f"{len(steps)} of {(full != UNKNOWN).sum()} steps were full{again}"
@@ -109,30 +109,30 @@ class AdaptiveCache(UpdateCache):
         """Whether a step is full whatever the error."""
         raise NotImplementedError
 
-    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
+    def error(self, signal: Any, cache: AdaptiveState) -> Float32[Array, ""]:
         """What is compared with the threshold."""
         raise NotImplementedError
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> AdaptiveState:
         previous_signal = jax.eval_shape(self.signal, denoiser, tokens, tokens)
-        return dataclasses.replace(super().kept(denoiser, tokens, prediction, steps), previous_signal=previous_signal)
+        return dataclasses.replace(super().shapes(denoiser, tokens, prediction, steps), previous_signal=previous_signal)
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, cache: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        signal, steps = self.signal(denoiser, tokens, after_first_blocks), kept.full.shape[0]
-        error = self.error(signal, kept)
+        signal, steps = self.signal(denoiser, tokens, after_first_blocks), cache.full.shape[0]
+        error = self.error(signal, cache)
         # without a full step in memory there is nothing to reuse
-        is_full = self.always_full(info.step, steps) | ~(kept.full == FULL).any() | (error > self.threshold)
+        is_full = self.always_full(info.step, steps) | ~(cache.full == FULL).any() | (error > self.threshold)
         if info.is_full is not None:
             is_full = info.is_full
-        decided = dataclasses.replace(
-            kept,
-            full=_recorded(kept.full, info.step, is_full),
-            errors=kept.errors.at[info.step].set(error),
+        cache = dataclasses.replace(
+            cache,
+            full=_recorded(cache.full, info.step, is_full),
+            errors=cache.errors.at[info.step].set(error),
             accumulated_error=jnp.where(is_full, 0.0, error),
         )
-        return is_full, decided, signal
+        return is_full, cache, signal
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,11 @@ class FirstBlocks(AdaptiveCache):
     def always_full(self, step: Any, steps: int) -> Bool[Array, ""]:
         return step < self.warm_up
 
-    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
-        return relative_change(signal, kept.previous_signal)
+    def error(self, signal: Any, cache: AdaptiveState) -> Float32[Array, ""]:
+        return relative_change(signal, cache.previous_signal)
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: Any) -> AdaptiveState:
-        return dataclasses.replace(super().keep(before, after_first_blocks, kept, signal), previous_signal=signal)
+    def keep(self, before: Any, after_first_blocks: Any, cache: AdaptiveState, signal: Any) -> AdaptiveState:
+        return dataclasses.replace(super().keep(before, after_first_blocks, cache, signal), previous_signal=signal)
 
 
 @dataclass(frozen=True)
@@ -200,16 +200,16 @@ class TeaCache(AdaptiveCache):
     def always_full(self, step: Any, steps: int) -> Bool[Array, ""]:
         return (step == 0) | (step == steps - 1)
 
-    def error(self, signal: Any, kept: AdaptiveState) -> Float32[Array, ""]:
-        estimate = jnp.polyval(jnp.array(self.coefficients, jnp.float32), relative_change(signal, kept.previous_signal))
-        return kept.accumulated_error + estimate
+    def error(self, signal: Any, cache: AdaptiveState) -> Float32[Array, ""]:
+        change = relative_change(signal, cache.previous_signal)
+        return cache.accumulated_error + jnp.polyval(jnp.array(self.coefficients, jnp.float32), change)
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, cache: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
-        is_full, decided, signal = super().decide(denoiser, info, tokens, after_first_blocks, kept)
+        is_full, cache, signal = super().decide(denoiser, info, tokens, after_first_blocks, cache)
         # each step is compared with the one before
-        return is_full, dataclasses.replace(decided, previous_signal=signal), signal
+        return is_full, dataclasses.replace(cache, previous_signal=signal), signal
 
 
 @dataclass(frozen=True)
@@ -229,8 +229,8 @@ class MagCache(UpdateCache):
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         return full is None or bool(full[step])  # while it measures, all steps are full
 
-    def summary(self, kept: AdaptiveState) -> str | None:
-        full, ratios = fetch(kept.full), fetch(kept.errors)
+    def summary(self, cache: AdaptiveState) -> str | None:
+        full, ratios = fetch(cache.full), fetch(cache.errors)
         if not self.measures:
             return None
         if (full == UNKNOWN).any():
@@ -238,25 +238,25 @@ class MagCache(UpdateCache):
         return f"measured for magcache: --step-cache-ratios {','.join(f'{ratio:.5g}' for ratio in ratios)}"
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: AdaptiveState
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, cache: AdaptiveState
     ) -> tuple[Bool[Array, ""], AdaptiveState, Any]:
         is_full = jnp.array(True) if info.is_full is None else info.is_full
-        decided = dataclasses.replace(kept, full=_recorded(kept.full, info.step, is_full))
-        return is_full, decided, (tokens, info.step)
+        cache = dataclasses.replace(cache, full=_recorded(cache.full, info.step, is_full))
+        return is_full, cache, (tokens, info.step)
 
     def keep(
-        self, before: Any, after_first_blocks: Any, kept: AdaptiveState, signal: tuple[Tokens, Any]
+        self, before: Any, after_first_blocks: Any, cache: AdaptiveState, signal: tuple[Tokens, Any]
     ) -> AdaptiveState:
-        after = super().keep(before, after_first_blocks, kept, signal)
+        after = super().keep(before, after_first_blocks, cache, signal)
         if not self.measures:
             return after
         tokens, step = signal
         norm, previous_norm = (
             jnp.linalg.norm(dataclasses.replace(tokens, x=x).video, axis=-1)  # type: ignore[type-var]
-            for x in (after.update, kept.update)
+            for x in (after.update, cache.update)
         )
         ratio = jnp.where(step == 0, 1.0, (norm / (previous_norm + 1e-8)).mean())
-        return dataclasses.replace(after, errors=kept.errors.at[step].set(ratio))
+        return dataclasses.replace(after, errors=cache.errors.at[step].set(ratio))
 
 
 MAX_SKIPS, RETENTION = 3, 0.2

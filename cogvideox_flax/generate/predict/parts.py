@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.predict.plain import Kept, StepInfo
-from cogvideox_flax.generate.predict.step_cache import SCOPE, StepCache, constrain_kept
+from cogvideox_flax.generate.predict.plain import Cache, Latents, StepInfo
+from cogvideox_flax.generate.predict.step_cache import SCOPE, StepCache, constrain_cache
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 
 TAYLOR_WARM_UP, TAYLOR_EVERY = 3, 5
@@ -36,13 +36,13 @@ HALF_TIMESTEPS, HALF_EVERY = 641, 5
 """diffusers' defaults: below this timestep, one step in so many has both halves."""
 AMPLIFY = 1.1
 LOW_TIMESTEPS, HIGH_TIMESTEPS = (99, 901), (-1, 301)
-"""Timesteps in which a cached step multiplies the kept low and high frequencies by `AMPLIFY`: diffusers' defaults."""
+"""Timesteps in which a cached step multiplies the cached low and high frequencies by `AMPLIFY`: diffusers' defaults."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Extrapolated:
-    """What is kept of the last full step.
+    """The cache of taylorseer: of the last full step.
 
     prediction: [P*B, T, h, w, C].
     difference: of the last two full steps, for each step.
@@ -69,26 +69,26 @@ class TaylorSeer(StepCache):
         assert full is not None
         return bool(full[step : step + 2].all())  # a cached step needs the difference of two full ones
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Extrapolated:
         return Extrapolated(prediction, prediction, jax.ShapeDtypeStruct((), jnp.int32))
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
         assert info.is_full is not None
 
-        def full_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
+        def full_step(latents: Any, cache: Extrapolated) -> tuple[Any, Extrapolated]:
             prediction, _ = self.inner(denoiser, latents, features, info, None)
             # `step` counts from 1, so that the zeros before the first full step say that there is none
-            between = jnp.maximum(info.step + 1 - kept.step, 1)
-            difference = jnp.where(kept.step > 0, (prediction - kept.prediction) / between, 0.0)
+            between = jnp.maximum(info.step + 1 - cache.step, 1)
+            difference = jnp.where(cache.step > 0, (prediction - cache.prediction) / between, 0.0)
             return prediction, Extrapolated(prediction, difference, jnp.int32(info.step + 1))
 
-        def cached_step(latents: Any, kept: Extrapolated) -> tuple[Any, Extrapolated]:
-            return kept.prediction + (info.step + 1 - kept.step) * kept.difference, kept
+        def cached_step(latents: Any, cache: Extrapolated) -> tuple[Any, Extrapolated]:
+            return cache.prediction + (info.step + 1 - cache.step) * cache.difference, cache
 
         with jax.named_scope(SCOPE):
-            return jax.lax.cond(info.is_full, full_step, cached_step, latents, kept)
+            return jax.lax.cond(info.is_full, full_step, cached_step, latents, cache)
 
 
 @dataclass(frozen=True)
@@ -101,31 +101,32 @@ class PyramidBroadcast(StepCache):
         i = np.arange(len(timesteps))
         return (i % PAB_EVERY == 0) | (timesteps <= low) | (timesteps >= high)
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Cache:
         return jax.eval_shape(lambda denoiser, tokens: denoiser.run_attended(tokens)[1], denoiser, tokens)
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
         assert info.is_full is not None
         tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
 
-        def full_step(tokens: Any, kept: Kept) -> tuple[Any, Kept]:
+        def full_step(tokens: Any, cache: Cache) -> tuple[Any, Cache]:
             tokens, attended = denoiser.run_attended(tokens)
-            return tokens, constrain_kept(attended)
+            return tokens, constrain_cache(attended)
 
-        def cached_step(tokens: Any, kept: Kept) -> tuple[Any, Kept]:
-            return denoiser.run_attended(tokens, kept)[0], constrain_kept(kept)
+        def cached_step(tokens: Any, cache: Cache) -> tuple[Any, Cache]:
+            return denoiser.run_attended(tokens, cache)[0], constrain_cache(cache)
 
         with jax.named_scope(SCOPE):
-            tokens, kept = jax.lax.cond(info.is_full, full_step, cached_step, tokens, kept)
-        return denoiser.head(tokens).astype(jnp.float32), kept
+            tokens, cache = jax.lax.cond(info.is_full, full_step, cached_step, tokens, cache)
+        return denoiser.head(tokens).astype(jnp.float32), cache
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Difference:
-    """The prediction without the prompt minus that with it, [B, T, h, w, C]: its low and its high frequencies."""
+    """The cache of fastercache: the low and the high frequencies of the prediction without the prompt minus that with
+    it, [B, T, h, w, C]."""
 
     low: Any
     high: Any
@@ -142,31 +143,31 @@ class FasterCache(StepCache):
         i = np.arange(len(timesteps))
         return (i % HALF_EVERY == 0) | (timesteps >= HALF_TIMESTEPS)
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Difference:
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Difference:
         half = jax.ShapeDtypeStruct((prediction.shape[0] // 2, *prediction.shape[1:]), jnp.float32)
         return Difference(half, half)
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
         assert info.is_full is not None
 
-        def full_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
+        def full_step(latents: Any, features: Features, cache: Difference) -> tuple[Any, Difference]:
             prediction, _ = self.inner(denoiser, latents, features, info, None)
             without, with_prompt = jnp.split(prediction, 2)
             difference = without - with_prompt
             low = low_frequencies(difference)
             return prediction, Difference(low, difference - low)
 
-        def cached_step(latents: Any, features: Features, kept: Difference) -> tuple[Any, Difference]:
+        def cached_step(latents: Any, features: Features, cache: Difference) -> tuple[Any, Difference]:
             latents, features = jax.tree.map(_second_half, (latents, features))
             with_prompt, _ = self.inner(denoiser, latents, features, info, None)
-            low = kept.low * _amplification(info.timestep, LOW_TIMESTEPS)
-            high = kept.high * _amplification(info.timestep, HIGH_TIMESTEPS)
+            low = cache.low * _amplification(info.timestep, LOW_TIMESTEPS)
+            high = cache.high * _amplification(info.timestep, HIGH_TIMESTEPS)
             return jnp.concatenate([with_prompt + low + high, with_prompt]), Difference(low, high)
 
         with jax.named_scope(SCOPE):
-            return jax.lax.cond(info.is_full, full_step, cached_step, latents, features, kept)
+            return jax.lax.cond(info.is_full, full_step, cached_step, latents, features, cache)
 
 
 def low_frequencies(x: Float32[Array, "B T h w C"]) -> Float32[Array, "B T h w C"]:

@@ -15,7 +15,9 @@ from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens, predict
 Embed = Callable[..., Tokens]
 """A family's `embed`, or one of its `positions`."""
 
-Kept = Any
+Latents = Float32[Array, "B T h w C"]
+
+Cache = Any
 """What a way of predicting keeps from step to step: a pytree of arrays; None if it keeps nothing."""
 
 
@@ -37,9 +39,9 @@ class Predict(Protocol):
     """What a denoising step asks of a way of predicting: a frozen dataclass, a part of the compiled program."""
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        """The prediction, and what is kept for the next step.
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
+        """The prediction, and the cache for the next step.
 
         latents, features: of both halves of guidance, where it is on.
         """
@@ -55,9 +57,9 @@ class Plain:
     embed: Embed
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
-        return predict(self.embed, denoiser, latents, features, info.timestep, info.next_timestep), kept
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
+        return predict(self.embed, denoiser, latents, features, info.timestep, info.next_timestep), cache
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         return standard_normal(key, shape)

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float32, Num
 
 from cogvideox_flax import sharding
-from cogvideox_flax.generate.predict.plain import Kept, Plain, StepInfo
+from cogvideox_flax.generate.predict.plain import Cache, Latents, Plain, StepInfo
 from cogvideox_flax.generate.request import STEP_CACHES
 from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 from cogvideox_flax.models.model import VideoModel
@@ -56,7 +56,7 @@ class StepCache:
     first, last: so many blocks at the beginning and the end run in every step; those between, in full ones.
 
     Attributes:
-        is_small: whether what is kept is about as large as the latents, so that files of a stopped run hold it.
+        is_small: whether the cache is about as large as the latents, so that files of a stopped run hold it.
     """
 
     is_small: ClassVar[bool] = False
@@ -85,8 +85,8 @@ class StepCache:
         """Return which steps are full where the request does not say it; None if the form decides itself."""
         return scheduled_steps(None, len(timesteps))
 
-    def kept(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Kept:
-        """What is kept, as shapes: a pytree.
+    def shapes(self, denoiser: Denoiser, tokens: Tokens, prediction: jax.ShapeDtypeStruct, steps: int) -> Cache:
+        """The cache as shapes: a pytree.
 
         Args:
             denoiser: as shapes.
@@ -97,16 +97,16 @@ class StepCache:
         return tokens.x
 
     def decide(
-        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, kept: Kept
-    ) -> tuple[Bool[Array, ""], Kept, Any]:
-        """Whether this step is full; what is kept then, full or not; and the signal that decided, for `keep`.
+        self, denoiser: Denoiser, info: StepInfo, tokens: Tokens, after_first_blocks: Tokens, cache: Cache
+    ) -> tuple[Bool[Array, ""], Cache, Any]:
+        """Whether this step is full; the cache then, full or not; and the signal that decided, for `keep`.
 
         Args:
             tokens: embedded.
             after_first_blocks: after the first blocks.
         """
         assert info.is_full is not None
-        return info.is_full, kept, None
+        return info.is_full, cache, None
 
     def may_begin(self, step: int, full: Bool[np.ndarray, " N"] | None) -> bool:
         """Whether a loop that begins at this step, with an empty cache, computes what a whole run computes from there.
@@ -117,39 +117,39 @@ class StepCache:
         """
         return full is not None and bool(full[step])
 
-    def summary(self, kept: Kept) -> str | None:
+    def summary(self, cache: Cache) -> str | None:
         """What there is to say after a run."""
         return None
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, cache: Cache, signal: Any) -> Cache:
         """What a full step keeps, of the tokens before the last blocks and those after the first."""
         raise NotImplementedError
 
-    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
+    def reuse(self, cache: Cache, after_first_blocks: Any) -> Any:
         """The tokens before the last blocks of a cached step."""
         raise NotImplementedError
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
         tokens: Any = self.inner.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
         after_first_blocks = denoiser.run_blocks(tokens, stop=self.first) if self.first else tokens
-        is_full, kept, signal = self.decide(denoiser, info, tokens, after_first_blocks, kept)
+        is_full, cache, signal = self.decide(denoiser, info, tokens, after_first_blocks, cache)
         stop = -self.last if self.last else None
 
-        def full_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
+        def full_step(x: Any, cache: Cache) -> tuple[Any, Cache]:
             before = denoiser.run_blocks(dataclasses.replace(after_first_blocks, x=x), start=self.first, stop=stop).x
-            return before, constrain_kept(self.keep(before, x, kept, signal))
+            return before, constrain_cache(self.keep(before, x, cache, signal))
 
-        def cached_step(x: Any, kept: Kept) -> tuple[Any, Kept]:
-            return self.reuse(kept, x), constrain_kept(kept)
+        def cached_step(x: Any, cache: Cache) -> tuple[Any, Cache]:
+            return self.reuse(cache, x), constrain_cache(cache)
 
         with jax.named_scope(SCOPE):
-            before, kept = jax.lax.cond(is_full, full_step, cached_step, after_first_blocks.x, kept)
+            before, cache = jax.lax.cond(is_full, full_step, cached_step, after_first_blocks.x, cache)
         tokens = dataclasses.replace(after_first_blocks, x=before)
         if self.last:
             tokens = denoiser.run_blocks(tokens, start=-self.last)
-        return denoiser.head(tokens).astype(jnp.float32), kept
+        return denoiser.head(tokens).astype(jnp.float32), cache
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         return self.inner.noise(key, shape)
@@ -159,22 +159,22 @@ class StepCache:
 class DeepCache(StepCache):
     """The tokens themselves."""
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, cache: Cache, signal: Any) -> Cache:
         return before
 
-    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
-        return kept
+    def reuse(self, cache: Cache, after_first_blocks: Any) -> Any:
+        return cache
 
 
 @dataclass(frozen=True)
 class ResidualCache(StepCache):
     """The sum of the skipped blocks' updates."""
 
-    def keep(self, before: Any, after_first_blocks: Any, kept: Kept, signal: Any) -> Kept:
+    def keep(self, before: Any, after_first_blocks: Any, cache: Cache, signal: Any) -> Cache:
         return jax.tree.map(jnp.subtract, before, after_first_blocks)
 
-    def reuse(self, kept: Kept, after_first_blocks: Any) -> Any:
-        return jax.tree.map(jnp.add, after_first_blocks, kept)
+    def reuse(self, cache: Cache, after_first_blocks: Any) -> Any:
+        return jax.tree.map(jnp.add, after_first_blocks, cache)
 
 
 def class_of(name: str) -> type[StepCache]:
@@ -183,23 +183,23 @@ def class_of(name: str) -> type[StepCache]:
     return form
 
 
-def kept_shapes(kept: Any, mesh: Mesh | None) -> Any:
-    """What is kept, as shapes, with their shardings."""
+def with_shardings(shapes: Any, mesh: Mesh | None) -> Any:
+    """The shapes of a cache, with their shardings."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x.shape, mesh))
 
-    return jax.tree.map(shape, kept)
+    return jax.tree.map(shape, shapes)
 
 
-def empty(shapes: Any) -> Kept:
-    """What there is before the first full step: zeros of `kept_shapes`, already split over the devices."""
+def empty(shapes: Any) -> Cache:
+    """The cache before the first full step: zeros of `with_shardings`, already split over the devices."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
-def place(kept: Any, mesh: Mesh | None) -> Kept:
-    """What is kept, where a program expects it."""
-    return jax.tree.map(lambda x: put(x, _sharding(x.shape, mesh)), kept)
+def place(cache: Any, mesh: Mesh | None) -> Cache:
+    """The cache where a program expects it."""
+    return jax.tree.map(lambda x: put(x, _sharding(x.shape, mesh)), cache)
 
 
 def _axes(shape: tuple[int, ...], parts: int) -> tuple[str | None, ...]:
@@ -211,13 +211,13 @@ def _axes(shape: tuple[int, ...], parts: int) -> tuple[str | None, ...]:
     return tokens if len(shape) == 3 else (None, *tokens)
 
 
-def constrain_kept(kept: Kept) -> Kept:
-    """What is kept, split over the devices as in `kept_shapes`."""
+def constrain_cache(cache: Cache) -> Cache:
+    """The cache, split over the devices as in `with_shardings`."""
 
     def constrain(x: Array) -> Array:
         return sharding.constrain(x, *_axes(x.shape, devices_of("tokens"))) if x.ndim in (3, 4) else x
 
-    return jax.tree.map(constrain, kept)
+    return jax.tree.map(constrain, cache)
 
 
 def _sharding(shape: tuple[int, ...], mesh: Mesh | None) -> NamedSharding | None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float32, Int
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import IMAGES
-from cogvideox_flax.generate.predict.plain import Kept, Plain, StepInfo
+from cogvideox_flax.generate.predict.plain import Cache, Latents, Plain, StepInfo
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
 from cogvideox_flax.io.values import shown
@@ -71,8 +71,8 @@ class Windowed:
     windows: Windows
 
     def __call__(
-        self, denoiser: Denoiser, latents: Float32[Array, "B T h w C"], features: Features, info: StepInfo, kept: Kept
-    ) -> tuple[Float32[Array, "B T h w C"], Kept]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
+    ) -> tuple[Latents, Cache]:
         windows = self.windows
 
         def cut(x: Array, start: Int[Array, ""]) -> Array:
@@ -86,7 +86,7 @@ class Windowed:
             return jax.lax.dynamic_update_slice_in_dim(total, summed, start, 1), None
 
         each = jnp.asarray(windows.starts, jnp.int32), jnp.asarray(windows.weights)
-        return jax.lax.scan(add, jnp.zeros_like(latents), each)[0], kept
+        return jax.lax.scan(add, jnp.zeros_like(latents), each)[0], cache
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         """Noise of the first window, reused in the others by `Windows.noise_order`."""
