@@ -23,6 +23,7 @@ from cogvideox_flax.generate.guidance import (
     GUIDANCE,
     CFGZeroStar,
     ClassifierFree,
+    GuidanceInputs,
     SkipLayer,
     guided_steps,
     skip_layer_steps,
@@ -51,7 +52,7 @@ def given():
 def guided(form, given, scale=5.0):
     without, with_prompt, sample, row = given
     both = jnp.concatenate([without, with_prompt])
-    return np.asarray(jax.jit(form)(both, jnp.float32(scale), sample, row))
+    return np.asarray(jax.jit(form)(both, GuidanceInputs(jnp.float32(scale), sample, row)))
 
 
 def torched(given):
@@ -84,7 +85,8 @@ def test_skip_layer_is_diffusers(tmp_path):
     guider.set_state(5, 50, torch.tensor(0))
     expected = guider.forward(*(torch.from_numpy(np.array(x)) for x in (exact, without, skipped))).pred
     row = DDIMScheduler(SchedulerConfig()).plan(10).row(3)
-    ours = ClassifierFree(0.5)(jnp.concatenate([without, exact]), jnp.float32(6), jnp.array(exact), row, shift)
+    inputs = GuidanceInputs(jnp.float32(6), jnp.array(exact), row, shift)
+    ours = ClassifierFree(0.5)(jnp.concatenate([without, exact]), inputs)
     # diffusers' default formulation is u + w (c - u) + g (c - c_skip), its rescaling over all but the batch axis
     assert relative_error(ours, expected) < 1e-4
 

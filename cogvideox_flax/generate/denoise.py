@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import NonFiniteError
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.guidance import Guidance, SkipLayer, Unguided
+from cogvideox_flax.generate.guidance import Guidance, GuidanceInputs, SkipLayer, Unguided
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.predict.plain import Predict, StepInfo
 from cogvideox_flax.runtime.compile import CompiledProgram, Program
@@ -136,7 +136,7 @@ class DenoiseStep(Program):
             args = model, x, Unguided().features(inputs.conditioning), inputs.info(i), prediction[-len(x) :]
             nothing = partial(lambda x, *_: jnp.zeros_like(x), x)
             shift = jax.lax.cond(inputs.skip_layer_steps[i], self.skip_layer, nothing, *args)
-        return guidance(prediction, inputs.guidance[i], x, inputs.steps.row(i), shift), cache
+        return guidance(prediction, GuidanceInputs(inputs.guidance[i], x, inputs.steps.row(i), shift)), cache
 
     def _noise(self, source: Array, i: Int32[Array, ""], shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         is_key = jnp.issubdtype(source.dtype, jax.dtypes.prng_key)

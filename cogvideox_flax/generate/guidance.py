@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,23 @@ from jaxtyping import Array, Bool, Float, Float32, Num
 
 from cogvideox_flax import sharding
 from cogvideox_flax.generate.encode import Conditioning
-from cogvideox_flax.generate.predict.plain import Embed, StepInfo
+from cogvideox_flax.generate.predict.plain import Embed, Latents, StepInfo
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.schedulers import StepTable
+
+
+class GuidanceInputs(NamedTuple):
+    """What guidance takes of a step, beside the prediction.
+
+    scale, step: guidance's scale, and the sampler's scalars.
+    sample: the latents that the prediction is for.
+    shift: of other guidance, see `SkipLayer`.
+    """
+
+    scale: Float32[Array, ""]
+    sample: Latents
+    step: StepTable
+    shift: Latents | float = 0.0
 
 
 class Guidance(Protocol):
@@ -27,26 +41,14 @@ class Guidance(Protocol):
 
     passes: ClassVar[int]
 
-    def batch(self, latents: Float32[Array, "B T h w C"]) -> Float32[Array, "P*B T h w C"]:
+    def batch(self, latents: Latents) -> Float32[Array, "P*B T h w C"]:
         """The latents as the denoiser sees them."""
 
     def features(self, conditioning: Conditioning) -> Features:
         """What steers the denoiser, with rows as in `batch`."""
 
-    def __call__(
-        self,
-        prediction: Float32[Array, "P*B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-        shift: Float32[Array, "B T h w C"] | float = 0.0,
-    ) -> Float32[Array, "B T h w C"]:
-        """One prediction for each video.
-
-        scale, step: guidance's scale, and the scheduler's scalars, of this step.
-        sample: the latents that the prediction is for.
-        shift: of other guidance, see `SkipLayer`.
-        """
+    def __call__(self, prediction: Float32[Array, "P*B T h w C"], inputs: GuidanceInputs) -> Latents:
+        """One prediction for each video."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,14 @@ class Unguided:
 
     passes: ClassVar[int] = 1
 
-    def batch(self, latents: Float32[Array, "B T h w C"]) -> Float32[Array, "B T h w C"]:
+    def batch(self, latents: Latents) -> Latents:
         return sharding.constrain(latents, "batch")
 
     def features(self, conditioning: Conditioning) -> Features:
         return {**conditioning.text, **conditioning.visual}
 
-    def __call__(
-        self,
-        prediction: Float32[Array, "B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-        shift: Float32[Array, "B T h w C"] | float = 0.0,
-    ) -> Float32[Array, "B T h w C"]:
-        return prediction + shift
+    def __call__(self, prediction: Float32[Array, "B T h w C"], inputs: GuidanceInputs) -> Latents:
+        return prediction + inputs.shift
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class ClassifierFree:
 
     passes: ClassVar[int] = 2
 
-    def batch(self, latents: Float32[Array, "B T h w C"]) -> Float32[Array, "2*B T h w C"]:
+    def batch(self, latents: Latents) -> Float32[Array, "2*B T h w C"]:
         return _in_one_batch(latents, latents)
 
     def features(self, conditioning: Conditioning) -> Features:
@@ -95,31 +90,17 @@ class ClassifierFree:
         halves = [{**text, **conditioning.visual} for text in (conditioning.negative_text, conditioning.text)]
         return jax.tree.map(_in_one_batch, *halves)
 
-    def __call__(
-        self,
-        prediction: Float32[Array, "2*B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-        shift: Float32[Array, "B T h w C"] | float = 0.0,
-    ) -> Float32[Array, "B T h w C"]:
+    def __call__(self, prediction: Float32[Array, "2*B T h w C"], inputs: GuidanceInputs) -> Latents:
         without, with_prompt = jnp.split(prediction, 2)
-        guided = self.combine(without, with_prompt, scale, sample, step) + shift
+        guided = self.combine(without, with_prompt, inputs) + inputs.shift
         if not self.rescale:
             return guided
         ratio = with_prompt.std(_VIDEO, keepdims=True) / guided.std(_VIDEO, keepdims=True)
         return guided * (self.rescale * ratio + (1 - self.rescale))
 
-    def combine(
-        self,
-        without: Float32[Array, "B T h w C"],
-        with_prompt: Float32[Array, "B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-    ) -> Float32[Array, "B T h w C"]:
+    def combine(self, without: Latents, with_prompt: Latents, inputs: GuidanceInputs) -> Latents:
         """The guided prediction, before it is rescaled."""
-        return without + scale * (with_prompt - without)
+        return without + inputs.scale * (with_prompt - without)
 
 
 @dataclass(frozen=True)
@@ -130,16 +111,9 @@ class CFGZeroStar(ClassifierFree):
     on a diffusion schedule.
     """
 
-    def combine(
-        self,
-        without: Float32[Array, "B T h w C"],
-        with_prompt: Float32[Array, "B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-    ) -> Float32[Array, "B T h w C"]:
+    def combine(self, without: Latents, with_prompt: Latents, inputs: GuidanceInputs) -> Latents:
         along = _dot(with_prompt, without) / (_dot(without, without) + 1e-8) * without
-        return along + scale * (with_prompt - along)
+        return along + inputs.scale * (with_prompt - along)
 
 
 @dataclass(frozen=True)
@@ -149,18 +123,12 @@ class APG(ClassifierFree):
     Source: arXiv 2410.02416, without its momentum and its bound of the norm.
     """
 
-    def combine(
-        self,
-        without: Float32[Array, "B T h w C"],
-        with_prompt: Float32[Array, "B T h w C"],
-        scale: Float32[Array, ""],
-        sample: Float32[Array, "B T h w C"],
-        step: StepTable,
-    ) -> Float32[Array, "B T h w C"]:
-        x0 = step.signal * sample - step.sigma * with_prompt
+    def combine(self, without: Latents, with_prompt: Latents, inputs: GuidanceInputs) -> Latents:
+        step = inputs.step
+        x0 = step.signal * inputs.sample - step.sigma * with_prompt
         difference = -step.sigma * (with_prompt - without)  # of x0
         across = difference - _dot(difference, x0) / _dot(x0, x0) * x0
-        return with_prompt - (scale - 1) * across / step.sigma
+        return with_prompt - (inputs.scale - 1) * across / step.sigma
 
 
 @dataclass(frozen=True)
@@ -179,13 +147,8 @@ class SkipLayer:
     scale: float
 
     def __call__(
-        self,
-        denoiser: Denoiser,
-        latents: Float32[Array, "B T h w C"],
-        features: Features,
-        info: StepInfo,
-        prediction: Float32[Array, "B T h w C"],
-    ) -> Float32[Array, "B T h w C"]:
+        self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, prediction: Latents
+    ) -> Latents:
         """What is added to the guided prediction.
 
         features: of the prompts.
