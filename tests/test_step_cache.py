@@ -111,7 +111,7 @@ def by_hand(pipe, asked):
     guided, form = run.guided, run.request.step_cache
     x, noise = result_of(journey._start_noise(pipe, run))
     _, state = run.start(conditioning, x, noise)
-    x, sampler_state, model, cache = state.latents, state.sampler, pipe.transformer, None
+    x, scheduler_state, model, cache = state.latents, state.scheduler_state, pipe.transformer, None
     embed = jax.jit(CogVideoX.embed)
     blocks = jax.jit(type(model).run_blocks, static_argnames=("start", "stop"))
     head = jax.jit(type(model).head)

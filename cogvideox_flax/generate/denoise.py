@@ -117,10 +117,12 @@ class DenoiseStep(Program):
             forms = self.guidance, Unguided()
             each = [partial(self._guided, form) for form in forms]
             prediction, cache = jax.lax.cond(inputs.guided_steps[i], *each, model, inputs, state)
-        noise = self._noise(inputs.noise_source, i, x.shape) if self.sampler.needs_noise else None
-        x, sampler_state = self.sampler.step(inputs.steps, i, prediction, x, state.sampler, noise)
-        x, sampler_state = jax.tree.map(sharding.constrain, (x, sampler_state))
-        return replace(state, step=i + 1, latents=x, sampler=sampler_state, cache=cache), jnp.isfinite(x).all()
+        noise = self._noise(inputs.noise_source, i, x.shape) if self.scheduler.needs_noise else None
+        x, scheduler_state = self.scheduler.step(inputs.steps, i, prediction, x, state.scheduler_state, noise)
+        x, scheduler_state = jax.tree.map(sharding.constrain, (x, scheduler_state))
+        return replace(state, step=i + 1, latents=x, scheduler_state=scheduler_state, cache=cache), jnp.isfinite(
+            x
+        ).all()
 
     def _guided(
         self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState
