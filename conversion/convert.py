@@ -29,7 +29,7 @@ from cogvideox_flax.checkpoint import (
     write_manifest,
 )
 from cogvideox_flax.conversion.configs import check_complete, find_family, read_configs
-from cogvideox_flax.conversion.mapping import Plan, plan
+from cogvideox_flax.conversion.mapping import WeightMoves, weight_moves
 from cogvideox_flax.conversion.source import Source, check_against_hub, components_of, is_hf_layout
 from cogvideox_flax.conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 from cogvideox_flax.errors import ConversionError, InputError
@@ -99,13 +99,13 @@ def convert(
         manifest.configs[component].check_dtype(dtype)
     job = _Job(src, dst, dtype, manifest, _tokenizer_files(src, family, wanted), origin or {}, progress)
     # all tensors are matched and the disk space is checked before the first component is written
-    plans = {component: job.plan(component) for component in wanted}
-    check_free_space(dst, sum(job.space(component, plans[component]) for component in wanted))
+    moves = {component: job.moves(component) for component in wanted}
+    check_free_space(dst, sum(job.space(component, moves[component]) for component in wanted))
     make_writable(dst, job.work)
     busy = f"another conversion is writing to {dst}; wait for it, or choose another destination"
     with file_lock(dst / LOCK_FILE, busy=busy):
         try:
-            job.run(plans)
+            job.run(moves)
         except OSError as e:
             raise InputError(
                 f"writing {dst} failed: {e.strerror}; free some space and run the same command again"
@@ -149,12 +149,12 @@ class _Job:
     def work(self) -> Path:
         return self.dst / WORK_DIR
 
-    def plan(self, component: str) -> Plan:
+    def moves(self, component: str) -> WeightMoves:
         with Source(self.src / component) as source:
             shapes = {name: source.info(name).shape for name in source.where}
-            return plan(self.family, component, self.manifest.configs[component], shapes)
+            return weight_moves(self.family, component, self.manifest.configs[component], shapes)
 
-    def space(self, component: str, todo: Plan) -> int:
+    def space(self, component: str, todo: WeightMoves) -> int:
         """Bytes of a component that is still to be written; 0 if it is complete."""
         done = self.work / component
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -165,26 +165,26 @@ class _Job:
             targets = self.targets(source, todo)
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
-    def targets(self, source: Source, todo: Plan) -> Targets:
+    def targets(self, source: Source, todo: WeightMoves) -> Targets:
         return targets_of(source, todo, FLOATS[self.dtype] if self.dtype else None)
 
-    def run(self, plans: dict[str, Plan]) -> None:
+    def run(self, moves: dict[str, WeightMoves]) -> None:
         """Write all components below `work`, then move them into place."""
         if (self.work / CONFIG_FILE).exists():  # left by an earlier attempt
             _finish(self.dst)
         self.work.mkdir(exist_ok=True)  # another process may have removed it before this one had the lock
         for path in self.work.iterdir():
-            if path.name not in plans:
+            if path.name not in moves:
                 shutil.rmtree(path, ignore_errors=True)
         before = read_manifest(self.dst) if is_native(self.dst) else Manifest(family=self.family.name)
-        records = {component: self.convert(component, todo) for component, todo in plans.items()}
+        records = {component: self.convert(component, todo) for component, todo in moves.items()}
         tokenizer = before.tokenizer_sha256 | _copy_tokenizer(self.src, self.work, self.tokenizer)
         manifest = replace(
             before,
-            configs=self.configs(before, plans),
+            configs=self.configs(before, moves),
             weights=before.weights | records,
             tokenizer_sha256=tokenizer,
-            **self.of_denoiser(before, plans),
+            **self.of_denoiser(before, moves),
         )
         write_manifest(self.work, manifest)
         _finish(self.dst)
@@ -210,7 +210,7 @@ class _Job:
         names = ("release_name", "guidance_scale")
         return {name: choose(getattr(self.manifest, name), getattr(before, name)) for name in names}
 
-    def convert(self, component: str, todo: Plan) -> dict[str, Any]:
+    def convert(self, component: str, todo: WeightMoves) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
         done = self.work / component
         with Source(self.src / component) as source:

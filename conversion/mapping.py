@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 MAX_FAULTS = 20
 
 
-class Move(NamedTuple):
+class WeightMove(NamedTuple):
     """The target of one source tensor: the parameter, the slot in its layer axis, and the transform."""
 
     target: str
@@ -26,14 +26,14 @@ class Move(NamedTuple):
     transform: Callable[[np.ndarray], np.ndarray]
 
 
-class Plan(NamedTuple):
+class WeightMoves(NamedTuple):
     """A complete mapping: the move of every used source tensor, and the shape of every parameter."""
 
-    moves: dict[str, Move]
+    moves: dict[str, WeightMove]
     shapes: dict[str, Shape]
 
 
-def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]) -> Plan:
+def weight_moves(family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]) -> WeightMoves:
     """Match source tensors (name -> shape) with the parameters of a family's component.
 
     Raises:
@@ -52,27 +52,27 @@ def plan(family: type[VideoModel], component: str, config: Any, tensors: Mapping
                 [f"{component} does not match its config ({len(faults)} faults)", *faults[:MAX_FAULTS], *more, *hint]
             )
         )
-    return Plan(moves, shapes)
+    return WeightMoves(moves, shapes)
 
 
-def source_moves(family: Family, component: str, config: Any) -> dict[str, Move]:
+def source_moves(family: Family, component: str, config: Any) -> dict[str, WeightMove]:
     """The name of every tensor that a source checkpoint of this config holds -> its move."""
     table = get_tables(family.name)[component](config)
     moves = {}
     for target, leaf in parameters(family.components[component].abstract(config)).items():
         row, groups = _row_of_target(table, target)
         for slot in range(leaf.shape[0]) if _is_stacked(row) else (None,):
-            moves[_source_name(row, groups, slot)] = Move(target, slot, row.transform)
+            moves[_source_name(row, groups, slot)] = WeightMove(target, slot, row.transform)
     return moves
 
 
 def _match(
     family: type[VideoModel], component: str, config: Any, tensors: Mapping[str, Shape]
-) -> tuple[dict[str, Move], dict[str, Shape], list[str]]:
+) -> tuple[dict[str, WeightMove], dict[str, Shape], list[str]]:
     table = get_tables(family.name)[component](config)
     abstract = family.components[component].abstract(config)
     shapes = {name: tuple(leaf.shape) for name, leaf in parameters(abstract).items()}
-    moves: dict[str, Move] = {}
+    moves: dict[str, WeightMove] = {}
     filled: dict[tuple[str, int | None], str] = {}
     faults = []
     for name, shape in tensors.items():
@@ -100,7 +100,7 @@ def _match(
         if got != expected:
             faults.append(f"  shape    {_place(target, slot)}: got {shape}, expected {expected} ({name})")
             continue
-        moves[name] = Move(target, slot, row.transform)
+        moves[name] = WeightMove(target, slot, row.transform)
     for target, shape in shapes.items():
         row, groups = _row_of_target(table, target)
         for slot in range(shape[0]) if _is_stacked(row) else (None,):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cogvideox_flax.conversion.mapping import Plan
+from cogvideox_flax.conversion.mapping import WeightMoves
 from cogvideox_flax.conversion.source import Source
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorWriter
@@ -22,7 +22,7 @@ Targets = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Parameter -> shape and dtype."""
 
 
-def targets_of(source: Source, todo: Plan, dtype: np.dtype | None) -> Targets:
+def targets_of(source: Source, todo: WeightMoves, dtype: np.dtype | None) -> Targets:
     """Shape and dtype of every parameter; without `dtype`, the widest dtype of the tensors that fill it."""
     kinds: dict[str, np.dtype] = {}
     for name, move in todo.moves.items():
@@ -45,7 +45,7 @@ def main_dtype(targets: Targets) -> str:
 
 
 def write_tensors(
-    source: Source, todo: Plan, targets: Targets, path: Path, component: str, progress: Progress
+    source: Source, todo: WeightMoves, targets: Targets, path: Path, component: str, progress: Progress
 ) -> dict[tuple[str, int | None], int]:
     """Stream every tensor into its slot.
 

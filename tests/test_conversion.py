@@ -29,7 +29,7 @@ from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae,
 from cogvideox_flax.cli import main
 from cogvideox_flax.conversion import convert as conversion_module
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.conversion.mapping import plan
+from cogvideox_flax.conversion.mapping import weight_moves
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.models.cogvideox.config import VAEConfig
@@ -50,7 +50,7 @@ def read_keys(name: str) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("release", CogVideoX.releases.values(), ids=lambda r: r.name)
 def test_every_released_transformer_key_maps(release):
     keys = read_keys(f"{release.hub_id.split('/')[1]}.transformer.txt")
-    mapped = plan(CogVideoX, "transformer", release.configs["transformer"], keys)
+    mapped = weight_moves(CogVideoX, "transformer", release.configs["transformer"], keys)
     assert set(mapped.moves) == set(keys)
     sizes = sum(int(np.prod(shape)) for shape in mapped.shapes.values())
     assert sizes == sum(int(np.prod(shape)) for shape in keys.values())
@@ -59,7 +59,7 @@ def test_every_released_transformer_key_maps(release):
 @needs_keys
 def test_every_released_vae_key_maps():
     keys = read_keys("vae.txt")
-    assert set(plan(CogVideoX, "vae", VAEConfig(), keys).moves) == set(keys)
+    assert set(weight_moves(CogVideoX, "vae", VAEConfig(), keys).moves) == set(keys)
 
 
 @needs_keys
@@ -67,7 +67,7 @@ def test_every_released_vae_key_maps():
 def test_every_released_text_encoder_key_maps(absent):
     keys = read_keys("t5_xxl_encoder.txt")
     keys.pop(absent, None)
-    moves = plan(CogVideoX, "text_encoder", TextEncoderConfig(), keys).moves
+    moves = weight_moves(CogVideoX, "text_encoder", TextEncoderConfig(), keys).moves
     assert set(keys) - set(moves) <= {"encoder.embed_tokens.weight"}  # tied to shared.weight
 
 
@@ -334,7 +334,7 @@ def test_missing_renamed_and_misshapen_tensors_are_all_reported(transformer, tmp
 def test_wrong_release_is_named():
     keys = read_keys("CogVideoX-5b.transformer.txt")
     with pytest.raises(ConversionError, match=r"these tensors fit cogvideox-5b.*--release cogvideox-5b"):
-        plan(CogVideoX, "transformer", RELEASES["cogvideox1.5-5b"].configs["transformer"], keys)
+        weight_moves(CogVideoX, "transformer", RELEASES["cogvideox1.5-5b"].configs["transformer"], keys)
 
 
 @pytest.mark.parametrize("release", ARCHITECTURES)

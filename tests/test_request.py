@@ -266,7 +266,7 @@ def test_the_callback_stops_all_videos_of_a_run(tmp_path):
 
 
 NEW_OPTION = """
-    gain: tuple[float, float] | None = option(None, "factor and offset of the noise", group=SAMPLING, planned=True)
+    gain: tuple[float, float] | None = option(None, "factor and offset of noise", group=SAMPLING, affects_forecast=True)
 """
 ITS_USE = """
         if request.gain is not None:

@@ -22,7 +22,7 @@ from cogvideox_flax.generate.denoise import encoder_noise_key
 from cogvideox_flax.generate.predict.plain import standard_normal
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
-from cogvideox_flax.generate.upscale import plan_upscale, upscale
+from cogvideox_flax.generate.upscale import tile_layout, upscale
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.source import VideoInfo
 from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
@@ -113,17 +113,17 @@ def reference(layout, frames, noise, ids):
 def test_one_tile_against_diffusers(model, pipe, frames, height, width):
     """The padding of an awkward size included; 9 frames are 3 latent frames, and one more for the patches of two."""
     given = clip(frames, height, width)
-    plan = plan_upscale(pipe.manifest, VideoInfo(frames, 0, height, width), UpscaleOptions(seed=4))
-    count = plan.window[0]
+    layout = tile_layout(pipe.manifest, VideoInfo(frames, 0, height, width), UpscaleOptions(seed=4))
+    count = layout.window[0]
     padded = np.pad(given, ((0, count - frames), (0, 0), (0, 0), (0, 0)), mode="edge")
     padded = np.pad(padded, ((0, 0), (0, -height % 16), (0, -width % 16), (0, 0)))
     shape = (1, (count - 1) // 4 + 1, padded.shape[1] // 2, padded.shape[2] // 2, 16)
     noise = np.asarray(standard_normal(encoder_noise_key(4, 0), shape))
     theirs = reference(model, padded, noise, np.asarray(pipe.tokenizer([""])))
-    run = upscaling.tile_runner(pipe, plan, progress=False)
+    run = upscaling.tile_runner(pipe, layout, progress=False)
     seen = []
     parts = upscaling.upscale_frames(
-        upscaling._Array(given), plan, lambda tile: seen.append(run(tile)) or seen[0], progress=False
+        upscaling._Array(given), layout, lambda tile: seen.append(run(tile)) or seen[0], progress=False
     )
     ours = np.concatenate(list(parts))
     assert len(seen) == 1 and seen[0].shape == theirs.shape
@@ -194,21 +194,21 @@ def test_tiles_that_are_left_alone_give_the_enlarged_clip(shape, options):
     """Every pixel is covered, with a weight of one; all windows have one shape."""
     given, options = clip(*shape), UpscaleOptions(**options)
     source = upscaling._Array(given)
-    plan = plan_upscale(MANIFEST, source.info, options)
+    layout = tile_layout(MANIFEST, source.info, options)
     shapes = set()
 
     def run_tile(tile):
         shapes.add(tile.shape)
         return tile / 255
 
-    parts = list(upscaling.upscale_frames(source, plan, run_tile, progress=False))
+    parts = list(upscaling.upscale_frames(source, layout, run_tile, progress=False))
     found = np.concatenate(parts)
     padded = np.pad(given, ((0, 0), (0, -shape[1] % 16), (0, -shape[2] % 16), (0, 0)))
     height, width = (options.scale * side for side in shape[1:])
     expected = enlarge(padded, options.scale, slice(0, height), slice(0, width))
-    assert found.dtype == np.uint8 and found.shape == plan.shape == expected.shape
+    assert found.dtype == np.uint8 and found.shape == layout.shape == expected.shape
     assert np.abs(found - expected).max() < 0.51
-    assert shapes == {(*plan.window, 3)} and len(parts) == len(plan.starts[0])
+    assert shapes == {(*layout.window, 3)} and len(parts) == len(layout.starts[0])
 
 
 # --- the command ---
@@ -296,7 +296,7 @@ def test_bad_clips_and_models_are_refused(refused, model, image_model, film, tmp
 )
 def test_python_values_of_other_kinds_are_refused(options, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        plan_upscale(MANIFEST, VideoInfo(9, 8, 16, 16), UpscaleOptions(**options))
+        tile_layout(MANIFEST, VideoInfo(9, 8, 16, 16), UpscaleOptions(**options))
     with pytest.raises(InputError, match=r"got float64 \[9, 16, 16, 3\]"):
         upscaling._Array(np.zeros((9, 16, 16, 3)))
 
@@ -331,6 +331,6 @@ def test_a_film_that_is_saved_again_midway_leaves_no_file(run, model, tmp_path, 
 
 def test_what_was_planned_is_what_is_run(pipe, film):
     """The memory check compiles the program of the visual encoder that then runs: float32 frames."""
-    plan = plan_upscale(pipe.manifest, open_video(film).info, UpscaleOptions(scale=1))
-    ((_, arguments, _),) = plan.run.abstract("encode")[1:]
-    assert arguments[1].dtype == np.float32 and arguments[1].shape == (1, *plan.window, 3)
+    layout = tile_layout(pipe.manifest, open_video(film).info, UpscaleOptions(scale=1))
+    ((_, arguments, _),) = layout.run.abstract("encode")[1:]
+    assert arguments[1].dtype == np.float32 and arguments[1].shape == (1, *layout.window, 3)

@@ -277,7 +277,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
     for name, each in options("encode", "denoise", "decode").items():
-        if each.planned:
+        if each.affects_forecast:
             add_option(sub, name, each)
     what = "dollars for an hour of one chip: says what a run costs"
     sub.add_argument("--price", type=float, metavar="DOLLARS", help=what)

@@ -23,17 +23,17 @@ def upscale(args: argparse.Namespace) -> None:
     source = HashedVideo(args.clip)
     model, manifest = look(args)
     given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
-    plan = upscaling.plan_upscale(manifest, source.info, UpscaleOptions(**given), model.dtype)
-    prepared = check_runs(args, model, manifest, [plan.run], args.out.absolute().parent)
+    layout = upscaling.tile_layout(manifest, source.info, UpscaleOptions(**given), model.dtype)
+    prepared = check_runs(args, model, manifest, [layout.run], args.out.absolute().parent)
     pipe, _ = open_prepared(args, lambda: prepared)
     how = {"progress": not args.quiet}
-    upscaling.check_memory(pipe, plan, **how)
-    run_tile = upscaling.tile_runner(pipe, plan, not args.quiet)
-    frames = FrameStream(plan.shape, partial(upscaling.upscale_frames, source, plan, run_tile, **how))
+    upscaling.check_memory(pipe, layout, **how)
+    run_tile = upscaling.tile_runner(pipe, layout, not args.quiet)
+    frames = FrameStream(layout.shape, partial(upscaling.upscale_frames, source, layout, run_tile, **how))
     try:
         with logging_replaced([args.out]):
-            fps = plan.clip.fps or manifest.model.defaults.fps
-            save_video(args.out, frames, fps, upscaling.describe(plan, pipe, args.clip))
+            fps = layout.clip.fps or manifest.model.defaults.fps
+            save_video(args.out, frames, fps, upscaling.describe(layout, pipe, args.clip))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; nothing was written") from None
     print(args.out)

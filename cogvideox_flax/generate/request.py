@@ -126,7 +126,7 @@ class Option:
     choices: text -> value, for options of few values.
     common: whether the short help shows it.
     for_media: whether encoding images and clips needs it too.
-    planned: whether a forecast depends on it.
+    affects_forecast: whether a forecast depends on it.
     json: the type of its value in a JSON file; None: that of the field.
     metavar, repeat: as argparse has them; repeat: each use adds a value.
     """
@@ -146,7 +146,7 @@ class Option:
     repeat: bool = False
     common: bool = False
     for_media: bool = False
-    planned: bool = False
+    affects_forecast: bool = False
     json: Any = None
 
 
@@ -207,7 +207,7 @@ def _before_number(text: str, mark: str) -> tuple[str, float | None]:
 def _side_option(side: str) -> Any:
     """A field for the height or the width."""
     unset = "the release's, or what suits the image"
-    how: dict[str, Any] = {"common": True, "for_media": True, "planned": True}
+    how: dict[str, Any] = {"common": True, "for_media": True, "affects_forecast": True}
     return option(None, f"{side} in pixels", unset=unset, unit="pixels", group=WHAT, **how)
 
 
@@ -254,7 +254,7 @@ class GenerationRequest:
         group=WHAT,
         common=True,
         for_media=True,
-        planned=True,
+        affects_forecast=True,
     )
     height: int | None = _side_option("height")
     width: int | None = _side_option("width")
@@ -265,7 +265,7 @@ class GenerationRequest:
         group=SAMPLING,
         flags=("--steps",),
         common=True,
-        planned=True,
+        affects_forecast=True,
     )
     guidance_scale: float | None = option(
         None,
@@ -273,7 +273,7 @@ class GenerationRequest:
         unset="the checkpoint's, such as 6",
         group=SAMPLING,
         common=True,
-        planned=True,
+        affects_forecast=True,
     )
     use_dynamic_cfg: bool | Literal["index"] | None = option(
         None,
@@ -289,7 +289,7 @@ class GenerationRequest:
         unset="the release's",
         group=SAMPLING,
         common=True,
-        planned=True,
+        affects_forecast=True,
     )
     seed: int = option(0, "seed of all noise", range=Range(0, MAX_SEED), group=SAMPLING, common=True, for_media=True)
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
@@ -324,7 +324,7 @@ class GenerationRequest:
         range=Range(0),
         group=SAMPLING,
         metavar="BLOCK",
-        planned=True,
+        affects_forecast=True,
     )
     skip_layer_scale: float = option(1.0, "weight of --skip-layer", group=SAMPLING)
     timesteps: Sequence[float] | None = option(
@@ -334,7 +334,7 @@ class GenerationRequest:
         length=0,
         group=SAMPLING,
         metavar="T,T,...",
-        planned=True,
+        affects_forecast=True,
     )
     distilled: str | None = option(
         None,
@@ -342,7 +342,7 @@ class GenerationRequest:
         "off: not even those of an adapter that is known by its name; see docs/few_steps.md",
         group=SAMPLING,
         recorded=False,
-        planned=True,
+        affects_forecast=True,
         metavar="NAME",
     )
     force: bool = option(
@@ -350,7 +350,7 @@ class GenerationRequest:
         "go on at a size at which the model gives no usable video",
         group=WHAT,
         for_media=True,
-        planned=True,
+        affects_forecast=True,
     )
     lora: Sequence[Any] | None = option(
         None,
@@ -423,7 +423,7 @@ class GenerationRequest:
         unset="all tokens to all",
         group=SAMPLING,
         choices=_names(("sliding", "selective")),
-        planned=True,
+        affects_forecast=True,
     )
     positions: str | None = option(
         None,
@@ -431,7 +431,7 @@ class GenerationRequest:
         unset="as trained",
         group=LONG,
         choices=_names(("riflex",)),
-        planned=True,
+        affects_forecast=True,
     )
     window: int | None = option(
         None,
@@ -440,7 +440,7 @@ class GenerationRequest:
         unset="the whole clip",
         unit="frames",
         group=LONG,
-        planned=True,
+        affects_forecast=True,
     )
     window_overlap: int | None = option(
         None,
@@ -449,7 +449,7 @@ class GenerationRequest:
         range=Range(1),
         unit="frames",
         group=LONG,
-        planned=True,
+        affects_forecast=True,
     )
     step_cache: str | None = option(
         None,
@@ -457,7 +457,7 @@ class GenerationRequest:
         unset="every step is full",
         group=CACHE,
         choices=_names(STEP_CACHES),
-        planned=True,
+        affects_forecast=True,
     )
     step_cache_schedule: Sequence[int] | None = option(
         None,
@@ -467,7 +467,7 @@ class GenerationRequest:
         length=3,
         group=CACHE,
         metavar="START,END,INTERVAL",
-        planned=True,
+        affects_forecast=True,
     )
     step_cache_threshold: float | None = option(
         None,
@@ -475,7 +475,7 @@ class GenerationRequest:
         unset=", ".join(f"{name} {form.threshold:g}" for name, form in STEP_CACHES.items() if form.threshold),
         range=Range(0),
         group=CACHE,
-        planned=True,
+        affects_forecast=True,
     )
     step_cache_full: Sequence[int] | None = option(
         None,
@@ -484,7 +484,7 @@ class GenerationRequest:
         length=0,
         group=CACHE,
         metavar="N,N,...",
-        planned=True,
+        affects_forecast=True,
     )
     step_cache_ratios: Sequence[float] | None = option(
         None,
@@ -492,10 +492,10 @@ class GenerationRequest:
         length=0,
         group=CACHE,
         metavar="R,R,...",
-        planned=True,
+        affects_forecast=True,
     )
     compiled_loop: bool = option(
-        False, "run all steps as one compiled program", group=SAMPLING, recorded=False, planned=True
+        False, "run all steps as one compiled program", group=SAMPLING, recorded=False, affects_forecast=True
     )
     tiling: bool = option(False, "decode in tiles: less memory, slightly different", group=OUTPUT, stage="decode")
     fps: int | None = option(

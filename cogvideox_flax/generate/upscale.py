@@ -48,8 +48,8 @@ RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 
 
 
 @dataclass(frozen=True)
-class UpscalePlan:
-    """What is done with a clip, known without weights.
+class TileLayout:
+    """The tiles and windows of a clip and the run of each, known without weights.
 
     clip: its own properties.
     padded: (frames, height, width) of the enlarged clip with its padding.
@@ -81,7 +81,7 @@ class UpscalePlan:
         return [window_weights(*axis) for axis in zip(self.padded, self.window, self.overlaps, strict=True)]
 
 
-def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, dtype: str | None = None) -> UpscalePlan:
+def tile_layout(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, dtype: str | None = None) -> TileLayout:
     """Lay out the windows of a clip, and check everything that needs no weights.
 
     Raises:
@@ -115,7 +115,7 @@ def plan_upscale(manifest: Manifest, clip: VideoInfo, options: UpscaleOptions, d
     how: dict[str, Any] = dict(zip(("num_frames", "height", "width"), window, strict=True))
     how |= {"scheduler": SCHEDULER, "seed": options.seed, "tiling": options.tiling}
     run = resolve(GenerationRequest("", video=[stand_in], output_type="float", **how), manifest, dtype)
-    return UpscalePlan(clip, options.scale, padded, window, overlaps, run)  # type: ignore[arg-type]
+    return TileLayout(clip, options.scale, padded, window, overlaps, run)  # type: ignore[arg-type]
 
 
 def _check_options(options: UpscaleOptions) -> None:
@@ -160,12 +160,12 @@ def upscale(
         uint8 frames of the clip's count and `scale` times its size.
 
     Raises:
-        InputError: as for `plan_upscale`, before anything is loaded; or a frame cannot be decoded.
+        InputError: as for `tile_layout`, before anything is loaded; or a frame cannot be decoded.
     """
     source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
-    plan = plan_upscale(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
-    check_memory(pipe, plan, progress=progress)
-    return np.concatenate(list(upscale_frames(source, plan, tile_runner(pipe, plan, progress), progress=progress)))
+    layout = tile_layout(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
+    check_memory(pipe, layout, progress=progress)
+    return np.concatenate(list(upscale_frames(source, layout, tile_runner(pipe, layout, progress), progress=progress)))
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class _Array:
         return ""
 
 
-def check_memory(pipe: Pipeline, plan: UpscalePlan, *, progress: bool = True) -> None:
+def check_memory(pipe: Pipeline, layout: TileLayout, *, progress: bool = True) -> None:
     """Compile what a window needs before anything is loaded, and refuse what the devices cannot hold.
 
     The text encoder leaves before the denoiser comes; the denoiser stays while the decoder works.
@@ -200,19 +200,19 @@ def check_memory(pipe: Pipeline, plan: UpscalePlan, *, progress: bool = True) ->
         InputError: with the numbers and what to change.
     """
     try:
-        pipe.check_memory(plan.run, ["encode"], keep=False, progress=progress)
-        pipe.check_memory(plan.run, ["denoise", "decode"], progress=progress)
+        pipe.check_memory(layout.run, ["encode"], keep=False, progress=progress)
+        pipe.check_memory(layout.run, ["denoise", "decode"], progress=progress)
     except InputError as e:
         raise InputError(f"{e} Here: smaller tiles (--tile 512x512) or shorter chunks (--chunk 17).") from e
 
 
-def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> RunTile:
+def tile_runner(pipe: Pipeline, layout: TileLayout, progress: bool = True) -> RunTile:
     """What upscales one window with a pipeline. The empty prompt is encoded once, with the first window."""
     text: list[Conditioning] = []
 
     def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
         frames, height, width, _ = tile.shape
-        run = plan.run.varied(video=[Media("a tile", "", height, width, frames, tile)])
+        run = layout.run.varied(video=[Media("a tile", "", height, width, frames, tile)])
         if not text:
             text.append(result_of(encode_text(pipe, run), progress))
             pipe.release(*(stage.component for stage in pipe.manifest.model.text))
@@ -224,15 +224,15 @@ def tile_runner(pipe: Pipeline, plan: UpscalePlan, progress: bool = True) -> Run
 
 
 def upscale_frames(
-    source: VideoSource, plan: UpscalePlan, run_tile: RunTile, *, progress: bool = True
+    source: VideoSource, layout: TileLayout, run_tile: RunTile, *, progress: bool = True
 ) -> Iterator[UInt8[np.ndarray, "F H W 3"]]:
     """The frames of the result, some at a time, in order. Peak memory is about a chunk of them in float32.
 
     Raises:
         InputError: a frame cannot be decoded.
     """
-    (starts, tops, lefts), (over_time, *_) = plan.starts, plan.weights
-    count, height, width, _ = plan.shape
+    (starts, tops, lefts), (over_time, *_) = layout.starts, layout.weights
+    count, height, width, _ = layout.shape
     pending = np.zeros((0, height, width, 3), np.float32)
     total = len(starts) * len(tops) * len(lefts)
     with reliable_interrupts(), closing(Progress("upscaling", total, unit="tile", shown=progress)) as bar:
@@ -243,8 +243,8 @@ def upscale_frames(
                 bar.advance_to(bar.done + 1)
                 return done
 
-            clip = _read(source, plan, start)
-            chunk = _upscale_chunk(clip, plan, run)[:, :height, :width]
+            clip = _read(source, layout, start)
+            chunk = _upscale_chunk(clip, layout, run)[:, :height, :width]
             if len(starts) > 1:
                 chunk *= over_time[i][:, None, None, None]
                 chunk[: len(pending)] += pending
@@ -253,20 +253,20 @@ def upscale_frames(
             pending = chunk[finished:].copy()
 
 
-def describe(plan: UpscalePlan, pipe: Pipeline, clip: Path) -> dict[str, Any]:
+def describe(layout: TileLayout, pipe: Pipeline, clip: Path) -> dict[str, Any]:
     """What is stored with the result."""
     names = ("prompt", "negative_prompt", "seed", "scheduler")
-    made_of: dict[str, Any] = {name: getattr(plan.run.request, name) for name in names}
-    made_of |= {"clip": str(clip), "scale": plan.scale, "window": plan.window, "overlaps": plan.overlaps}
-    made_of |= {"dtype": pipe.dtype, "tiling": plan.run.request.tiling}
+    made_of: dict[str, Any] = {name: getattr(layout.run.request, name) for name in names}
+    made_of |= {"clip": str(clip), "scale": layout.scale, "window": layout.window, "overlaps": layout.overlaps}
+    made_of |= {"dtype": pipe.dtype, "tiling": layout.run.request.tiling}
     return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
 
 
-def _read(source: VideoSource, plan: UpscalePlan, start: int) -> UInt8[np.ndarray, "F h w 3"]:
+def _read(source: VideoSource, layout: TileLayout, start: int) -> UInt8[np.ndarray, "F h w 3"]:
     """The frames of a chunk: the last one repeated, and zeros at the right and at the bottom."""
-    info, frames = plan.clip, plan.window[0]
+    info, frames = layout.clip, layout.window[0]
     stop = min(start + frames, info.num_frames)
-    clip = np.zeros((frames, *(side // plan.scale for side in plan.padded[1:]), 3), np.uint8)
+    clip = np.zeros((frames, *(side // layout.scale for side in layout.padded[1:]), 3), np.uint8)
     for i, frame in source.frames(range(start, stop)):
         clip[i - start, : info.height, : info.width] = frame
     clip[stop - start :] = clip[stop - start - 1]
@@ -274,15 +274,15 @@ def _read(source: VideoSource, plan: UpscalePlan, start: int) -> UInt8[np.ndarra
 
 
 def _upscale_chunk(
-    clip: Num[np.ndarray, "F h w 3"], plan: UpscalePlan, run_tile: RunTile
+    clip: Num[np.ndarray, "F h w 3"], layout: TileLayout, run_tile: RunTile
 ) -> Float32[np.ndarray, "F H W 3"]:
     """A padded chunk enlarged, restored tile by tile and blended; in [0, 1]."""
-    (_, tops, lefts), (_, down, across) = plan.starts, plan.weights
-    _, height, width = plan.window
-    result = np.zeros((len(clip), *plan.padded[1:], 3), np.float32)
+    (_, tops, lefts), (_, down, across) = layout.starts, layout.weights
+    _, height, width = layout.window
+    result = np.zeros((len(clip), *layout.padded[1:], 3), np.float32)
     for top, by_row in zip(tops, down, strict=True):
         for left, by_column in zip(lefts, across, strict=True):
             rows, columns = slice(top, top + height), slice(left, left + width)
-            tile = run_tile(enlarge(clip, plan.scale, rows, columns))
+            tile = run_tile(enlarge(clip, layout.scale, rows, columns))
             result[:, rows, columns] += tile * (by_row[:, None] * by_column)[:, :, None]
     return result

@@ -20,7 +20,7 @@ import numpy as np
 
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.config import Config
-from cogvideox_flax.conversion.mapping import Move, source_moves
+from cogvideox_flax.conversion.mapping import WeightMove, source_moves
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.paths import expand_user
@@ -71,7 +71,7 @@ class Pair(NamedTuple):
     rows: slice
     swapped: bool
     strength: float
-    move: Move
+    move: WeightMove
 
 
 class Adapter(NamedTuple):
@@ -359,7 +359,7 @@ def _shape_faults(
     file: TensorFile,
     parts: Mapping[str, str],
     sources: tuple[str, ...],
-    moves: Mapping[str, Move],
+    moves: Mapping[str, WeightMove],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
     if missing := {"A", "B"} - parts.keys():
@@ -378,7 +378,7 @@ def _shape_faults(
     return faults
 
 
-def _fits(move: Move, a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...], maps: int) -> bool:
+def _fits(move: WeightMove, a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...], maps: int) -> bool:
     """Whether B A, for one of some fused maps, is of the shape of a weight that moves to `shape`."""
     if not a or a[0] < 1 or len(b) != 2 or b[1] != a[0] or b[0] % maps:
         return False
