@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cogvideox_flax.errors import CheckpointError
-from cogvideox_flax.io.values import is_count, is_finite_number, shown, typed
+from cogvideox_flax.io.values import is_count, is_finite_number, short_repr, typed
 
 
 def require(component: str, raw: Mapping[str, Any], **expected: Any) -> None:
@@ -74,7 +74,7 @@ class Config:
         for field in dataclasses.fields(self):
             kind, value, most = str(field.type), getattr(self, field.name), MAX.get(field.name, DEFAULT_MAX)
             if not _is_valid(hints[field.name], value, most):
-                faults.append(f"  {field.name}: got {shown(value)}, expected {_EXPECTED[kind].format(most=most)}")
+                faults.append(f"  {field.name}: got {short_repr(value)}, expected {_EXPECTED[kind].format(most=most)}")
         if faults:
             raise CheckpointError(f"{type(self).__name__} read from a config file is invalid:\n" + "\n".join(faults))
 

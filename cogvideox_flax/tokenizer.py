@@ -21,7 +21,7 @@ from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.stand_ins import refuse_stand_in
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Tokenizer:
                     len(tokens),
                     self.max_length - 1,
                     len(cut),
-                    shown(self._decode(cut), 200),
+                    short_repr(self._decode(cut), 200),
                 )
             check_ids(kept, self._vocab_size, self._folder)
             row[: len(kept) + 1] = [*kept, EOS]

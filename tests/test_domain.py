@@ -84,14 +84,14 @@ def test_what_a_prompt_says_that_the_model_does_not_know_is_named(known, caplog,
 
 
 def test_a_near_word_is_offered(known):
-    assert "'circel' (did you mean 'circle'?)" in known.about_prompt("a red circel moves up")
+    assert "'circel' (did you mean 'circle'?)" in known.prompt_warning("a red circel moves up")
 
 
 def test_no_prompt_of_the_training_is_unknown(known):
     prompts = [world.sample_clip(5, i, "any", frames=17, size=8).prompt for i in range(256)]
     assert len(set(prompts)) > 200
-    assert [said for prompt in (*prompts, *known.prompts, "") if (said := known.about_prompt(prompt))] == []
-    assert known.about_prompt(prompts[0].upper() + "!") is None
+    assert [said for prompt in (*prompts, *known.prompts, "") if (said := known.prompt_warning(prompt))] == []
+    assert known.prompt_warning(prompts[0].upper() + "!") is None
 
 
 def test_negative_prompts_are_read_and_each_is_said_once(caplog):

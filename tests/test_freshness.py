@@ -103,7 +103,7 @@ def test_an_object_that_is_the_checkpoints_scheduler_is_its_name(pipe):
 
 def test_a_module_of_the_users_is_no_fingerprint_of_the_checkpoint(pipe):
     own = pipe.fingerprints()
-    pipe.use("vae", pipe.vae)
+    pipe.replace_component("vae", pipe.vae)
     try:
         assert {name for name, value in pipe.fingerprints().items() if value != own[name]} == {"vae"}
     finally:
@@ -171,7 +171,7 @@ def test_a_module_of_the_users_is_used_in_every_stage(pipe, tmp_path):
     """Also where the weights of a stage leave when the next begins."""
     run = run_of(pipe, {})
     plain = latents_of(pipe, run, files_in(pipe, tmp_path / "a"), STAGES)
-    pipe.use("transformer", jax.tree.map(lambda x: 0.5 * x, pipe.transformer))
+    pipe.replace_component("transformer", jax.tree.map(lambda x: 0.5 * x, pipe.transformer))
     try:
         used = latents_of(pipe, run, files_in(pipe, tmp_path / "b"), STAGES)
         assert np.abs(used - plain).max() > 0.1

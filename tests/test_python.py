@@ -22,7 +22,7 @@ from PIL import Image
 from cogvideox_flax import RELEASES, CogVideoXPipeline, GenerationRequest, GenerationResult, Pipeline
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.keywords import ADAPTERS, CALL, METHODS
+from cogvideox_flax.generate.diffusers_names import ADAPTERS, CALL, METHODS
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.video import read_video
 from cogvideox_flax.lora import add_lora, save_lora
@@ -304,7 +304,7 @@ def test_a_module_that_is_used_stays_under_adapters(fresh, adapters):
     """They are added to it, and taken out again."""
     own = jax.tree.map(lambda x: 0.5 * x, fresh.transformer)
     base = latents_of(fresh)
-    fresh.use("transformer", own)
+    fresh.replace_component("transformer", own)
     used = latents_of(fresh)
     adapted = latents_of(fresh, lora=[str(adapters[0])])
     assert len({x.tobytes() for x in (base, used, adapted)}) == 3

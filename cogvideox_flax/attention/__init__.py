@@ -17,7 +17,7 @@ from cogvideox_flax.attention.sparse_tiles import Grid, SparseTiles, attend_in_t
 from cogvideox_flax.attention.tile_sizes import TileSizes
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.platforms import by_platform, compiling_for
-from cogvideox_flax.sharding import Joint
+from cogvideox_flax.sharding import JointQKV
 
 Backend = Callable[..., Float[Array, "B S N K"]]
 BackendWithLse = Callable[..., tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]]
@@ -143,7 +143,7 @@ def attend_jointly(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    joint: Joint,
+    joint: JointQKV,
     *,
     kv_len: int | None = None,
     joint_len: Int[Array, " B"] | None = None,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from cogvideox_flax.io.values import expected_of, shown, typed
+from cogvideox_flax.io.values import expected_of, short_repr, typed
 from cogvideox_flax.models.sizes import Size
 
 NEAR_COLOUR = 90.0
@@ -55,10 +55,10 @@ class Domain:
         """
         hints = typing.get_type_hints(cls)
         if not isinstance(raw, dict) or raw.keys() != hints.keys():
-            raise ValueError(f"domain is {shown(raw)}; expected {', '.join(hints)}")
+            raise ValueError(f"domain is {short_repr(raw)}; expected {', '.join(hints)}")
         stated = raw["stated"]
         if not isinstance(stated, dict):
-            raise ValueError(f"the domain's stated is {shown(stated)}; expected lists of words")
+            raise ValueError(f"the domain's stated is {short_repr(stated)}; expected lists of words")
         values: dict[str, Any] = {"stated": {name: typed(tuple[str, ...], words) for name, words in stated.items()}}
         for name, kind in hints.items():
             if name in values:
@@ -66,10 +66,12 @@ class Domain:
             try:
                 values[name] = typed(kind, raw[name])
             except ValueError:
-                raise ValueError(f"the domain's {name} is {shown(raw[name])}; expected {expected_of(kind)}") from None
+                raise ValueError(
+                    f"the domain's {name} is {short_repr(raw[name])}; expected {expected_of(kind)}"
+                ) from None
         return cls(**values)
 
-    def about_prompt(self, prompt: str) -> str | None:
+    def prompt_warning(self, prompt: str) -> str | None:
         """What of a prompt is outside of the domain, in a sentence; None if nothing is."""
         words = list(dict.fromkeys(_words(prompt)))
         if not words:
@@ -79,7 +81,7 @@ class Domain:
             said = f"the model does not know {'the word ' if len(unknown) == 1 else ''}{found}"
         elif missing := [name for name, known in self.stated.items() if not set(words) & set(known)]:
             found = " and no ".join(f"{name} ({', '.join(self.stated[name][:5])}, ...)" for name in missing)
-            said = f"the prompt {shown(prompt)} says no {found}"
+            said = f"the prompt {short_repr(prompt)} says no {found}"
         else:
             return None
         return f"{said}; the model shows {self.subject}. Prompts that work: {'; '.join(self.prompts)}"
@@ -98,7 +100,7 @@ class Domain:
             return None
         return f"{name} is like no image of the model's training: it shows {self.subject}, in a few flat colours"
 
-    def about_size(self, size: Size) -> str | None:
+    def size_warning(self, size: Size) -> str | None:
         """Why there is no usable video of a size, and what is; None if there is one."""
         if (size.num_frames, size.height, size.width) == (self.num_frames, self.height, self.width):
             return None

@@ -15,7 +15,7 @@ from cogvideox_flax.checkpoint.domain import Domain
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint, is_as_written, write_record
 from cogvideox_flax.io.stand_ins import refuse_stand_in
-from cogvideox_flax.io.values import is_finite_number, load_json, shown, typed
+from cogvideox_flax.io.values import is_finite_number, load_json, short_repr, typed
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FIRST_FAMILY, get_family
 from cogvideox_flax.nn import quantized
@@ -138,7 +138,7 @@ class Manifest:
         if (release := raw.get("release")) is not None:
             release = _text(release)
         if guidance is not None and not is_finite_number(guidance):
-            raise ValueError(f"guidance_scale is {shown(guidance)}; expected a finite number")
+            raise ValueError(f"guidance_scale is {short_repr(guidance)}; expected a finite number")
         return cls(
             family=family.name,
             configs=configs,
@@ -203,7 +203,7 @@ def read_manifest(native_dir: str | Path, *, warn: bool = True) -> Manifest:
         log.warning(
             "%s names the release %s, which this version does not know; the defaults of a run are those of its configs",
             path,
-            shown(manifest.release_name),
+            short_repr(manifest.release_name),
         )
     return manifest
 

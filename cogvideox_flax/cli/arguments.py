@@ -27,7 +27,7 @@ from cogvideox_flax.generate.request import (
 )
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.values import is_count, shown, typed
+from cogvideox_flax.io.values import is_count, short_repr, typed
 from cogvideox_flax.runtime.multihost.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
 
@@ -208,7 +208,7 @@ def _parse(kind: Any, words: str, text: str) -> Any:
     try:
         return typed(kind, [parts[0](part.strip()) for part in text.split(",")] if parts else kind(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {words}; got {shown(text)}") from None
+        raise argparse.ArgumentTypeError(f"expected {words}; got {short_repr(text)}") from None
 
 
 def _add_run_commands(command: Callable[..., Parser]) -> None:

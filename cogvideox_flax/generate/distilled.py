@@ -15,7 +15,7 @@ from cogvideox_flax.checkpoint import read_manifest
 from cogvideox_flax.checkpoint.manifest import is_native
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest, parse_lora
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.lora import published_name
 from cogvideox_flax.models.model import Distillation, Family, VideoModel
 
@@ -71,7 +71,9 @@ def recognised(file: str | Path, model: Family) -> Distillation | None:
 def _named(name: Any, model: VideoModel) -> Distillation:
     known = {each.name: each for each in model.distillations}
     if name not in known:
-        raise InputError(f"distilled is {shown(name)}; expected one of this model's family: {', '.join([*known, OFF])}")
+        raise InputError(
+            f"distilled is {short_repr(name)}; expected one of this model's family: {', '.join([*known, OFF])}"
+        )
     if (others := _made_of_others(known[name], model)) is not None:
         raise InputError(f"{others}. Its settings can be given one by one: {_flags(known[name])}")
     return known[name]

@@ -211,7 +211,7 @@ def denoise(
     if model.profiling.jit:
         module = program.model_argument(module)  # once, and not in each step
         yield from model.preparing(run.denoise, module, inputs, first)
-    return run_loop(program, module, inputs, first, run.num_steps, model.profiling, model.hint)
+    return run_loop(program, module, inputs, first, run.num_steps, model.profiling, model.nan_advice)
 
 
 def _start_noise(model: OpenModel, run: Run) -> Events[tuple[Any, Any]]:
@@ -279,7 +279,7 @@ def _as_one_program(model: OpenModel, run: Run) -> Events[None]:
     arguments = replicate(tokens, model.mesh), replicate(media, model.mesh), inputs, state
     frames, steps_finite, finite = yield from model.running(run.whole_run, modules, *arguments)
     model.profiling.after_stage(run.whole_run.name)
-    check_finite(fetch(steps_finite), inputs, run.num_steps, model.hint)
+    check_finite(fetch(steps_finite), inputs, run.num_steps, model.nan_advice)
     if not finite:
         raise model.not_finite("VAE")
     yield _finished(model, run, fetch(frames))

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate.diffusers_names import CALL, METHODS
 from cogvideox_flax.generate.events import Compiling, Events
-from cogvideox_flax.generate.keywords import CALL, METHODS
 from cogvideox_flax.generate.recipe import recipe, request_values
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
-from cogvideox_flax.io.values import is_finite_number, shown
+from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
 from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
@@ -126,7 +126,9 @@ class OpenModel:
             answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision and progress")
             raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise InputError(f"mesh is {shown(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device")
+            raise InputError(
+                f"mesh is {short_repr(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device"
+            )
         libtpu.quiet_without_tpu()
         manifest = hub.peek(where, revision, progress=progress)
         dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
@@ -185,7 +187,7 @@ class OpenModel:
         elif value is None:
             self.release(name)
         else:
-            self.use(name, value)
+            self.replace_component(name, value)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -198,7 +200,9 @@ class OpenModel:
             scheduler = self.manifest.model.scheduler(scheduler)
         if not isinstance(scheduler, Scheduler):
             names = ", ".join(self.manifest.model.schedulers)
-            raise InputError(f"scheduler is {shown(scheduler)}; expected one of {names}, or a cogvideox_flax Scheduler")
+            raise InputError(
+                f"scheduler is {short_repr(scheduler)}; expected one of {names}, or a cogvideox_flax Scheduler"
+            )
         self._scheduler = scheduler
 
     @property
@@ -235,7 +239,7 @@ class OpenModel:
             self._merge(list(records))
             return self.component(self.manifest.model.denoiser)
 
-    def use(self, component: str, module: Any) -> None:
+    def replace_component(self, component: str, module: Any) -> None:
         """Run with this module in place of the checkpoint's, until `release` lets go of it. Adapters are added to it.
 
         Args:
@@ -247,7 +251,7 @@ class OpenModel:
         """
         expected = type(self.manifest.abstract(component))
         if not isinstance(module, expected):
-            raise InputError(f"the {component} is {shown(module)}; expected a {expected.__name__} of this package")
+            raise InputError(f"the {component} is {short_repr(module)}; expected a {expected.__name__} of this package")
         with self._lock:
             self._loaded.pop(component, None)
             self._replaced[component] = module
@@ -335,7 +339,9 @@ class OpenModel:
         elif not isinstance(weights, Sequence):
             weights = [weights] * len(names)
         if len(weights) != len(names) or not all(map(is_finite_number, weights)):
-            raise InputError(f"weights is {shown(weights)}; expected a finite number for each of {len(names)} adapters")
+            raise InputError(
+                f"weights is {short_repr(weights)}; expected a finite number for each of {len(names)} adapters"
+            )
         self._activate({n: {**a, "scale": float(w)} for n, a, w in zip(names, loaded, weights, strict=True)})
 
     def unload_lora_weights(self) -> None:
@@ -486,7 +492,7 @@ class OpenModel:
         )
 
     @property
-    def hint(self) -> str:
+    def nan_advice(self) -> str:
         """What to do about NaN in the latents."""
         sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return sound if self.dtype == "float32" else ""

@@ -16,17 +16,17 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.denoise import DenoiseState
+from cogvideox_flax.generate.diffusers_names import DIFFUSERS_OUTPUT_TYPES, check_keywords, with_options
 from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
-from cogvideox_flax.generate.keywords import OUTPUT_TYPES, check_keywords, with_options
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
 from cogvideox_flax.generate.resolve import check_run, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Store
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
 
@@ -87,10 +87,10 @@ class Pipeline(OpenModel):
                 raise TypeError("a prompt is missing")
             prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
         output_type = (prompt.request if isinstance(prompt, Run) else prompt).output_type
-        if isinstance(prompt, GenerationRequest) and isinstance(output_type, str) and output_type in OUTPUT_TYPES:
-            prompt = replace(prompt, output_type=OUTPUT_TYPES[output_type])
+        if isinstance(prompt, GenerationRequest) and (ours := DIFFUSERS_OUTPUT_TYPES.get(str(output_type))):
+            prompt = replace(prompt, output_type=ours)
         if callback is not None and not callable(callback):
-            raise TypeError(f"callback is {shown(callback)}; expected a function of step, timestep and latents")
+            raise TypeError(f"callback is {short_repr(callback)}; expected a function of step, timestep and latents")
         self._warned.clear()
         run = self.resolve(prompt)
         if callback is not None and (run.request.compiled_loop or run.request.one_program):

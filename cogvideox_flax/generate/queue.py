@@ -33,7 +33,7 @@ from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.result import logging_replaced, save_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import request_json
-from cogvideox_flax.io.values import shown, typed
+from cogvideox_flax.io.values import short_repr, typed
 from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
@@ -115,12 +115,12 @@ def fields_of(line: str) -> dict[str, Any]:
         if (name := known.get(key.replace("-", "_"))) is None:
             close = get_close_matches(key, known, 1)
             hint = f"did you mean {close[0]}?" if close else "known are prompt and the options of `cogvideox generate`"
-            faults.append(f"there is no option {shown(key)}; {hint}")
+            faults.append(f"there is no option {short_repr(key)}; {hint}")
             continue
         try:
             fields[name] = typed(_TYPES.get(name) or json_type(name), value)
         except ValueError as e:
-            faults.append(f"{key} is {shown(value)}; expected {e}")
+            faults.append(f"{key} is {short_repr(value)}; expected {e}")
     if "prompt" not in raw:
         faults.append('it has no "prompt"')
     if faults:

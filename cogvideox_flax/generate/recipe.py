@@ -25,7 +25,7 @@ from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import GenerationRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.npz import read_npz
-from cogvideox_flax.io.values import shown, typed
+from cogvideox_flax.io.values import short_repr, typed
 from cogvideox_flax.io.video import read_metadata
 from cogvideox_flax.version import __version__
 
@@ -229,7 +229,9 @@ def _typed(path: Path, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> d
             if name in kinds:
                 found[name] = typed(kinds[name], value)
         except ValueError as e:
-            raise InputError(f"{path} states {name} {shown(value)}; expected {e}. Its recipe cannot be used") from e
+            raise InputError(
+                f"{path} states {name} {short_repr(value)}; expected {e}. Its recipe cannot be used"
+            ) from e
     return found
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
-from cogvideox_flax.io.values import expected_of, is_finite_number, shown, typed
+from cogvideox_flax.io.values import expected_of, is_finite_number, short_repr, typed
 
 if TYPE_CHECKING:
     from cogvideox_flax.generate.media import Media
@@ -571,7 +571,7 @@ def check_option(name: str, value: Any, kind: type = GenerationRequest) -> Any:
     if result is _REFUSED or not _is_taken(option, result):
         is_huge = isinstance(value, int) and option.range is None and abs(value) > MAX_INT
         words = f"a whole number of at most {MAX_INT}" if is_huge else expected(option, hint)
-        raise InputError(f"{name} is {shown(value)}; expected {words}")
+        raise InputError(f"{name} is {short_repr(value)}; expected {words}")
     return result
 
 

@@ -32,7 +32,7 @@ from cogvideox_flax.generate.request import (
     types_of,
 )
 from cogvideox_flax.generate.run import Run
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
@@ -96,8 +96,8 @@ def resolve(
         sides = media.size_from_image(model, filled, (request.height, request.width))
         size = model.resolve_size(num_frames, *sides)
         filled |= size.video
-        shown_size = _check_long(model, request, size)
-        if manifest.domain is not None and not request.force and (said := manifest.domain.about_size(shown_size)):
+        denoiser_size = _check_long(model, request, size)
+        if manifest.domain is not None and not request.force and (said := manifest.domain.size_warning(denoiser_size)):
             raise InputError(f"{said}. Leave size and length out, or go on with force (--force)")
     with faults.caught():
         _check_sparse(model, request)
@@ -120,7 +120,7 @@ def resolve(
             model.codec.check_tiling()
     faults.raise_all()
     # a model that restores clips was trained at sizes of its own, which its release does not tell
-    untrained = [] if run.scheduler.needs_video else model.size_warnings(shown_size)
+    untrained = [] if run.scheduler.needs_video else model.size_warnings(denoiser_size)
     if manifest.domain is not None:
         untrained += _outside(run.request, manifest.domain)
     _warn_once([*untrained, *_unused_media(run)], set() if warned is None else warned)
@@ -156,7 +156,7 @@ def _typed_field(name: str, value: Any) -> Any:
     if name in ("latents", "noise"):
         return value if value is None else _numbers(name, value)
     if name in ("encoder_noise", "text_features") and isinstance(value, Mapping):
-        return {key: _numbers(f"{name} of {shown(key)}", each) for key, each in value.items()}
+        return {key: _numbers(f"{name} of {short_repr(key)}", each) for key, each in value.items()}
     plain = _plain(value)
     if name == "lora" and plain is not None and not isinstance(plain, list):
         plain = [plain]
@@ -180,9 +180,9 @@ def _numbers(name: str, value: Any) -> Any:
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as e:
-        raise InputError(f"{name} is {shown(value)}; expected an array of numbers") from e
+        raise InputError(f"{name} is {short_repr(value)}; expected an array of numbers") from e
     if not (jax.dtypes.issubdtype(array.dtype, np.floating) or jax.dtypes.issubdtype(array.dtype, np.integer)):
-        raise InputError(f"{name} is {shown(value)}; expected an array of numbers")
+        raise InputError(f"{name} is {short_repr(value)}; expected an array of numbers")
     return array
 
 
@@ -210,7 +210,7 @@ def _outside(request: FilledRequest, domain: Domain) -> list[str]:
         for each in getattr(request, name) or ()
         if each.source is not None
     ]
-    said = [*map(domain.about_prompt, prompts), *(domain.image_warning(*image) for image in images)]
+    said = [*map(domain.prompt_warning, prompts), *(domain.image_warning(*image) for image in images)]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -280,7 +280,9 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
     features, shapes = request.text_features, model.feature_shapes(1)
     known = [*shapes, *(NEGATIVE + name for name in shapes)]
     if not isinstance(features, Mapping) or not features.keys() <= set(known):
-        raise InputError(f"text_features are {shown(features)}; expected a mapping of {', '.join(known)} to arrays")
+        raise InputError(
+            f"text_features are {short_repr(features)}; expected a mapping of {', '.join(known)} to arrays"
+        )
     has_negative = any(name.startswith(NEGATIVE) for name in features)
     if missing := [name for name in shapes if name not in features]:
         if has_negative:
@@ -324,7 +326,7 @@ def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Fault
     lacks_video = named.needs_video and request.video is None
     with faults.caught():
         if wrong := [name for name, value in given.items() if value is not None and value != named.fixed[name]]:
-            needed = ", ".join(f"{name} {named.fixed[name]} (got {shown(given[name])})" for name in wrong)
+            needed = ", ".join(f"{name} {named.fixed[name]} (got {short_repr(given[name])})" for name in wrong)
             raise InputError(f"the {named.kind} scheduler needs {needed}; leave these out, or take another scheduler")
     with faults.caught():
         if lacks_video:
@@ -337,7 +339,7 @@ def _describe_adapter(adapter: Any, manifest: Manifest) -> dict[str, Any]:
     record = parse_lora(adapter) if isinstance(adapter, str) else adapter
     if not isinstance(record, Mapping) or not isinstance(record.get("file"), str):
         raise InputError(
-            f"lora holds {shown(adapter)}; expected a file, 'FILE:SCALE', or a record with file, scale and alpha"
+            f"lora holds {short_repr(adapter)}; expected a file, 'FILE:SCALE', or a record with file, scale and alpha"
         )
     name = manifest.model.lora.component
     scale, alpha = record.get("scale", 1.0), record.get("alpha")
@@ -349,7 +351,7 @@ def _check_values(run: Run) -> None:
     request, faults = run.request, []
     interval = request.guidance_interval
     if interval is not None and not interval[0] < interval[1]:
-        faults.append(f"guidance_interval is {shown(interval)}; expected START below STOP")
+        faults.append(f"guidance_interval is {short_repr(interval)}; expected START below STOP")
     if interval is not None and request.step_cache is not None:
         faults.append("a step cache keeps both halves of guidance; leave step_cache or guidance_interval out")
     is_plain = (request.guidance, request.guidance_rescale, interval) == ("cfg", 0.0, None)
@@ -380,7 +382,7 @@ def _check_arrays(run: Run) -> None:
     for name, noise in (request.encoder_noise or {}).items():
         if name not in drawn:
             known = f"that of {' and '.join(drawn)}" if drawn else "no noise is drawn for what is given"
-            raise InputError(f"encoder_noise is of {shown(name)}; expected {known}")
+            raise InputError(f"encoder_noise is of {short_repr(name)}; expected {known}")
         if tuple(noise.shape) != drawn[name]:
             raise InputError(f"encoder_noise of {name!r} must be {drawn[name]}; got {tuple(noise.shape)}")
     if request.noise is None:
@@ -451,7 +453,7 @@ def _check_skip_layer(run: Run) -> None:
     if block is None:
         return
     if block >= layers:
-        raise InputError(f"skip_layer is {shown(block)}; expected a block from 0 to {layers - 1}")
+        raise InputError(f"skip_layer is {short_repr(block)}; expected a block from 0 to {layers - 1}")
     for name in ("step_cache", "window", "positions", "sparse_attention"):
         if getattr(request, name) is not None:
             raise InputError(f"skip_layer does not go with {name}; leave one of them out")
@@ -482,7 +484,7 @@ def _check_step_cache(run: Run) -> None:
         raise InputError("step_cache_full and step_cache_schedule both say which steps are full; give one")
     if full is not None and (0 not in full or max(full) >= steps):
         raise InputError(
-            f"step_cache_full is {shown(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
+            f"step_cache_full is {short_repr(list(full))}; expected steps from 0 to {steps - 1}, the first among them"
         )
     if schedule is None:
         return
@@ -501,7 +503,7 @@ def _check_sparse(model: VideoModel, request: GenerationRequest) -> None:
     name, known = request.sparse_attention, model.sparse_attention
     if name is not None and name not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none"
-        raise InputError(f"sparse_attention is {shown(name)}; {others}. Leave it out for attention of all to all")
+        raise InputError(f"sparse_attention is {short_repr(name)}; {others}. Leave it out for attention of all to all")
 
 
 def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Size:
@@ -513,7 +515,9 @@ def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Si
     known = model.positions
     if request.positions is not None and request.positions not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
-        raise InputError(f"positions is {shown(request.positions)}; {others}. Leave it out for those of the training")
+        raise InputError(
+            f"positions is {short_repr(request.positions)}; {others}. Leave it out for those of the training"
+        )
     if resolve_windows(model, request, size) is not None:
         check_pieces(model, request.tiling)
         if request.step_cache is not None:

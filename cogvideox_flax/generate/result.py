@@ -23,7 +23,7 @@ from cogvideox_flax.generate.recipe import PER_ITEM, item_of, read_recipe
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import check_writable, item_paths
 from cogvideox_flax.io.source import FrameStream
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.io.video import check_output_path, save_video
 from cogvideox_flax.runtime.multihost import hosts
 
@@ -56,7 +56,9 @@ class GenerationResult:
             what = f"{self.frames.dtype} {list(self.frames.shape)}, {self.fps} fps"
         else:
             what = f"{len(self.frames)} videos, {self.fps} fps"
-        return f"<GenerationResult: {what}; {shown(self.metadata.get('prompt'))}, seed {self.metadata.get('seed')}>"
+        return (
+            f"<GenerationResult: {what}; {short_repr(self.metadata.get('prompt'))}, seed {self.metadata.get('seed')}>"
+        )
 
     def _repr_html_(self) -> str | None:
         """The videos with prompts and seeds, for a notebook: up to `MAX_SHOWN` of uint8 frames at hand; else None."""

@@ -35,7 +35,7 @@ from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
-from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.io.values import is_count, short_repr
 from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.runtime.terminal import Progress, reliable_interrupts
 
@@ -127,17 +127,17 @@ def _check_options(options: UpscaleOptions) -> None:
             faults.append(str(e))
     sides: Any = () if options.tile is None else options.tile
     if options.tile is not None and not (isinstance(sides, tuple | list) and len(sides) == 2):
-        faults.append(f"tile is {shown(sides)}; expected (height, width) in pixels")
+        faults.append(f"tile is {short_repr(sides)}; expected (height, width) in pixels")
         sides = ()
     for name, side in zip(("height", "width"), sides, strict=False):
         if not is_count(side, limits.MAX_PIXELS) or side % SIDE_STEP:
-            faults.append(f"the tile's {name} is {shown(side)}; expected a multiple of {SIDE_STEP} pixels")
+            faults.append(f"the tile's {name} is {short_repr(side)}; expected a multiple of {SIDE_STEP} pixels")
         elif not faults and options.overlap >= side:
             faults.append(f"overlap is {options.overlap}; expected less than the tile's {name}, {side}")
     if options.chunk is not None and not (
         is_count(options.chunk, limits.MAX_FRAMES) and options.chunk % FRAME_STEP == 1
     ):
-        faults.append(f"chunk is {shown(options.chunk)}; expected {FRAME_STEP} n + 1 frames, such as 33")
+        faults.append(f"chunk is {short_repr(options.chunk)}; expected {FRAME_STEP} n + 1 frames, such as 33")
     if faults:
         raise InputError("\n".join(faults))
 

@@ -33,7 +33,7 @@ def is_count(value: Any, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
 
 
-def shown(value: Any, most: int = 80) -> str:
+def short_repr(value: Any, most: int = 80) -> str:
     """A value for a message, truncated to `most` characters."""
     try:
         text = " ".join(repr(value).splitlines())  # those of arrays are several lines
@@ -153,11 +153,11 @@ def faults_of(kind: Any, table: Mapping[str, Any], prefix: str = "") -> list[str
             try:
                 typed(hint, table[name])
             except ValueError as e:
-                faults.append(f"  {where}: got {shown(table[name])}, expected {e}")
+                faults.append(f"  {where}: got {short_repr(table[name])}, expected {e}")
         elif isinstance(table[name], Mapping):
             faults += faults_of(hint, table[name], f"{where}.")
         else:
-            faults.append(f"  {where}: got {shown(table[name])}, expected a table, [{where}]")
+            faults.append(f"  {where}: got {short_repr(table[name])}, expected a table, [{where}]")
     return faults
 
 

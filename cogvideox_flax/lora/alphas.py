@@ -11,7 +11,7 @@ from typing import Any
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.values import is_finite_number
-from cogvideox_flax.lora.layouts import Key, not_served
+from cogvideox_flax.lora.layouts import LoRAKey, unsupported_kind
 
 METADATA_KEY = "lora_adapter_metadata"
 FINETRAINERS_KEY = "lora_config"
@@ -20,7 +20,7 @@ FINETRAINERS_KEY = "lora_config"
 class Alphas:
     """The alphas of a file, and in `source`, in words, where they come from."""
 
-    def __init__(self, file: TensorFile, component: str, given: float | None, keys: Sequence[Key]):
+    def __init__(self, file: TensorFile, component: str, given: float | None, keys: Sequence[LoRAKey]):
         self._file, self._given = file, given
         self._config = _config(file, component)
         self._default = 1.0 if any(key.layout == "SAT" for key in keys) else None
@@ -74,7 +74,7 @@ def _config(file: TensorFile, component: str) -> dict[str, Any]:
             f"{file.path} gives alpha by regular expressions ({', '.join(expressions)}); only names of modules are read"
         )
     if config.get("use_dora"):
-        raise CheckpointError(f"{file.path} is {not_served('dora_scale')}; its metadata say so")
+        raise CheckpointError(f"{file.path} is {unsupported_kind('dora_scale')}; its metadata say so")
     return config
 
 

@@ -25,10 +25,10 @@ from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.tensor_file import PickledError, TensorFile, write_tensors
-from cogvideox_flax.io.values import is_finite_number, shown
+from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.lora.adapters import adapters
 from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, Alphas
-from cogvideox_flax.lora.layouts import Key, any_layer, known_maps, last_layers, not_served, parse_key
+from cogvideox_flax.lora.layouts import LoRAKey, any_layer, known_maps, last_layers, parse_key, unsupported_kind
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
@@ -55,7 +55,7 @@ class LoRARecord(_LoRARecord, total=False):
     alpha: float
 
 
-class Pair(NamedTuple):
+class LowRankPair(NamedTuple):
     """The adapter of one linear map in a file.
 
     a, b: names of its tensors: [rank, in, ...], [out, rank, ...].
@@ -83,7 +83,7 @@ class Adapter(NamedTuple):
     """
 
     layout: str
-    pairs: dict[str, Pair]
+    pairs: dict[str, LowRankPair]
     alpha: str
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ def describe_lora(
     """
     for what, value in (("scale", scale), ("alpha", 1.0 if alpha is None else alpha)):
         if not is_finite_number(value):
-            raise InputError(f"the {what} of a LoRA must be a finite number (1 is as trained); got {shown(value)}")
+            raise InputError(f"the {what} of a LoRA must be a finite number (1 is as trained); got {short_repr(value)}")
     with open_adapter(path) as file:
         file.check()
         read_adapter(family, config, file, alpha)
@@ -264,7 +264,7 @@ def read_adapter(family: Family, config: Config, file: TensorFile, alpha: float 
 def is_adapter(file: TensorFile) -> bool:
     """Whether a tensor's name is that of an adapter of any layout, or of an adapter of another kind."""
     components = {family.lora.component for family in FAMILIES.values()}
-    return any(not_served(name) or parse_key(name, each) for name in file.tensors for each in components)
+    return any(unsupported_kind(name) or parse_key(name, each) for name in file.tensors for each in components)
 
 
 def fitting_releases(file: TensorFile) -> dict[str, Adapter]:
@@ -305,7 +305,7 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
     known = known_maps(layout, moves)
     groups, keys, faults = _group(file, component, known)
     alphas = Alphas(file, component, given, keys)
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, LowRankPair] = {}
     for name, parts in groups.items():
         if wrong := _shape_faults(file, parts, known[name], moves, shapes):
             faults += wrong
@@ -317,7 +317,7 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
             if source in pairs:
                 faults.append(f"  twice    {source}: {pairs[source].a} and {parts['A']}")
             rows = slice(i * out, (i + 1) * out)
-            pairs[source] = Pair(parts["A"], parts["B"], rank, rows, swapped, strength, moves[source])
+            pairs[source] = LowRankPair(parts["A"], parts["B"], rank, rows, swapped, strength, moves[source])
     if not file.tensors:
         faults.append("  missing  any tensor")
     return Adapter(_layout_name(file, keys), pairs, alphas.source), list(dict.fromkeys(faults))
@@ -325,7 +325,7 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
 
 def _group(
     file: TensorFile, component: str, known: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, str]], list[Key], list[str]]:
+) -> tuple[dict[str, dict[str, str]], list[LoRAKey], list[str]]:
     """Map -> names of its A, B and alpha; all names; and the faults of names and dtypes."""
     groups: dict[str, dict[str, str]] = {}
     keys, faults = [], []
@@ -333,7 +333,7 @@ def _group(
     for name, info in file.tensors.items():
         key = parse_key(name, component)
         if key is None or key.map not in known:
-            if what := not_served(name):
+            if what := unsupported_kind(name):
                 raise CheckpointError(
                     f"{file.path} is {what} ({any_layer(name)}); adapters of two low-rank matrices for each linear map "
                     f"of the {component} are served"
@@ -393,7 +393,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[:2] if all(n == 1 for n in shape[2:]) else shape
 
 
-def _layout_name(file: TensorFile, keys: list[Key]) -> str:
+def _layout_name(file: TensorFile, keys: list[LoRAKey]) -> str:
     if FINETRAINERS_KEY in file.metadata:
         return "finetrainers"
     return keys[0].layout if keys else "no"

@@ -45,7 +45,7 @@ _NOT_SERVED = (
 """Names of tensors of other kinds of adapters -> what the file is."""
 
 
-class Key(NamedTuple):
+class LoRAKey(NamedTuple):
     """A tensor's name, taken apart.
 
     map: name of the linear map, without what stands before it.
@@ -58,7 +58,7 @@ class Key(NamedTuple):
     layout: str
 
 
-def parse_key(name: str, component: str) -> Key | None:
+def parse_key(name: str, component: str) -> LoRAKey | None:
     """A tensor's name, taken apart; None if it is not one of an adapter's."""
     found = _KEY.fullmatch(name)
     if found is None:
@@ -73,13 +73,13 @@ def parse_key(name: str, component: str) -> Key | None:
         if name.startswith(f"{component}."):
             name, layout = name.removeprefix(f"{component}."), "diffusers"
     if found["sat"]:
-        return Key(f"{name}.{found['number']}", "A" if found["sat"] == "A" else "B", "SAT")
+        return LoRAKey(f"{name}.{found['number']}", "A" if found["sat"] == "A" else "B", "SAT")
     if layout == "diffusers" and (found["alpha"] or not re.search("lora_[AB]", found[0])):
         layout = "older diffusers"
-    return Key(name, "A" if found["A"] else "B" if found["B"] else "alpha", layout)
+    return LoRAKey(name, "A" if found["A"] else "B" if found["B"] else "alpha", layout)
 
 
-def not_served(name: str) -> str | None:
+def unsupported_kind(name: str) -> str | None:
     """What a file with this tensor is, where it is an adapter of another kind."""
     return next((what for pattern, what in _NOT_SERVED if re.search(pattern, name)), None)
 

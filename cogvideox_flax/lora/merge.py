@@ -17,7 +17,7 @@ from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.lora.adapters import set_linear, unadapted, with_adapter, with_product
-from cogvideox_flax.lora.files import LoRARecord, Pair, matrix_shape, open_adapter, read_adapter
+from cogvideox_flax.lora.files import LoRARecord, LowRankPair, matrix_shape, open_adapter, read_adapter
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.quantized import QuantizedLinear
 from cogvideox_flax.nn.stack import same_arrays
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     """What one file adds to one layer of a kernel."""
 
     file: TensorFile
-    pair: Pair
+    pair: LowRankPair
     scale: float
 
 

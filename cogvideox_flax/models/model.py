@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32, Num
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.models.codec import Codec, LatentStatistics
 from cogvideox_flax.models.denoiser import Features, Tokens, predict
 from cogvideox_flax.models.sizes import Size, SizeRule
@@ -483,7 +483,7 @@ class VideoModel(ABC):
         config: Any = self.configs["scheduler"]
         name = config.kind if name is None else name
         if name not in self.schedulers:
-            raise InputError(f"unknown scheduler {shown(name)}; known are {', '.join(self.schedulers)}")
+            raise InputError(f"unknown scheduler {short_repr(name)}; known are {', '.join(self.schedulers)}")
         kind: Any = self.schedulers[name]
         return _make_scheduler(kind, config)
 

@@ -20,7 +20,7 @@ from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.request import STAGES
 from cogvideox_flax.generate.resolve import check_dtype, check_model
 from cogvideox_flax.generate.run import ProgramCall, Run
-from cogvideox_flax.io.values import is_finite_number, shown
+from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
@@ -109,7 +109,7 @@ class Forecast:
 def check_price(price: float | None) -> None:
     """Refuse a price that is none."""
     if price is not None and not (is_finite_number(price) and price >= 0):
-        raise InputError(f"the price is {shown(price)}; expected the dollars of a chip's hour, 0 or more")
+        raise InputError(f"the price is {short_repr(price)}; expected the dollars of a chip's hour, 0 or more")
 
 
 def forecast(

@@ -54,12 +54,12 @@ class Program:
         return mesh
 
 
-def _describe(part: Any) -> str | None:
+def stable_name(part: Any) -> str | None:
     """Text that names a program, or a field of one, in every process; None if its code is not this package's."""
     if part is None or isinstance(part, bool | int | float | str):
         return repr(part)
     if isinstance(part, tuple):
-        parts = [_describe(each) for each in part]
+        parts = [stable_name(each) for each in part]
         return None if None in parts else repr(parts)
     is_function = isinstance(part, FunctionType)
     kind = part if is_function else type(part)
@@ -70,7 +70,7 @@ def _describe(part: Any) -> str | None:
         return name
     if not dataclasses.is_dataclass(part):
         return f"{name} {part!r}"
-    fields = {each.name: _describe(getattr(part, each.name)) for each in dataclasses.fields(part)}
+    fields = {each.name: stable_name(getattr(part, each.name)) for each in dataclasses.fields(part)}
     return None if None in fields.values() else f"{name} {fields}"
 
 
@@ -99,7 +99,7 @@ class Programs:
         """A program with what was compiled of it, so far nothing on first use."""
         if program not in self._compiled:
             options = compiler_options(self.dtype, fast_compile=program.fast_compile)
-            name = _describe(program)
+            name = stable_name(program)
             # user-defined code may change between runs, so its programs are not cached
             cache = None if name is None else self.cache
             key = repr((name, program.donate, self.model, options))

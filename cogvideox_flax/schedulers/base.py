@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.schedulers.config import SchedulerConfig
 
 Table = Float32[np.ndarray, " N"]
@@ -132,11 +132,11 @@ class Scheduler:
         if not in_range or not (np.diff(seen) < 0).all() or not (whole or seen[-1] > 0):
             highest = f"{most:g}" if taken_for >= most else f"{most:g} (taken for {taken_for:g})"
             raise InputError(
-                f"timesteps are {shown(list(timesteps))}; expected {num_inference_steps} that fall, from {highest} to "
-                f"{'0' if whole else 'above 0'}, for {self.kind}"
+                f"timesteps are {short_repr(list(timesteps))}; expected {num_inference_steps} that fall, from {highest} "
+                f"to {'0' if whole else 'above 0'}, for {self.kind}"
             )
         if whole and any(t != int(t) for t in timesteps):
-            raise InputError(f"timesteps are {shown(list(timesteps))}; those of this model are whole numbers")
+            raise InputError(f"timesteps are {short_repr(list(timesteps))}; those of this model are whole numbers")
 
     def check_steps(self, num_inference_steps: int, start: int) -> None:
         """Refuse the arguments of `plan` that are out of range."""

@@ -5,14 +5,14 @@ splits the batch, and height and width over the other axes. Code outside this pa
 """
 
 from cogvideox_flax.sharding.sequence_parallel import (
-    Joint,
+    JointQKV,
     joint_attention,
     pad_tokens,
     sequence_parallel_attention,
 )
 from cogvideox_flax.sharding.spatial_parallel import (
     Padding,
-    Surrounded,
+    WithHalo,
     image_mesh,
     image_rows,
     on_each_part,
@@ -47,11 +47,11 @@ __all__ = [
     "AXES",
     "REPLICATED",
     "RULES",
-    "Joint",
+    "JointQKV",
     "MeshShape",
     "Padding",
     "ParameterRows",
-    "Surrounded",
+    "WithHalo",
     "check_batch",
     "check_heads",
     "constrain",

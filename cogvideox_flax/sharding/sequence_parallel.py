@@ -31,7 +31,7 @@ _RingState = tuple[Array, Array, Array, Array, Array]
 """Keys and values; the sum of out * 2^(log_sum_exp - running_max) over the parts so far; running_max; and row_sum, the
 sum of 2^(log_sum_exp - running_max)."""
 
-Joint = tuple[Float[Array, "B L N K"], Float[Array, "B L N K"], Float[Array, "B L N K"]]
+JointQKV = tuple[Float[Array, "B L N K"], Float[Array, "B L N K"], Float[Array, "B L N K"]]
 """Queries, keys and values of tokens that are attended together with others."""
 
 _LSE_OF_NO_KEYS = -0.7 * float(jnp.finfo(jnp.float32).max)  # below any other; differences are finite
@@ -131,7 +131,7 @@ def joint_attention(
     q: Float[Array, "B Q N K"],
     k: Float[Array, "B S N K"],
     v: Float[Array, "B S N K"],
-    joint: Joint,
+    joint: JointQKV,
     kv_len: int | None,
     joint_len: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "B Q N K"], Float[Array, "B L N K"]]:
@@ -152,7 +152,7 @@ def joint_attention(
     queries, keys, few = q.shape[1], k.shape[1] if kv_len is None else kv_len, joint[0].shape[1]
     lengths = None if joint_len is None else keys + joint_len
 
-    def attend_all(pieces: list[list[Array]], joint: Joint, lengths: Array | None) -> Array:
+    def attend_all(pieces: list[list[Array]], joint: JointQKV, lengths: Array | None) -> Array:
         """Attention of queries, keys and values, each in pieces of equal length and followed by the joint ones."""
         counts, in_tiles = (queries, keys, keys), lengths is not None  # lengths mask the padding
         both = [_in_one_sequence(*xs, in_tiles) for xs in zip(pieces, joint, counts, strict=True)]
@@ -168,7 +168,7 @@ def joint_attention(
     spec = spec_of(mesh, ("batch", "tokens", "heads"), q.shape, "attention")
     few_spec = PartitionSpec(spec[0], None, spec[2])
 
-    def local_attention(q: Array, k: Array, v: Array, joint: Joint, lengths: Array | None) -> tuple[Array, Array]:
+    def local_attention(q: Array, k: Array, v: Array, joint: JointQKV, lengths: Array | None) -> tuple[Array, Array]:
         size = q.shape[1]
         if parts == 1:
             out = attend_all([[q], [k], [v]], joint, lengths)

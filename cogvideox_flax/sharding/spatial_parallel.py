@@ -27,7 +27,7 @@ Padding = tuple[tuple[int, int], tuple[int, int]]
 """Zeros before and after the rows, and before and after the columns."""
 
 
-class Surrounded(NamedTuple):
+class WithHalo(NamedTuple):
     """A device's part of a clip, and what is around it; None where that is zeros or nothing.
 
     x: [B, F, h, w, C].
@@ -270,7 +270,7 @@ def on_each_part(
 
 def _with_neighbours(
     x: Array, past: Array | None, axes: Mapping[int, Any], halo: tuple[int, int], repeat_edges: bool
-) -> Surrounded:
+) -> WithHalo:
     """A device's part of a clip with its neighbours' rows and columns; outside of the image its own edges where those
     repeat.
 
@@ -296,11 +296,11 @@ def _with_neighbours(
         left, right = (_between(cut(at, WIDTH), c, halo[0], end) for at, c in zip(ends, corners, strict=True))
         before, after = _received(left, right, axes.get(WIDTH), halo, repeat_edges)
         sides = jnp.concatenate([*before, *after], WIDTH)
-    return Surrounded(x, past, edges, sides, end)
+    return WithHalo(x, past, edges, sides, end)
 
 
 def _between(x: Array, edges: Array | None, above: int, end: Array | None) -> Array:
-    """x between rows, of which so many are above it; see `Surrounded`."""
+    """x between rows, of which so many are above it; see `WithHalo`."""
     if edges is None:
         return x
     before, after = jnp.split(edges, [above], HEIGHT)

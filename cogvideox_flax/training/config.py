@@ -34,7 +34,7 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
-from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, shown, typed
+from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, short_repr, typed
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -52,7 +52,7 @@ def require(config: object, *rules: tuple[str, bool, str]) -> None:
         rules: (dotted name of the setting, whether the rule holds, what is expected).
     """
     faults = [
-        f"  {name}: got {shown(attrgetter(name)(config))}, expected {expected}"
+        f"  {name}: got {short_repr(attrgetter(name)(config))}, expected {expected}"
         for name, holds, expected in rules
         if not holds
     ]

@@ -209,7 +209,7 @@ def _save_samples(
     model = job.model
     prompts = {name: value[1:] for name, value in features.items()}
     empty = {name: np.repeat(value[:1], len(value) - 1, 0) for name, value in features.items()}
-    pipe.use(model.denoiser, denoiser)
+    pipe.replace_component(model.denoiser, denoiser)
     text = Conditioning(prompts, empty if job.samples.guided else None)
     last = last_of(make_videos(pipe, job.samples, Memory(text)))
     pipe.release(model.denoiser, model.decoder)  # the weights may be buffers that the next step overwrites

@@ -18,7 +18,7 @@ from cogvideox_flax.generate.media import IMAGES
 from cogvideox_flax.generate.predict.plain import Cache, Latents, Plain, StepInfo
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.tiles import window_starts, window_weights
-from cogvideox_flax.io.values import shown
+from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.models.denoiser import Denoiser, Features
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
@@ -139,7 +139,7 @@ def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -
         overlap = max(window.num_frames // (3 * per_latent), 1) * per_latent
     if overlap >= window.num_frames or overlap % per_latent:
         raise InputError(
-            f"window_overlap is {shown(overlap)}; expected a multiple of {per_latent} below the window's "
+            f"window_overlap is {short_repr(overlap)}; expected a multiple of {per_latent} below the window's "
             f"{window.num_frames} frames"
         )
     if any(getattr(request, name) is not None for name in IMAGES):

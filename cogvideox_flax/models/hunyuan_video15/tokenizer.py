@@ -18,7 +18,7 @@ from jaxtyping import Int32
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.stand_ins import refuse_stand_in
-from cogvideox_flax.io.values import load_json, shown
+from cogvideox_flax.io.values import load_json, short_repr
 from cogvideox_flax.tokenizer import check_ids, check_prompts
 
 log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Tokenizers:
             if cut := ids[length:]:
                 end = self._bpe.decode(cut, skip_special_tokens=True).removesuffix("\nassistant\n")
                 message = "the prompt, with the end of its chat, has %d tokens more than the model's %d and is cut: %s"
-                log.warning(message, len(cut), self.config.max_length, shown(end, 200))
+                log.warning(message, len(cut), self.config.max_length, short_repr(end, 200))
             check_ids(ids[:length], self._vocab_size, self._folder / "tokenizer")
             rows.append(ids[:length])
         return _padded(rows, length, self._pad)

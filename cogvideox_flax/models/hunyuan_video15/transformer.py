@@ -89,7 +89,7 @@ class Attention(nnx.Module):
         self.norm_k = RMSNorm(config.head_dim, eps=EPS)
         self.out = Linear(config.width, config.width, rngs=rngs)
 
-    def project(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> sharding.Joint:
+    def project(self, x: Float[Array, "B S D"], rotary: rope.Rotary | None) -> sharding.JointQKV:
         """Queries, keys and values [B, S, N, K]; rotary: of the video alone."""
         # barriers write them to memory in x's dtype, since the norms read q and k more than once; a single one would
         # let no exchange over sp begin before the last product has ended

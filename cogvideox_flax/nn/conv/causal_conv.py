@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.nn.conv import cpu, cuda, tpu_kernel, xla
 from cogvideox_flax.nn.platforms import by_platform
-from cogvideox_flax.sharding import Padding, Surrounded
+from cogvideox_flax.sharding import Padding, WithHalo
 
 TAPS = 3
 """Kernel size in time, height and width. A causal convolution reads a frame and the two before it."""
@@ -116,7 +116,7 @@ def conv3d(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def _conv3d(
-    static: tuple[int, Any], clip: Surrounded, residual: Array | None, kernel: Array, bias: Array, padding: Padding
+    static: tuple[int, Any], clip: WithHalo, residual: Array | None, kernel: Array, bias: Array, padding: Padding
 ) -> Array:
     """`conv3d` of full images or parts, with this zero padding. static: stride, dtype."""
     stride, dtype = static
@@ -144,7 +144,7 @@ def _conv3d_forward(static: tuple[int, Any], *args: Any) -> tuple[Array, tuple[A
 
 def _conv3d_backward(
     static: tuple[int, Any], padding: Padding, saved: tuple[Any, ...], dy: Array
-) -> tuple[Surrounded, Array | None, Array, Array]:
+) -> tuple[WithHalo, Array | None, Array, Array]:
     clip, residual, kernel, bias = saved
     how: dict[str, Any] = {"stride": static[0], "padding": padding}
     joined, split = jax.vjp(lambda clip: clip.whole(HALO[static[0]][0]), clip)

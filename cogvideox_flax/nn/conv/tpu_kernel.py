@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.layers import precision, round_up
 from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES
-from cogvideox_flax.sharding import Surrounded
+from cogvideox_flax.sharding import WithHalo
 
 NAME = "cogvideox_conv"
 
@@ -162,7 +162,7 @@ def convolve(
 
 
 def forward(
-    clip: Surrounded, residual: Array | None, kernel: Array, bias: Array, *, dtype: Any
+    clip: WithHalo, residual: Array | None, kernel: Array, bias: Array, *, dtype: Any
 ) -> Float[Array, "B T H W O"]:
     """See `causal_conv.conv3d`."""
     sides = clip.sides

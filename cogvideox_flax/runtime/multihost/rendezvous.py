@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.values import is_count, shown
+from cogvideox_flax.io.values import is_count, short_repr
 from cogvideox_flax.runtime.multihost.messages import Connection
 from cogvideox_flax.version import __version__
 
@@ -46,10 +46,10 @@ class ProcessAddress:
         _parse_address(self.coordinator)
         if not is_count(self.num_processes, MAX_PROCESSES):
             raise InputError(
-                f"--num-processes must be 1 or more, at most {MAX_PROCESSES}; got {shown(self.num_processes)}"
+                f"--num-processes must be 1 or more, at most {MAX_PROCESSES}; got {short_repr(self.num_processes)}"
             )
         if not 0 <= self.process_id < self.num_processes:
-            raise InputError(f"--process-id must be 0 to {self.num_processes - 1}; got {shown(self.process_id)}")
+            raise InputError(f"--process-id must be 0 to {self.num_processes - 1}; got {short_repr(self.process_id)}")
         _check_timeout(self.join_timeout)
 
     @property
@@ -71,7 +71,9 @@ def _parse_address(text: str) -> tuple[str, int]:
             # the resolver takes labels of 1 to 63 characters
             _ = ipaddress.IPv6Address(host) if found[1].startswith("[") else host.encode("idna")
             return host, int(found[2])
-    raise InputError(f"--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999 or [fd00::2]:9999; got {shown(text)}")
+    raise InputError(
+        f"--coordinator must be ADDRESS:PORT such as 10.0.0.2:9999 or [fd00::2]:9999; got {short_repr(text)}"
+    )
 
 
 def _check_timeout(seconds: float) -> None:
