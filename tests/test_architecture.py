@@ -55,7 +55,7 @@ class Run:
         """The decoder's input of so many latent frames, its video, and the cache."""
         batch, _, *rest = self.state.latents.shape
         z = jax.ShapeDtypeStruct((batch, frames, *rest), jnp.bfloat16)
-        video, cache = jax.eval_shape(lambda vae, z, cache: vae.decode_piece(z, cache), self.decoder, z, cache)
+        video, cache = jax.eval_shape(lambda vae, z, cache: vae.decode_chunk(z, cache), self.decoder, z, cache)
         return z.shape, video.shape, cache
 
 

@@ -163,7 +163,7 @@ def test_an_image_is_read_by_process_0(paths, tmp_path):
 
 @pytest.mark.further
 def test_a_long_clip_is_streamed_by_all_hosts(layout, paths, tmp_path):
-    """Decoding in pieces needs every host, also those that write nothing."""
+    """Decoding in chunks needs every host, also those that write nothing."""
     size = ["--num-frames", 17, "--window", 9, "--height", 32, "--width", 48, "--steps", 1]
     command = ["generate", PROMPT, "--model", layout, *size, "--dtype", "float32", *MESH]
     with Hosts(tmp_path, *command, "--out", "frames") as hosts:

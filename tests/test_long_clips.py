@@ -1,4 +1,4 @@
-"""Clips longer than a model's: RIFLEx positions, windows of time, and decoding in pieces."""
+"""Clips longer than a model's: RIFLEx positions, windows of time, and decoding in chunks."""
 
 from __future__ import annotations
 
@@ -189,23 +189,23 @@ def test_refusals(pipe, options, message):
         pipe.resolve(GenerationRequest(PROMPT, num_frames=57, height=32, width=48, **options))
 
 
-# --- decoding in pieces
+# --- decoding in chunks
 
 
 @pytest.mark.parametrize("frames", [1, 2, 6, *(pytest.param(n, marks=pytest.mark.further) for n in (3, 5))])
 def test_pieces_are_the_whole(pipe, frames):
     latents = np.asarray(random(0, 2, frames, 4, 6, 16))
     whole = np.asarray(pipe.decode(latents, output_type="float", progress=False))
-    clips = pipe.decode(latents, output_type="float", in_pieces=True, progress=False)
+    clips = pipe.decode(latents, output_type="float", in_chunks=True, progress=False)
     for clip, expected in zip(clips, whole, strict=True):
         assert (clip.shape, len(clip), clip.dtype) == (expected.shape, len(expected), expected.dtype)
         np.testing.assert_allclose(np.stack(list(clip)), expected, atol=1e-5)  # sums in other orders
 
 
 def test_pieces_on_a_mesh(native, pipe):
-    """Caches stay split over the devices from piece to piece; what was compiled from shapes is what runs."""
+    """Caches stay split over the devices from chunk to chunk; what was compiled from shapes is what runs."""
     on_mesh = Pipeline.from_pretrained(native, "float32", sharding.make_mesh(2, 2, 2))
     latents = np.asarray(random(0, 1, 7, 8, 8, 16))
-    (clip,) = on_mesh.decode(latents, in_pieces=True, progress=False)
+    (clip,) = on_mesh.decode(latents, in_chunks=True, progress=False)
     (expected,) = np.asarray(pipe.decode(latents, progress=False))
     assert np.abs(np.stack(list(clip)).astype(int) - expected).max() <= 1

@@ -140,14 +140,14 @@ def test_no_setting_alone_changes_a_video(name, value):
         np.testing.assert_array_equal(video("embedded"), expected)
 
 
-def test_stages_of_ones_own_and_decoding_in_pieces():
+def test_stages_of_ones_own_and_decoding_in_chunks():
     request = GenerationRequest(PROMPT, num_frames=9, height=32, width=32, num_inference_steps=2, force=True)
 
     def frames():
         pipe = Pipeline.from_pretrained("embedded", dtype="float32")
         conditioning = pipe.encode(request, progress=False)
         *_, state = pipe.denoise(conditioning, request)
-        (clip,) = pipe.decode(state.latents, in_pieces=True, progress=False)
+        (clip,) = pipe.decode(state.latents, in_chunks=True, progress=False)
         return np.stack(list(clip))
 
     expected = frames()

@@ -342,7 +342,7 @@ def test_images_divide_over_all_devices_where_they_can(mesh, shape, expected):
 
 @pytest.mark.further
 def test_a_decode_that_only_other_axes_divide():
-    """12 rows and 6 columns, whole and in pieces, on one axis of 8 devices."""
+    """12 rows and 6 columns, whole and in chunks, on one axis of 8 devices."""
     latents = np.random.default_rng(0).normal(size=(1, 5, 12, 6, 16)).astype(np.float32)
     alone, spread = (
         CogVideoXPipeline.from_pretrained(dtype="float32", mesh=mesh) for mesh in (None, sharding.make_mesh(1, 8, 1))
@@ -350,10 +350,10 @@ def test_a_decode_that_only_other_axes_divide():
     expected = alone.decode(latents, output_type="float", progress=False)
     found = spread.decode(latents, output_type="float", progress=False)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    (pieces,) = spread.decode(latents, output_type="float", in_pieces=True, progress=False)
-    np.testing.assert_allclose(np.stack(list(pieces)), expected[0], atol=1e-4)
+    (chunks,) = spread.decode(latents, output_type="float", in_chunks=True, progress=False)
+    np.testing.assert_allclose(np.stack(list(chunks)), expected[0], atol=1e-4)
     (program, args, _), *_ = decode_programs(
-        spread.manifest, "float32", latents.shape, spread.mesh, True, False, in_pieces=False
+        spread.manifest, "float32", latents.shape, spread.mesh, True, False, in_chunks=False
     )
     mesh = program.mesh_for(spread.mesh, *args)
     assert sorted(mesh.devices.shape) == [1, 2, 4]

@@ -36,11 +36,11 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.events import Events, result_of, show
 from cogvideox_flax.generate.pipeline import Pipeline
-from cogvideox_flax.generate.predict.windows import in_pieces
+from cogvideox_flax.generate.predict.windows import in_windows
 from cogvideox_flax.generate.queue import Queue, all_have_images, items_of, save_videos
 from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
 from cogvideox_flax.generate.request import STAGES, check_option
-from cogvideox_flax.generate.resolve import check_pieces, check_prompts
+from cogvideox_flax.generate.resolve import check_chunks, check_prompts
 from cogvideox_flax.generate.result import GenerationResult, check_output, logging_replaced
 from cogvideox_flax.generate.run import Run, decode_programs
 from cogvideox_flax.generate.store import (
@@ -190,10 +190,10 @@ def decode(args: argparse.Namespace) -> None:
         raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
     out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
     pipe, prepared = open_prepared(args, partial(_prepare_decode, args, out))
-    latents, fps, tiling, pieces = (prepared.more[name] for name in ("latents", "fps", "tiling", "in_pieces"))
-    programs = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, tiling, pieces)
+    latents, fps, tiling, in_chunks = (prepared.more[name] for name in ("latents", "fps", "tiling", "in_chunks"))
+    programs = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, tiling, in_chunks)
     result_of(pipe.checking_memory([("decode", programs)]), not args.quiet)
-    frames = result_of(journey.decode(pipe, latents, tiling=tiling, in_pieces=pieces), not args.quiet)
+    frames = result_of(journey.decode(pipe, latents, tiling=tiling, in_chunks=in_chunks), not args.quiet)
     metadata: dict[str, Any] = {}
     if hosts.is_first():  # which writes
         decoder = pipe.manifest.model.decoder
@@ -218,10 +218,10 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
     check_folder(out.absolute().parent)
     model, manifest = look(args, settings)
     model = with_automatic_mesh(args, model, manifest)
-    pieces = in_pieces(settings.get("num_frames"), settings.get("window"))
+    in_chunks = in_windows(settings.get("num_frames"), settings.get("window"))
     tiling = bool(settings.get("tiling") if args.tiling is None else args.tiling)
-    if pieces:
-        check_pieces(manifest.model, tiling)
+    if in_chunks:
+        check_chunks(manifest.model, tiling)
     elif tiling:
         manifest.model.codec.check_tiling()
     channels = manifest.model.codec.latent_channels
@@ -234,5 +234,5 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         }
         made_by = recipe(made_of, manifest, "", settings.get("fingerprints"))
     fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
-    more = {"latents": latents, "fps": fps, "tiling": tiling, "in_pieces": pieces}
+    more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks}
     return Prepared(model, more=more, recipe=made_by)

@@ -1,4 +1,4 @@
-"""Decoding: latents to frames; a whole clip at once, or a long one in pieces, so that memory does not grow with it."""
+"""Decoding: latents to frames; a whole clip at once, or a long one in chunks, so that memory does not grow with it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Decode(Program):
 
 
 @dataclass(frozen=True)
-class DecodePiece(Program):
-    """A piece of a clip, and the cache of the piece before (None for the first), to frames, finite, and the cache."""
+class DecodeChunk(Program):
+    """A chunk of a clip, and the cache of the chunk before (None for the first), to frames, finite, and the cache."""
 
     codec: Codec
     as_float: bool
@@ -52,7 +52,7 @@ class DecodePiece(Program):
     def __call__(
         self, model: Any, latents: Float32[Array, "B t h w C"], cache: Any
     ) -> tuple[Frames, Bool[Array, ""], Any]:
-        video, cache = self.codec.decode_piece(model, latents, cache)
+        video, cache = self.codec.decode_chunk(model, latents, cache)
         return *_to_frames(video, self.as_float), cache
 
     def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.decode import Decode, DecodePiece
+from cogvideox_flax.generate.decode import Decode, DecodeChunk
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
@@ -127,7 +127,7 @@ def finish(model: OpenModel, run: Run, state: DenoiseState) -> Events[None]:
 
 def _decode_run(model: OpenModel, run: Run, latents: Float[Any, "B T h w C"], done: int | None = None) -> Events[None]:
     request = run.request
-    how: Any = {"output_type": request.output_type, "tiling": request.tiling, "in_pieces": run.windows is not None}
+    how: Any = {"output_type": request.output_type, "tiling": request.tiling, "in_chunks": run.windows is not None}
     frames = yield from decode(model, latents, **how)
     yield _finished(model, run, frames, done)
 
@@ -230,11 +230,11 @@ def decode(
     *,
     output_type: str = "uint8",
     tiling: bool = False,
-    in_pieces: bool = False,
+    in_chunks: bool = False,
 ) -> Events[Any]:
     """Decode latents to frames on the host; arguments and errors as for `Pipeline.decode`."""
     family, as_float = model.manifest.model, output_type == "float"
-    if in_pieces:
+    if in_chunks:
         shape = tuple(latents.shape)
         for program, args, _ in decode_programs(model.manifest, model.dtype, shape, model.mesh, as_float, tiling, True):
             yield from model.preparing(program, *args)
@@ -250,13 +250,13 @@ def decode(
 
 def _frame_streams(model: OpenModel, latents: Float[Any, "B T h w C"], as_float: bool) -> list[FrameStream]:
     codec, shape = model.manifest.model.codec, tuple(latents.shape)
-    decoder, program = model.component(model.manifest.model.decoder), model.program(DecodePiece(codec, as_float))
+    decoder, program = model.component(model.manifest.model.decoder), model.program(DecodeChunk(codec, as_float))
     one = jax.ShapeDtypeStruct((1, *shape[1:]), jnp.float32)
     frames, _ = jax.eval_shape(Decode(codec, as_float, False), decoder, one)
 
     def chunks(i: int) -> Iterator[np.ndarray]:
         cache, start = None, 0
-        for size in codec.pieces(shape[1]):
+        for size in codec.chunks(shape[1]):
             z = jnp.asarray(latents[i : i + 1, start : start + size], jnp.float32)
             frames, finite, cache = program(decoder, replicate(z, model.mesh), cache, jit=model.profiling.jit)
             if not finite:

@@ -197,28 +197,28 @@ class Pipeline(OpenModel):
         *,
         output_type: str = "uint8",
         tiling: bool = False,
-        in_pieces: bool = False,
+        in_chunks: bool = False,
         progress: bool = True,
     ) -> Any:
         """Decode a state of the denoising loop, or scaled latents, to frames.
 
         Args:
             latents: a state, which knows its extra latent frames; or latents without them.
-            in_pieces: for long clips: each is decoded while its frames are read, a few of them at a time. On several
+            in_chunks: for long clips: each is decoded while its frames are read, a few of them at a time. On several
                 hosts all of them read a clip to its end.
 
         Returns:
-            uint8 [B, F, H, W, 3], or float32 in [0, 1] for "float"; in pieces, a `FrameStream` for each clip.
+            uint8 [B, F, H, W, 3], or float32 in [0, 1] for "float"; in chunks, a `FrameStream` for each clip.
 
         Raises:
-            InputError: the decoder gives NaN or infinity; in pieces, while frames are read.
+            InputError: the decoder gives NaN or infinity; in chunks, while frames are read.
         """
         if isinstance(latents, DenoiseState):
             latents = latents.video_latents
         channels = self.manifest.model.codec.latent_channels
         if np.ndim(latents) != 5 or np.shape(latents)[-1] != channels:
             raise InputError(f"latents must be a state or [B, T, h, w, {channels}]; got {list(np.shape(latents))}")
-        how: Any = {"output_type": output_type, "tiling": tiling, "in_pieces": in_pieces}
+        how: Any = {"output_type": output_type, "tiling": tiling, "in_chunks": in_chunks}
         return result_of(decode(self, latents, **how), progress)
 
     def check_memory(

@@ -519,19 +519,19 @@ def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Si
             f"positions is {short_repr(request.positions)}; {others}. Leave it out for those of the training"
         )
     if resolve_windows(model, request, size) is not None:
-        check_pieces(model, request.tiling)
+        check_chunks(model, request.tiling)
         if request.step_cache is not None:
             raise InputError("a step cache is of one clip that is denoised whole; leave step_cache or the window out")
     return window_size(model, request, size)
 
 
-def check_pieces(model: VideoModel, tiled: bool) -> None:
-    """Refuse to decode in pieces where that is not possible.
+def check_chunks(model: VideoModel, tiled: bool) -> None:
+    """Refuse to decode in chunks where that is not possible.
 
     Raises:
         InputError: the family cannot, or tiles are asked for too.
     """
-    if not model.codec.decodes_pieces:
-        raise InputError(f"{model.name} cannot decode a clip in pieces; leave the window out")
+    if not model.codec.decodes_chunks:
+        raise InputError(f"{model.name} cannot decode a clip in chunks; leave the window out")
     if tiled:
-        raise InputError("a long clip is decoded in pieces of time, without tiles; leave tiling or the window out")
+        raise InputError("a long clip is decoded in chunks of frames, without tiles; leave tiling or the window out")

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float32
 from cogvideox_flax import checkpoint, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.decode import Decode, DecodePiece
+from cogvideox_flax.generate.decode import Decode, DecodeChunk
 from cogvideox_flax.generate.denoise import (
     DenoiseInputs,
     DenoiseLoop,
@@ -495,17 +495,17 @@ def decode_programs(
     mesh: Mesh | None,
     as_float: bool,
     tiling: bool,
-    in_pieces: bool,
+    in_chunks: bool,
 ) -> list[ProgramCall]:
     """The programs that decode normalized latents of a shape [B, T, h, w, C].
 
-    as_float, tiling: as for `Decode`. in_pieces: clip by clip, piece by piece.
+    as_float, tiling: as for `Decode`. in_chunks: clip by clip, chunk by chunk.
     """
     codec, model = manifest.model.codec, abstract_weights(manifest, manifest.model.decoder, dtype, mesh)
-    if not in_pieces:
+    if not in_chunks:
         return [(Decode(codec, as_float, tiling), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
-    program = DecodePiece(codec, as_float)
-    runs = Counter((size, i > 0) for i, size in enumerate(codec.pieces(shape[1])))
+    program = DecodeChunk(codec, as_float)
+    runs = Counter((size, i > 0) for i, size in enumerate(codec.chunks(shape[1])))
     found: list[ProgramCall] = []
     cache = None
     for (size, _), count in runs.items():

@@ -77,12 +77,12 @@ class Codec:
 
     config: with `latent_channels`, `spatial_compression`, `temporal_compression`, `scaling_factor` and, where there are
         tiles, the reference's `tiling`.
-    decodes_pieces: whether there is `decode_piece`, which long clips need.
+    decodes_chunks: whether there is `decode_chunk`, which long clips need.
     """
 
     config: Any
 
-    decodes_pieces: ClassVar[bool] = False
+    decodes_chunks: ClassVar[bool] = False
 
     @property
     def latent_channels(self) -> int:
@@ -127,17 +127,17 @@ class Codec:
         z = self.statistics.denormalize(latents)
         return vae.decode(z, tiling=tiling, slicing=len(latents) > 1).astype(jnp.float32)
 
-    def pieces(self, frames: int) -> Sequence[int]:
-        """The latent frames of each piece of a clip of so many, of few different lengths."""
+    def chunks(self, frames: int) -> Sequence[int]:
+        """The latent frames of each chunk of a clip of so many, of few different lengths."""
         return [frames]
 
-    def decode_piece(
+    def decode_chunk(
         self, vae: Any, latents: Float32[Array, "B t h w C"], cache: Any
     ) -> tuple[Float32[Array, "B F H W 3"], Any]:
-        """`decode` of one of `pieces`: its video, and the cache for the next piece; together exactly `decode`.
+        """`decode` of one of `chunks`: its video, and the cache for the next chunk; together exactly `decode`.
 
         Args:
-            cache: of the piece before, None for the first; arrays [..., B, T, H, W, C], split as
+            cache: of the chunk before, None for the first; arrays [..., B, T, H, W, C], split as
                 `sharding.spatial_split` says.
         """
         raise NotImplementedError

@@ -132,8 +132,8 @@ class Scheduler:
         if not in_range or not (np.diff(seen) < 0).all() or not (whole or seen[-1] > 0):
             highest = f"{most:g}" if taken_for >= most else f"{most:g} (taken for {taken_for:g})"
             raise InputError(
-                f"timesteps are {short_repr(list(timesteps))}; expected {num_inference_steps} that fall, from {highest} "
-                f"to {'0' if whole else 'above 0'}, for {self.kind}"
+                f"timesteps are {short_repr(list(timesteps))}; expected {num_inference_steps} that fall, from "
+                f"{highest} to {'0' if whole else 'above 0'}, for {self.kind}"
             )
         if whole and any(t != int(t) for t in timesteps):
             raise InputError(f"timesteps are {short_repr(list(timesteps))}; those of this model are whole numbers")

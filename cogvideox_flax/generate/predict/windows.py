@@ -94,8 +94,8 @@ class Windowed:
         return first[:, np.asarray(self.windows.noise_order)]
 
 
-def in_pieces(num_frames: int | None, window: int | None) -> bool:
-    """Whether a clip is longer than its window, and so is denoised in windows and decoded in pieces.
+def in_windows(num_frames: int | None, window: int | None) -> bool:
+    """Whether a clip is longer than its window, and so is denoised in windows and decoded in chunks.
 
     num_frames: None: not known, as in directories of the reference system, which has no windows.
     """
@@ -114,7 +114,7 @@ def window_size(model: VideoModel, request: GenerationRequest, size: Size) -> Si
         window = model.resolve_size(request.window, size.height, size.width)
     except InputError as e:
         raise InputError(str(e).replace("num_frames", "window")) from e
-    return window if in_pieces(size.num_frames, request.window) else size
+    return window if in_windows(size.num_frames, request.window) else size
 
 
 def resolve_windows(model: VideoModel, request: GenerationRequest, size: Size) -> Windows | None:

@@ -283,7 +283,7 @@ class Autoencoder(nnx.Module):
         narrow = z.astype(self.decoder.conv_in.kernel.dtype)
         return run_clips(run, narrow, layout, slicing=slicing, factor=1)
 
-    def decode_piece(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
+    def decode_chunk(self, z: Float[Array, "B t h w L"], cache: Cache) -> tuple[Float[Array, "B F H W 3"], Cache]:
         """One chunk of `decode`, in order: its frames in about [-1, 1], and the cache for the next chunk.
 
         Args:

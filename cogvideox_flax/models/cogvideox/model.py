@@ -139,7 +139,7 @@ def embed_riflex(
 class CogVideoXCodec(Codec):
     """The causal VAE, which decodes a clip in chunks of a few latent frames."""
 
-    decodes_pieces = True
+    decodes_chunks = True
 
     @property
     def preview_matrix(self) -> Float32[np.ndarray, "C+1 3"] | None:
@@ -148,18 +148,18 @@ class CogVideoXCodec(Codec):
 
     def decode(self, vae: Autoencoder, latents: Float[Array, "B T h w C"], tiled: bool) -> Float32[Array, "B F H W 3"]:
         tiling = self.config.tiling if tiled else None
-        chunks = self.pieces(latents.shape[1])
+        chunks = self.chunks(latents.shape[1])
         z = self.statistics.denormalize(latents)
         return vae.decode(z, tiling=tiling, slicing=len(latents) > 1, chunks=chunks).astype(jnp.float32)
 
-    def pieces(self, frames: int) -> list[int]:
+    def chunks(self, frames: int) -> list[int]:
         """diffusers' chunks; for even T, of which these make 4 T frames, VideoX-Fun's, which make 4 (T - 1) + 1."""
         return (chunk_sizes if frames % 2 else sizes_after_first)(frames, DECODE_CHUNK)
 
-    def decode_piece(
+    def decode_chunk(
         self, vae: Autoencoder, latents: Float[Array, "B t h w C"], cache: Any
     ) -> tuple[Float32[Array, "B F H W 3"], Any]:
-        video, cache = vae.decode_piece(self.statistics.denormalize(latents), cache)
+        video, cache = vae.decode_chunk(self.statistics.denormalize(latents), cache)
         return video.astype(jnp.float32), cache
 
 
