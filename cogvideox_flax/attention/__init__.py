@@ -157,8 +157,8 @@ def attend_jointly(
         joint: queries, keys and values of the joint tokens, which sp does not split.
         kv_len: how many of the keys in k are attended, 1 to S; None: all.
         joint_len: how many of the joint keys, for each batch element; clipped to 0 to L. None: all.
-        backend, interpret: as for `attend`; with `tiles` of the joint queries alone, since there is one form of sparse
-            attention for each platform.
+        backend, interpret: as for `attend`; with `tiles`, they apply to the joint queries only, since each platform has
+            one form of sparse attention.
         tiles: which tiles of q attend to which of k, and the frames, rows and columns of their tokens (but for padding
             at the end); None: all. All queries attend to the joint keys, and the joint queries to all keys.
 

@@ -1,4 +1,4 @@
-"""What can be said on the command line."""
+"""The commands of the command line and their options."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_parser() -> Parser:
     sub = command("info", "what a checkpoint is and holds, or how a video was made")
     what = "native or Hugging Face layout directory, or hub id; or a video or npz of `generate`; default: embedded"
     sub.add_argument("where", nargs="?", help=what)
-    sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
     what = "what is installed, what this machine has, what fits, and what to try next"
     sub = command("doctor", what)
@@ -121,9 +121,9 @@ def _shared_options() -> dict[str, Any]:
     """Groups of options that several commands have."""
     groups = {name: argparse.ArgumentParser(add_help=False) for name in ("prompt", "model", "profiling", "profile")}
     prompt, model, profiling, profile = groups.values()
-    prompt.add_argument("prompt", nargs="*", metavar='"PROMPT"', help="one or more, each in quotes")
+    prompt.add_argument("prompt", nargs="*", metavar='"PROMPT"', help="one or more prompts, each in quotes")
     model.add_argument("--model", help=_MODEL)
-    rarely(model.add_argument("--revision", help="of a hub id: branch, tag or commit"))
+    rarely(model.add_argument("--revision", help="branch, tag or commit of a hub id"))
     model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     model.add_argument(
         "--mesh",
@@ -131,20 +131,20 @@ def _shared_options() -> dict[str, Any]:
         help="devices for batch, tokens, heads; DP,SP,TP,fsdp splits weights over DP and SP as well; auto: all "
         "devices, as the planner says; default: auto, on CPUs 1,1,1",
     )
-    model.add_argument("--quiet", action="store_true", help="no progress")
+    model.add_argument("--quiet", action="store_true", help="print no progress")
 
-    profiling.add_argument("--no-jit", action="store_true", help="operation by operation: slow, for debuggers")
+    profiling.add_argument("--no-jit", action="store_true", help="run operation by operation: slow, for debuggers")
     profiling.add_argument("--memory", action="store_true", help="print after each stage what the devices hold")
     profile.add_argument("--profile", type=_Path, metavar="DIR", help="write a profiler trace of some denoising steps")
     profile.add_argument(
-        "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="counted from 0; default: 1-2"
+        "--profile-steps", type=_steps, default=(1, 2), metavar="FIRST-LAST", help="steps to trace; default: 1-2"
     )
 
     groups["hosts"] = argparse.ArgumentParser(add_help=False)
     several = groups["hosts"].add_argument_group("several hosts, the same command on each (docs/parallelism.md)")
-    several.add_argument("--coordinator", metavar="ADDRESS:PORT", help="of process 0, as the others reach it")
-    several.add_argument("--num-processes", type=int, metavar="N", help="how many, one per host")
-    several.add_argument("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    several.add_argument("--coordinator", metavar="ADDRESS:PORT", help="address of process 0, as the others reach it")
+    several.add_argument("--num-processes", type=int, metavar="N", help="number of processes, one per host")
+    several.add_argument("--process-id", type=int, metavar="I", help="index of this process, 0 to N - 1")
     several.add_argument(
         "--distributed", action="store_true", help="let JAX find these three: TPU pods, Slurm, Open MPI"
     )
@@ -216,7 +216,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub = command("generate", "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts")
     what = "a video for each line: a prompt, or a JSON object with prompt and any of these options; see docs/queue.md"
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
-    what = "lines with equal options to make at once; default: 1"
+    what = "number of lines with equal options to make at once; default: 1"
     rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
     sub.add_argument(
         "--out",
@@ -224,32 +224,32 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
         help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a folder of PNGs, .npz (latents); default: video.mp4, "
         "video-2.mp4",
     )
-    what = "where the stages' files go; default: beside OUT, removed at the end"
+    what = "directory of the stages' files; default: beside OUT, removed at the end"
     rarely(sub.add_argument("--dir", type=_Path, help=what))
-    what = "a video or npz of ours: its prompt, seed and settings, where no others are given"
+    what = "take prompt, seed and settings from a video or npz of ours, where no others are given"
     sub.add_argument("--like", type=_Path, metavar="FILE", help=what)
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace files that this program did not write"}
     sub.add_argument("--overwrite", **overwrite)
-    what = "a .png or animated .webp of the video as it becomes clear"
+    what = "write the video as it becomes clear: .png, .webp"
     preview: dict[str, Any] = {"type": _Path, "metavar": "FILE", "help": what}
     sub.add_argument("--preview", **preview)
     what = "stage 1: prompts to embeddings, images and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", what, *groups)
     sub.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
-    sub.add_argument("--dir", type=_Path, required=True, help="where the stages' files go")
+    sub.add_argument("--dir", type=_Path, required=True, help="directory of the stages' files")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", what, "model", "request denoise", "profiling", "profile", "hosts")
-    sub.add_argument("--dir", type=_Path, required=True, help="with stage 1's files")
+    sub.add_argument("--dir", type=_Path, required=True, help="directory with stage 1's files")
     sub.add_argument("--preview", **preview)
     sub.add_argument(
-        "--no-lora", dest="lora", action="store_const", const=[], help="without the adapters that the settings name"
+        "--no-lora", dest="lora", action="store_const", const=[], help="leave out the adapters that the settings name"
     )
     what = "stage 3: latents to a video; of a directory, or of an npz of `generate`"
     sub = command("decode", what, "model", "request decode", "profiling", "hosts")
-    sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="of `generate --out x.npz`")
-    sub.add_argument("--dir", type=_Path, help="with stage 2's files")
-    sub.add_argument("--out", type=_Path, help="default: output_video.mp4 in DIR, or beside the npz")
+    sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="file of `generate --out x.npz`")
+    sub.add_argument("--dir", type=_Path, help="directory with stage 2's files")
+    sub.add_argument("--out", type=_Path, help="output file; default: output_video.mp4 in DIR, or beside the npz")
     sub.add_argument("--overwrite", **overwrite)
 
 
@@ -267,7 +267,7 @@ def _add_train(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--check", action="store_true", help="check everything, say what would be done, and stop")
     for name, what in TRAINING_OPTIONS.values():
         sub.add_argument(name, type=int if name == "--steps" else str, help=f"{what}, in place of the file's")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub.add_argument("--quiet", action="store_true", help="print no progress")
 
 
 def _add_plan(sub: argparse.ArgumentParser) -> None:
@@ -275,35 +275,35 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help=_MODEL)
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
-    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: all are tried and the fastest is taken")
+    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: the fastest of all meshes")
     for name, each in options("encode", "denoise", "decode").items():
         if each.affects_forecast:
             add_option(sub, name, each)
     what = "dollars for an hour of one chip: says what a run costs"
     sub.add_argument("--price", type=float, metavar="DOLLARS", help=what)
-    sub.add_argument("--prompts", type=_count, default=1, help="how many at once; default: 1")
+    sub.add_argument("--prompts", type=_count, default=1, help="number of prompts at once; default: 1")
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument(
         "--stages",
         nargs="+",
         choices=(*STAGES, "run"),
         default=STAGES,
-        help="default: encode denoise decode; run is all of them as one program",
+        help="stages to forecast; default: encode denoise decode; run is all of them as one program",
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    sub.add_argument("--quiet", action="store_true", help="no progress")
+    sub.add_argument("--quiet", action="store_true", help="print no progress")
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
     what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
-    what = "such as transformer, vae or text_encoder; default: all, which SRC must have"
+    what = "components such as transformer, vae or text_encoder; default: all, which SRC must have"
     sub.add_argument("--component", nargs="+", metavar="NAME", help=what)
-    sub.add_argument("--dtype", choices=DTYPES, help="cast to this; default: what SRC has")
+    sub.add_argument("--dtype", choices=DTYPES, help="dtype to cast to; default: SRC's")
     what = "the model, such as cogvideox-5b, where SRC's config.json files are missing or wrong"
     sub.add_argument("--release", metavar="NAME", help=what)
-    sub.add_argument("--revision", help="of a hub id: branch, tag or commit")
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
 def _add_quantize(sub: argparse.ArgumentParser) -> None:
@@ -313,7 +313,7 @@ def _add_quantize(sub: argparse.ArgumentParser) -> None:
         "--component",
         nargs="+",
         metavar="NAME",
-        help="such as transformer or text_encoder; default: all whose linear maps can be quantized",
+        help="components such as transformer or text_encoder; default: all whose linear maps can be quantized",
     )
     sub.add_argument("--kind", choices=("int8", "float8"), default="int8", help="float8 is e4m3; default: int8")
 

@@ -38,7 +38,7 @@ def info(args: argparse.Namespace) -> None:
     if args.json:
         _print(json.dumps(result, indent=2))
         return
-    _print(f"{where}: {release.name if release else 'no released architecture'}")
+    _print(f"{where}: {release.name if release else 'not a released model'}")
     for name, row in rows.items():
         _print(f"  {name:13} {row['parameters']:>14,} parameters  {_origin(row)}")
     if release is not None:

@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**how, add_help=False)
         self.commands: Mapping[str, Parser] = {}
         self.overview = ""
-        self.add_argument("-h", "--help", action=_Help, help="this")
+        self.add_argument("-h", "--help", action=_Help, help="show this help and exit")
         self.add_argument("--help-all", action=_Help, help=argparse.SUPPRESS)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

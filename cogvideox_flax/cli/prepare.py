@@ -333,7 +333,7 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     for name in (*MEDIA, "lora"):
         if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
             files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
-            raise InputError(f"{path} was made with more than words; give it again: {files}")
+            raise InputError(f"{path} was also made of other files; give them again: {files}")
     return fields
 
 

@@ -19,7 +19,7 @@ CALL = {
     "callback_on_step_end": "callback=f, called as f(step, timestep, latents); or iterate over pipe.run(request)",
     "callback_on_step_end_tensor_inputs": "callback=f is given the latents",
     "eta": "leave it out: the schedulers are those of the releases, and DDIM's eta is 0",
-    "sigmas": "timesteps=[...], which of a flow are 1000 sigma, as the model sees them (after the shift)",
+    "sigmas": "timesteps=[...]; for flow matching, 1000 sigma after the shift",
     "return_dict": "leave it out: the result has .frames, .fps and .metadata",
     "attention_kwargs": "lora='FILE:SCALE' is an adapter and its strength",
     "max_sequence_length": "leave it out: it is the checkpoint's own",

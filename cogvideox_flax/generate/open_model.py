@@ -403,7 +403,7 @@ class OpenModel:
         Args:
             stages: each stage and its programs, in the order in which they run; asked for only where devices say what
                 they have.
-            keep: the weights of a stage stay when the next one runs; those of its own programs do in any case.
+            keep: leave a stage's weights on the devices for the next one; weights of the running stage always count.
 
         Raises:
             InputError: with the numbers and what to change.

@@ -244,7 +244,7 @@ class GenerationRequest:
 
     prompt: str | Sequence[str]
     negative_prompt: str | Sequence[str] | None = option(
-        "", "what to steer away from", group=WHAT, stage="encode", common=True
+        "", "prompt to steer away from", group=WHAT, stage="encode", common=True
     )
     num_frames: int | None = option(
         None,
@@ -285,7 +285,7 @@ class GenerationRequest:
     )
     scheduler: str | Scheduler | None = option(  # noqa: RUF009
         None,
-        "the scheduler, such as ddim, dpm, euler, uni_pc",
+        "scheduler, such as ddim, dpm, euler, uni_pc",
         unset="the release's",
         group=SAMPLING,
         common=True,
@@ -297,7 +297,7 @@ class GenerationRequest:
     _: KW_ONLY
     guidance: str = option(
         "cfg",
-        "cfg (as released), cfg_zero (scales the half without the prompt), apg (less oversaturation at large scales)",
+        "guidance: cfg (as released), cfg_zero (CFG-Zero*), apg (less oversaturation at large scales)",
         group=SAMPLING,
         choices=_names(GUIDANCE),
     )
@@ -319,14 +319,14 @@ class GenerationRequest:
     skip_layer: int | None = option(
         None,
         "skip-layer guidance: steer away from the prediction without this block, such as 11 of 42: sharper shapes; "
-        "half a guided step more in the first fifth of the steps",
+        "half a step more in the first fifth of the steps",
         unset="off",
         range=Range(0),
         group=SAMPLING,
         metavar="BLOCK",
         affects_forecast=True,
     )
-    skip_layer_scale: float = option(1.0, "weight of --skip-layer", group=SAMPLING)
+    skip_layer_scale: float = option(1.0, "weight of skip-layer guidance", group=SAMPLING)
     timesteps: Sequence[float] | None = option(
         None,
         "timesteps that the denoiser sees, such as 999,749,499,249, in place of the scheduler's own; each step leads "
@@ -387,12 +387,12 @@ class GenerationRequest:
         "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs"
     )
     mask_video: Any = _media_option(  # noqa: RUF009
-        "the part of the video that is made anew, for inpainting models: white is, black stays; a video file, a folder "
-        "of PNGs, or one image for all frames"
+        "a mask of the video, for inpainting models: white is made anew, black stays; a video file, a folder of PNGs, "
+        "or one image for all frames"
     )
     strength: float | None = option(
         None,
-        "how much of the video is changed; 1 forgets it",
+        "share of the steps to do; 1 ignores the video",
         unset="0.8, with a mask 1",
         range=Range(0, 1, is_open=True),
         group=INPUTS,
@@ -400,7 +400,7 @@ class GenerationRequest:
     )
     fit: str = option(
         "crop",
-        "images of another aspect ratio: crop uses their middle, stretch is the reference's way",
+        "images of another aspect ratio: crop uses their middle, stretch distorts them as the reference does",
         group=INPUTS,
         stage="encode",
         choices=_names(FITS),
@@ -418,7 +418,7 @@ class GenerationRequest:
     encoder_noise: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
     sparse_attention: str | None = option(
         None,
-        "attention in tiles, for HunyuanVideo-1.5: to those around each alone (sliding), or also to the most important "
+        "attention between tiles, for HunyuanVideo-1.5: neighbouring ones alone (sliding), or also the most important "
         "ones (selective), as its sparse checkpoints were trained",
         unset="all tokens to all",
         group=SAMPLING,
@@ -435,7 +435,7 @@ class GenerationRequest:
     )
     window: int | None = option(
         None,
-        "frames that are denoised at once, such as 49: longer clips are made in overlapping windows, in the memory of "
+        "frames that are denoised at once, such as 49; longer clips are made in overlapping windows, in the memory of "
         "one",
         unset="the whole clip",
         unit="frames",
@@ -471,7 +471,7 @@ class GenerationRequest:
     )
     step_cache_threshold: float | None = option(
         None,
-        "a step is full when something has changed by more; higher is faster",
+        "change above which a step is full; higher is faster",
         unset=", ".join(f"{name} {form.threshold:g}" for name, form in STEP_CACHES.items() if form.threshold),
         range=Range(0),
         group=CACHE,
@@ -488,7 +488,7 @@ class GenerationRequest:
     )
     step_cache_ratios: Sequence[float] | None = option(
         None,
-        "ratios for magcache, which measures and logs them in a run without",
+        "ratios of magcache; a run without them measures and logs them",
         length=0,
         group=CACHE,
         metavar="R,R,...",

@@ -178,7 +178,7 @@ class FinetuneJob:
         release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}
         rows = {
-            "model": f"{config.model or hub.EMBEDDED.name} ({release.name if release else 'no released architecture'})",
+            "model": f"{config.model or hub.EMBEDDED.name} ({release.name if release else 'not a released model'})",
             "clips": f"{count} in {config.clips}",
             "size": f"{size.num_frames} frames of {size.height}x{size.width} at {self.fps} fps",
             "tokens": f"{self.tokens:,} per clip, text included",
