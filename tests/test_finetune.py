@@ -442,6 +442,7 @@ def test_without_matplotlib_there_is_no_plot(write, run, tmp_path, monkeypatch, 
 
 
 def test_a_missing_extra_says_how_to_get_it(write, run, monkeypatch):
+    monkeypatch.delitem(sys.modules, "cogvideox_flax.cli.train", raising=False)  # as in a new process
     monkeypatch.setitem(sys.modules, "optax", None)
     code, _, err = run("train", "--config", write())
     assert code == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from cogvideox_flax.errors import InputError, NonFiniteError
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.runtime import compile as compiling
 from cogvideox_flax.runtime.compile import compiler_options
 
 PROMPTS = ["a small red circle moves to the left", "a blue square on white ground"]
@@ -194,7 +197,8 @@ def test_callback_reads_latents_and_stops_the_run(pipe):
     assert video.metadata["steps_done"] == 2
 
 
-def test_progress_says_when_it_compiles(native, capfd):
+def test_progress_says_when_it_compiles(native, capfd, monkeypatch):
+    monkeypatch.setattr(compiling, "_PROGRAMS", WeakValueDictionary())  # as in a new process
     pipe = cogvideox_flax.CogVideoXPipeline.from_pretrained(native, dtype="float32")
     generate(pipe, progress=True)
     lines = capfd.readouterr().err
