@@ -1,4 +1,4 @@
-"""What a small model was trained on, said by its checkpoint: a run outside of it can then say so.
+"""The domain of a small model, recorded in its checkpoint, and warnings of runs outside of it.
 
 Released models know of everything; the embedded ones know a few words, a few colours and one size.
 """
@@ -72,7 +72,7 @@ class Domain:
         return cls(**values)
 
     def prompt_warning(self, prompt: str) -> str | None:
-        """What of a prompt is outside of the domain, in a sentence; None if nothing is."""
+        """Say what of a prompt is outside of the domain; None if nothing is."""
         words = list(dict.fromkeys(_words(prompt)))
         if not words:
             return None
@@ -91,7 +91,7 @@ class Domain:
         return f" (did you mean {near[0]!r}?)" if near else ""
 
     def image_warning(self, name: str, image: UInt8[np.ndarray, "H W 3"]) -> str | None:
-        """Whether an image is unlike all of the domain, in a sentence; None if it is not."""
+        """Say that an image is unlike all of the domain; None if it is not."""
         pixels = image.astype(np.float32)
         distances = [np.square(pixels - colour).sum(-1) for colour in self.colours]
         near = (np.min(distances, 0) <= NEAR_COLOUR**2).mean()
@@ -101,7 +101,7 @@ class Domain:
         return f"{name} is like no image of the model's training: it shows {self.subject}, in a few flat colours"
 
     def size_warning(self, size: Size) -> str | None:
-        """Why there is no usable video of a size, and what is; None if there is one."""
+        """Say that a size gives no usable video, and which one does; None if it does."""
         if (size.num_frames, size.height, size.width) == (self.num_frames, self.height, self.width):
             return None
         is_longer = size.num_frames > self.num_frames and (size.height, size.width) == (self.height, self.width)

@@ -101,7 +101,7 @@ def _load_parameters(
     dtype: Any,
     mesh: Mesh | None,
 ) -> dict[str, jax.Array]:
-    """Those of a component's parameters that are named; None: all."""
+    """Load the parameters of these names; None: all."""
     unchanged = keep_dtype(leaves)
     arrays = {}
     for name, leaf in leaves.items():

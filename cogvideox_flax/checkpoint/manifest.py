@@ -86,7 +86,7 @@ class Manifest:
             raise InputError(f"{where} has no {' and no '.join(missing)} config; a run needs the whole checkpoint")
 
     def quantized(self, component: str) -> str | None:
-        """How a component's weights are quantized: "int8" or "float8"; None if they are not."""
+        """The quantization of a component's weights: "int8" or "float8"; None: not quantized."""
         kind = self.weights.get(component, {}).get("quantized")
         if kind not in (None, *quantized.KINDS):
             raise CheckpointError(f"the {component} is stored as {kind!r}, which this version does not know; update it")

@@ -22,7 +22,7 @@ from cogvideox_flax.schedulers import StepTable
 class GuidanceInputs(NamedTuple):
     """What guidance takes of a step, beside the prediction.
 
-    scale, step: guidance's scale, and the sampler's scalars.
+    scale, step: guidance's scale, and the scheduler's scalars.
     sample: the latents that the prediction is for.
     shift: of other guidance, see `SkipLayer`.
     """

@@ -31,7 +31,7 @@ _AT_FDCWD = -100
 
 @contextmanager
 def atomic_write(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterator[Path]:
-    """Yields a new, empty file beside `path`. On success it is renamed to `path`; on an error it is removed.
+    """Yield a new, empty file beside `path`. On success it is renamed to `path`; on an error it is removed.
 
     Args:
         path: missing parent directories are created. A symbolic link is replaced.
@@ -55,7 +55,7 @@ def atomic_write(path: Path, *, mode: int = 0o666, sync: bool = True) -> Iterato
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yields a new, empty directory beside `path`. On success it is renamed to `path`; on an error it is removed.
+    """Yield a new, empty directory beside `path`. On success it is renamed to `path`; on an error it is removed.
 
     An existing directory at `path`, or at the target of a symbolic link, is exchanged atomically and then removed. The
     caller syncs the files.

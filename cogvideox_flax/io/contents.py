@@ -70,7 +70,7 @@ def content_hashes(paths: Sequence[Path], *, cached: bool = True) -> list[str]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What an image or video held when it was hashed; what is read from it later is compared with that.
+    """The contents of an image or video when it was hashed, with which later reads are compared.
 
     path: its name, for messages: a file, or a directory or pattern of files.
     files: all that it is read from.
@@ -88,7 +88,7 @@ class Contents:
 
     @property
     def sha256(self) -> str:
-        """Of the file; of several files, the hash of their hashes."""
+        """The file's SHA-256; of several files, that of their hashes."""
         return self.hashes[0] if len(self.hashes) == 1 else hashlib.sha256("".join(self.hashes).encode()).hexdigest()
 
     @contextmanager

@@ -96,7 +96,7 @@ def _upper_byte(image: Image.Image, clear: int | None) -> Image.Image:
 
 @contextmanager
 def decoding(name: str | Path) -> Iterator[None]:
-    """What PIL raises while it decodes `name`, as an `InputError` of one line."""
+    """Turn what PIL raises while it decodes `name` into an `InputError` of one line."""
     try:
         yield
     except InputError:
@@ -262,7 +262,7 @@ def write_webp(path: Path, frames: Frames | FrameStream, fps: float, comment: st
 
 
 def webp_comment(path: Path) -> str:
-    """What `write_webp` stored; "" for other files."""
+    """The comment that `write_webp` stored; "" for other files."""
     with open_image(path, "WEBP") as image:
         return str(image.getexif().get(_DESCRIPTION, ""))
 

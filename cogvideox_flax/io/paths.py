@@ -244,7 +244,7 @@ def check_free_space(path: Path, nbytes: int) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """What is free on the disk of a file or directory, which need not exist."""
+    """The free bytes on the disk of a file or directory, which need not exist."""
     folder = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.isdir(place))
     return shutil.disk_usage(folder).free
 

@@ -1,4 +1,4 @@
-"""What lies where a download should be: a git-lfs pointer, or the web page of the file."""
+"""Files in the place of a download: a git-lfs pointer, or the web page of the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGES = (b"<!doctype", b"<html", b"<?xml")
 
 
 def describe_stand_in(head: bytes) -> str | None:
-    """What a file is instead of its contents, and the way out; None if it is neither pointer nor page.
+    """Describe a pointer or page in the place of a file, and the way out; None if it is neither.
 
     Args:
         head: the first `HEAD_BYTES` of it.

@@ -135,7 +135,7 @@ def expected_of(kind: Any) -> str:
 
 
 def faults_of(kind: Any, table: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What is wrong with a table for a dataclass, and with the tables in it: an indented line for each fault.
+    """Check a table for a dataclass, and the tables in it; return an indented line for each fault.
 
     Faults are keys that are unknown or missing, and values of another type than the field.
 

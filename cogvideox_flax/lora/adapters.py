@@ -139,7 +139,7 @@ def with_parameters(transformer: Any, parameters: Mapping[str, Array]) -> Any:
 
 
 def merge_lora(transformer: Any) -> Any:
-    """A transformer without adapters that computes the same: they are added to the weights, in the weights' dtype."""
+    """Add the adapters to the weights, in the weights' dtype: a transformer without adapters that computes the same."""
     model = same_arrays(transformer)
     for path, linear in adapters(model).items():
         set_linear(model, path, linear.merged())
@@ -147,7 +147,7 @@ def merge_lora(transformer: Any) -> Any:
 
 
 def without_adapters(transformer: Any) -> Any:
-    """The transformer as it was before adapters were put beside its weights."""
+    """Remove the adapters: the transformer with its own weights."""
     model = same_arrays(transformer)
     for path, linear in adapters(model).items():
         set_linear(model, path, linear.base)

@@ -50,7 +50,7 @@ class _LoRARecord(TypedDict):
 
 
 class LoRARecord(_LoRARecord, total=False):
-    """Which adapter a run used: absolute path, strength, the start of the file's SHA-256, alpha where it was given."""
+    """An adapter of a run: absolute path, strength, the start of the file's SHA-256, alpha where it was given."""
 
     alpha: float
 
@@ -75,7 +75,7 @@ class LowRankPair(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """What a file holds, from its header.
+    """The contents of an adapter file, from its header.
 
     layout: name of the layout, see `layouts`.
     pairs: diffusers' name of a linear map -> its adapter.
@@ -241,7 +241,7 @@ _UNPICKLE = (
 
 
 def read_adapter(family: Family, config: Config, file: TensorFile, alpha: float | None = None) -> Adapter:
-    """What a file holds for a denoiser of this config, without reading weights.
+    """Match a file with a denoiser of this config, without reading weights.
 
     Args:
         alpha: in place of the file's.
@@ -389,7 +389,7 @@ def _fits(move: WeightMove, a: tuple[int, ...], b: tuple[int, ...], shape: tuple
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of a matrix, where a file has it as a pointwise convolution."""
+    """The shape of a matrix, which a file may hold as a pointwise convolution."""
     return shape[:2] if all(n == 1 for n in shape[2:]) else shape
 
 

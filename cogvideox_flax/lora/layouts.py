@@ -1,4 +1,4 @@
-"""How files name the matrices of adapters: the layouts that exist, read as one list of pairs.
+"""The names of adapters' matrices in files: the layouts that exist, read as one list of pairs.
 
 layout       names in the file                                                  alpha
 diffusers    transformer.M.lora_A.weight, lora_B.weight                         metadata, else the rank
@@ -80,7 +80,7 @@ def parse_key(name: str, component: str) -> LoRAKey | None:
 
 
 def unsupported_kind(name: str) -> str | None:
-    """What a file with this tensor is, where it is an adapter of another kind."""
+    """Name the unsupported kind of adapter that has a tensor of this name; None for other tensors."""
     return next((what for pattern, what in _NOT_SERVED if re.search(pattern, name)), None)
 
 

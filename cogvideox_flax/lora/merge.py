@@ -34,7 +34,7 @@ class Merged(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What one file adds to one layer of a kernel."""
+    """The matrices that one file adds to one layer of a kernel."""
 
     file: TensorFile
     pair: LowRankPair

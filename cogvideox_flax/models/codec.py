@@ -23,7 +23,7 @@ def mean_and_logvar(
 
 @dataclass(frozen=True)
 class LatentStatistics:
-    """How an autoencoder's latents are normalized for the denoiser: (z - mean) * scale, for all channels or for each.
+    """The normalization of latents for the denoiser: (z - mean) * scale, for all channels or for each.
 
     scale: diffusers' `scaling_factor`, or 1 / `latents_std`. mean: diffusers' `latents_mean`; None: 0.
     """
@@ -100,7 +100,7 @@ class Codec:
 
     @property
     def statistics(self) -> LatentStatistics:
-        """Of the latents that are denoised."""
+        """The normalization of the latents."""
         return LatentStatistics(self.config.scaling_factor)
 
     @property
@@ -128,7 +128,7 @@ class Codec:
         return vae.decode(z, tiling=tiling, slicing=len(latents) > 1).astype(jnp.float32)
 
     def chunks(self, frames: int) -> Sequence[int]:
-        """The latent frames of each chunk of a clip of so many, of few different lengths."""
+        """The latent frames of each chunk of a clip of `frames`; they have few different lengths."""
         return [frames]
 
     def decode_chunk(

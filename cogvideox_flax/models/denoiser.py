@@ -1,4 +1,4 @@
-"""What every denoiser is: tokens are embedded, go through blocks, and a head makes a prediction of them."""
+"""The interface of a denoiser: tokens are embedded, go through blocks, and a head makes a prediction of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Features = dict[str, Float[Any, "B ..."]]
 
 
 class Tokens(Protocol):
-    """What a denoiser's `embed` makes, its blocks update and its head reads: a dataclass, a registered pytree.
+    """The tokens that a denoiser's `embed` makes, its blocks update and its head reads: a registered dataclass.
 
     x: the residual streams, float32: an array [B, S, D], or any pytree of such arrays.
     video: of these, the video's tokens, without padding.
@@ -27,7 +27,7 @@ class Tokens(Protocol):
 
 
 class Denoiser(Protocol):
-    """The methods of the module that denoises, beside the family's `embed`; together they are a prediction."""
+    """The module that denoises. The family's `embed` and these methods make a prediction."""
 
     def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Any:
         """The tokens after blocks: all of them, or those of a slice.
@@ -44,7 +44,7 @@ class Denoiser(Protocol):
         """
 
     def teacache_signal(self, tokens: Any) -> Float32[Array, "B ..."]:
-        """What TeaCache compares from step to step, of the embedded tokens; see `VideoModel.teacache`."""
+        """The array that TeaCache compares from step to step; see `VideoModel.teacache`."""
 
     def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
         """The prediction from the tokens after the last block."""

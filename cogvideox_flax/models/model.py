@@ -173,7 +173,7 @@ class Distillation:
 
     @property
     def steps(self) -> int:
-        """How many steps a video takes."""
+        """The number of denoising steps."""
         count = self.num_inference_steps if self.timesteps is None else len(self.timesteps)
         assert count is not None
         return count
@@ -201,7 +201,7 @@ class TextInput:
     encode: Callable[[Any, Any], Features]
 
     def token_shapes(self, batch: int) -> Any:
-        """The shapes of the token arrays of so many prompts."""
+        """The shapes of the token arrays of a batch of prompts."""
         return jax.tree.map(lambda length: jax.ShapeDtypeStruct((batch, length), "int32"), self.lengths)
 
 
@@ -343,7 +343,7 @@ class VideoModel(ABC):
 
     @abstractmethod
     def unreleased(self) -> Release:
-        """What takes the place of a release for another checkpoint of this architecture."""
+        """The stand-in for a release, for other checkpoints of this architecture."""
 
     @cached_property
     def defaults(self) -> Release:
@@ -354,7 +354,7 @@ class VideoModel(ABC):
     @property
     @abstractmethod
     def size_rule(self) -> SizeRule:
-        """Which frame counts, heights and widths it can take."""
+        """The frame counts, heights and widths that it can take."""
 
     def resolve_size(self, num_frames: int | None = None, height: int | None = None, width: int | None = None) -> Size:
         """Fill in the defaults and check the rules.
@@ -411,7 +411,7 @@ class VideoModel(ABC):
     @property
     @abstractmethod
     def inputs(self) -> tuple[str, tuple[str, ...]]:
-        """What the checkpoint is called by these inputs, such as "a text-to-video model", and their names."""
+        """The name of a checkpoint with these inputs, such as "a text-to-video model", and the inputs' names."""
 
     def check_inputs(self, given: Sequence[str]) -> None:
         """Refuse inputs that the checkpoint does not take, or whose lack it does not survive.

@@ -38,7 +38,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """What it is, for messages."""
+        """The name of the program in messages."""
         raise NotImplementedError
 
     @property

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfilingOptions:
-    """What to record while a pipeline runs; nothing by default.
+    """The options of what is recorded while a pipeline runs; nothing by default.
 
     jit: False runs operation by operation (`jax.disable_jit`): slow, but prints and debuggers see values.
     memory: after each stage, print the devices' memory in use and, where they report it, their peak.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def duration_text(seconds: float) -> str:
-    """Such as "1.2 s", "40 s", "12 min" or "3.5 h"."""
+    """Format seconds as "1.2 s", "40 s", "12 min" or "3.5 h"."""
     if seconds < 120:
         return f"{seconds:.{int(seconds < 10)}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -41,7 +41,7 @@ def say(message: str, announce: bool) -> None:
 
 
 class Progress:
-    """How far something is, on stderr: a bar on a terminal or in a notebook; elsewhere, such as in a log, a line at the
+    """Progress on stderr: a bar on a terminal or in a notebook; elsewhere, such as in a log, a line at the
     beginning, at the end, and every `LINE_EVERY_S` between them.
 
     done: how many are done already.

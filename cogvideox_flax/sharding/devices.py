@@ -32,6 +32,6 @@ def find_devices() -> list[jax.Device]:
 
 
 def accelerators() -> dict[str, str]:
-    """What this machine has beside its CPU -> the extra of this package with which JAX uses it."""
+    """The accelerators of this machine -> the extra of this package with which JAX uses them."""
     found = {"an NVIDIA GPU": "cuda"} if os.path.exists("/dev/nvidia0") else {}
     return found | ({"a TPU": "tpu"} if any(os.path.exists(f"/dev/{name}0") for name in ("accel", "vfio/")) else {})

@@ -47,7 +47,7 @@ def pad_tokens(x: Float[Array, "B S ..."], *, in_tiles: bool = False) -> Float[A
 
 
 def _tile_of(tokens: float) -> int:
-    """Into what so many tokens of a device are divided."""
+    """The tile of a device's tokens: their number is padded to a multiple of it."""
     return TOKEN_TILE if tokens >= 8 * TOKEN_TILE else 8
 
 
@@ -208,7 +208,7 @@ def _own_heads(x: Float[Array, "B L N K"], parts: int) -> Float[Array, "B L n K"
 
 
 def ulysses_group(heads: int, parts: int) -> int:
-    """How many devices of sp exchange heads with each other: all of them, if few zero heads are needed for that."""
+    """The number of sp devices that exchange heads with each other: all, if few zero heads are needed for that."""
     if -heads % parts <= heads * MAX_ZERO_HEADS:
         return parts
     return math.gcd(heads, parts)
@@ -274,7 +274,7 @@ def _tokens_to_heads(x: Float[Array, "B s N K"], group: int, parts: int) -> Floa
 
 
 def _heads_at_a_time(heads: int, tokens: int, turns: int) -> list[slice]:
-    """A device's heads in so many turns, where it has many tokens; else all of them, since the exchange is short."""
+    """Split a device's heads into turns, where it has many tokens; else one turn, since the exchange is short."""
     turns = 1 if _tile_of(tokens) < TOKEN_TILE else min(heads, turns)
     return [slice(heads * i // turns, heads * (i + 1) // turns) for i in range(turns)]
 

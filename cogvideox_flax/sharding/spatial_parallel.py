@@ -110,7 +110,7 @@ def _padded_layout(sizes: Mapping[str, int], shape: tuple[int, ...], factor: int
 
 
 def image_rows(height: int) -> int:
-    """How many of the rows of a clip inside `spatial_split` are the image's."""
+    """The number of rows of a clip inside `spatial_split` that are the image's."""
     image, padded = _rows.get()
     return height * image // padded
 
@@ -118,7 +118,7 @@ def image_rows(height: int) -> int:
 def spatial_layout(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], ndim: int = 5, *, factor: int = 1
 ) -> PartitionSpec:
-    """How `spatial_split` places x of a shape [B, T, H, W, C], and what is computed from it inside the context.
+    """The sharding inside `spatial_split` of x [B, T, H, W, C], and of what is computed from it.
 
     Args:
         ndim: of the array to place, [..., B, T, H, W, C].
@@ -300,7 +300,7 @@ def _with_neighbours(
 
 
 def _between(x: Array, edges: Array | None, above: int, end: Array | None) -> Array:
-    """x between rows, of which so many are above it; see `WithHalo`."""
+    """Put x between rows, `above` of them on top; see `WithHalo`."""
     if edges is None:
         return x
     before, after = jnp.split(edges, [above], HEIGHT)

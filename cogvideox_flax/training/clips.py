@@ -67,7 +67,7 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
 
 
 def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
-    """What each clip holds now; all files are hashed at once.
+    """Hash the contents of each clip, all files at once.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -135,7 +135,7 @@ class LoopTable:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(LoopTable):
-    """The training loop, and what stands at the top of the file because it is not of the loop alone."""
+    """The settings of the training loop, and those at the top of the file."""
 
     seed: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -176,7 +176,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """The loss with noise, timesteps and dropped captions that are always the same: its curve is smooth.
+    """The settings of validation: a loss with fixed noise, timesteps and dropped captions, so its curve is smooth.
 
     clips: so many are held out from training, and the loss is theirs; 0: it is that of clips that are trained on.
     every: steps between two measurements. There is one before the first step and one after the last too.

@@ -116,7 +116,7 @@ def finetune(
 
 
 def _initial_params(job: FinetuneJob, native: Path, frozen: dict[str, Any]) -> dict[str, Any]:
-    """What is trained, before the first step: the adapters, or the denoiser's weights in their stored dtype."""
+    """The trained parameters before the first step: adapters, or the denoiser's weights in their stored dtype."""
     name = job.model.denoiser
     if job.config.method == "lora":
         return {name: lora_parameters(frozen[name])}
@@ -175,7 +175,7 @@ def _loss(
 
 
 def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
-    """What decides the result of the run, beside the settings of its loop; the record in its directory."""
+    """Everything that decides the run's result, except its loop's settings; the record in its directory."""
     config, size = job.config, job.size
     return {
         "method": config.method,

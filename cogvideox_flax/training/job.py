@@ -68,7 +68,7 @@ class FinetuneJob:
 
     @cached_property
     def size(self) -> Size:
-        """Of a clip."""
+        """The size of a clip."""
         return self.samples.size
 
     @property
@@ -87,7 +87,7 @@ class FinetuneJob:
 
     @cached_property
     def held_out(self) -> list[int]:
-        """Clips that are not trained on, by their place: so many of a shuffle of all."""
+        """The indices of the clips that are not trained on: the first of a shuffle of all."""
         order = np.random.default_rng([self.config.seed, len(self.clips)]).permutation(len(self.clips))
         return sorted(order[: self.config.validation.clips].tolist())
 
@@ -117,7 +117,7 @@ class FinetuneJob:
 
     @cached_property
     def contents(self) -> list[Contents]:
-        """What each clip holds, on process 0; reads all files when it is first asked for."""
+        """The contents of each clip, on process 0; reads all files when it is first asked for."""
         return clip_contents(self.clips)
 
     @cached_property
@@ -173,7 +173,7 @@ class FinetuneJob:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
 
     def describe(self) -> str:
-        """What the run would do and need, as a table for people."""
+        """Describe what the run would do and need, as a table for people."""
         config, size = self.config, self.size
         release, steps, count = self.manifest.release, config.loop.steps, len(self.clips)
         memory = {name: nbytes for name, nbytes in self.memory().items() if nbytes}

@@ -56,7 +56,7 @@ MAY_CHANGE = ("log_every", "save_minutes", "keep", "tensorboard")
 
 @dataclass(frozen=True)
 class Validation:
-    """A loss that is measured now and then with the same noise.
+    """A loss that is measured at intervals with the same noise.
 
     name: of the metric.
     batches: number -> its micro-batch, as one of a training batch, on the host; called on process 0 alone.
@@ -286,7 +286,7 @@ class _StepLog:
         self._losses.append(metrics["loss"])
 
     def write_one(self, done: int, name: str, value: float) -> None:
-        """Write a metric of its own."""
+        """Write a single metric."""
         self._metrics.write({"step": done, name: value})
         log.info("step %d of %d: %s %.4g", done, self._config.steps, name, value)
 

@@ -83,7 +83,7 @@ def clip_latents(job: FinetuneJob, pipe: Pipeline) -> LatentCache:
 
 
 def _text_parts(job: FinetuneJob) -> tuple[str, ...]:
-    """What decides the text features."""
+    """The parts of the model that decide the text features."""
     return *(stage.component for stage in job.model.text), "tokenizer"
 
 
@@ -93,7 +93,7 @@ def _open_cache(
     parts: tuple[str, ...],
     compute: Callable[[range], dict[str, np.ndarray]],
 ) -> LatentCache:
-    """What these parts of the model compute from the clips, in a folder with the name of the first part."""
+    """Open the cache of what these parts of the model compute from the clips, in a folder named by the first part."""
     size, fingerprints = job.size, pipe.fingerprints()
     meta = {
         "clips": job.clips_fingerprint,

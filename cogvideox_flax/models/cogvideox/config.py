@@ -106,7 +106,7 @@ class TransformerConfig(Config):
 
     @property
     def takes(self) -> Literal["text", "image", "control", "inpaint"] | None:
-        """What the model takes beside noise; None: something unknown.
+        """The kind of input beside noise; None: unknown.
 
         Image-to-video and control models have as many channels; but only the image-to-video releases have learned
         positions beside the rotary ones (1.0) or ofs (1.5). Inpainting models have one channel more, for the mask.

@@ -1,4 +1,4 @@
-"""What is known of CogVideoX in fewer steps: distilled adapters with their settings, coefficients of TeaCache."""
+"""CogVideoX in fewer steps: distilled adapters with their settings, coefficients of TeaCache."""
 
 from __future__ import annotations
 

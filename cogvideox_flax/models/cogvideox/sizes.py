@@ -9,7 +9,7 @@ from cogvideox_flax.models.sizes import Size, SizeRule
 
 
 def size_rule(transformer: TransformerConfig, vae: VAEConfig) -> SizeRule:
-    """What frames and sides must be multiples of."""
+    """The multiples of which frame counts and sides must be."""
     c, patch = vae.temporal_compression, transformer.patch_size_t or 1
     step = vae.spatial_compression * transformer.patch_size
     if transformer.takes == "inpaint" and patch > 1:  # these have no extra latent frames

@@ -51,7 +51,7 @@ def masked_latents(
     tiled: bool,
     statistics: LatentStatistics,
 ) -> Float32[Array, "B T h w C+1"]:
-    """What is kept of a video: 1 - mask in the size of the latents, then the mean of the latents; all of it normalized.
+    """The kept part of a video: 1 - mask in the size of the latents, then the mean of the latents; both normalized.
 
     Args:
         video: pixels in [-1, 1], then the mask: above 0 is made anew, which the VAE sees as black.
@@ -102,7 +102,7 @@ def _encode_masked(
 def visual_inputs(
     transformer: TransformerConfig, vae: VAEConfig, statistics: LatentStatistics
 ) -> tuple[VisualInput, ...]:
-    """What a checkpoint takes beside prompts."""
+    """The images and clips that a checkpoint takes."""
     kind = transformer.takes
     of_clip: dict[str, Any] = {"component": "vae", "encode": sample, "statistics": statistics}
     of_image = dict(of_clip)

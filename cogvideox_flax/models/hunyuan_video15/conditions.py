@@ -1,4 +1,4 @@
-"""What the transformer attends to beside the video: tokens of the text, of its quoted parts, and of an image.
+"""The tokens beside the video that the transformer attends to: of the text, its quoted parts, and an image.
 
 As in the blocks, linear maps compute in the weights' dtype, and the residual stream and the results are float32.
 """

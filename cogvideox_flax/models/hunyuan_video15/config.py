@@ -124,10 +124,10 @@ class VAEConfig(Config):
 
     @property
     def spatial_levels(self) -> int:
-        """How many of the encoder's first levels halve height and width."""
+        """The number of the encoder's first levels that halve height and width."""
         return self.spatial_compression.bit_length() - 1
 
     @property
     def temporal_levels(self) -> int:
-        """How many of these, the last ones, also halve the frames; of the decoder, the first ones double them."""
+        """The number of these, the last ones, that halve the frames too; of the decoder, the first double them."""
         return self.temporal_compression.bit_length() - 1

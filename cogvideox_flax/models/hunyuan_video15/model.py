@@ -83,7 +83,7 @@ def embed_selective(transformer: Transformer, latents: Float32[Array, "B T h w C
 
 
 def sparse_tiles(frames: int, *, selective: bool) -> SparseTiles:
-    """The released settings for so many latent frames.
+    """The released settings for this number of latent frames.
 
     Source: Tencent's `hunyuanvideo_1_5_transformer.py` (`attn_param`) and `attention.py`.
     """

@@ -48,7 +48,7 @@ def bucket_of(height: int, width: int, target: int, step: int) -> tuple[int, int
 
 
 def size_rule(vae: VAEConfig) -> SizeRule:
-    """What frames and sides must be multiples of."""
+    """The multiples of which frame counts and sides must be."""
     return SizeRule(1, vae.temporal_compression, vae.spatial_compression)
 
 

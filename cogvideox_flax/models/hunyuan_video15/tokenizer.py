@@ -61,7 +61,7 @@ BYTE_OFFSET, BYTE_EOS, BYTE_EXTRA = 3, 1, 125
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizersConfig(Config):
-    """How many features of a prompt, and of its quoted text, the transformer gets."""
+    """The number of features that the transformer gets of a prompt, and of its quoted text."""
 
     max_length: int = 1000
     glyph_length: int = 256
@@ -73,20 +73,20 @@ class TokenizersConfig(Config):
 
 
 def chat(prompt: str) -> str:
-    """The conversation of which a prompt is a part, as Qwen2.5's chat template writes it."""
+    """Put a prompt into a conversation, as Qwen2.5's chat template writes it."""
     turns = {"system": SYSTEM_MESSAGE, "user": prompt or " "}
     said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns.items())
     return said + "<|im_start|>assistant\n"
 
 
 def quoted_text(prompt: str) -> str | None:
-    """What is between straight or curly quotes, each once, as ByT5 was trained on it; None if there is nothing."""
+    """The texts between straight or curly quotes, each once, as ByT5 was trained on them; None if there are none."""
     found = (text for line in prompt.split("\n") for text in _quotes(line))
     return "".join(f'Text "{text}". ' for text in dict.fromkeys(found)) or None
 
 
 def _quotes(line: str) -> Iterator[str]:
-    """What `"(.*?)"|“(.*?)”` finds, but in linear time: a regular expression looks for the end of every “ anew."""
+    """The matches of `"(.*?)"|“(.*?)”`, in linear time: a regular expression looks for the end of every “ anew."""
     last, at = {opening: line.rfind(closing) for opening, closing in QUOTES.items()}, 0
     for found in re.finditer(f"[{''.join(QUOTES)}]", line):
         if at <= found.start() < last[found[0]]:
