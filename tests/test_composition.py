@@ -157,7 +157,7 @@ def test_a_loop_goes_on_from_each_state(pipe, whole, name):
             try:
                 *_, last = pipe.denoise(conditioning, run, state=given)
             except InputError as e:
-                assert given.cache is None and "use what earlier ones kept" in str(e)
+                assert given.cache is None and "use the step cache of earlier ones" in str(e)
                 continue
             np.testing.assert_array_equal(last.latents, expected, err_msg=f"{given}, cache {given.cache is not None}")
 
