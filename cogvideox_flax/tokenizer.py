@@ -35,7 +35,7 @@ _NORMALIZER_FIELD = 3  # of SentencePiece's ModelProto, written after all pieces
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Config):
-    """How prompts are cut: `max_length` ids, end-of-sequence included (`tokenizer_config.json`)."""
+    """The length of tokenized prompts: `max_length` ids, end of sequence included (`tokenizer_config.json`)."""
 
     max_length: int = 226
 
@@ -46,7 +46,7 @@ class TokenizerConfig(Config):
 
 
 def check_prompts(prompts: Sequence[str]) -> Sequence[str]:
-    """The prompts, which are texts that can be encoded.
+    """Check that prompts are texts that can be encoded.
 
     Raises:
         InputError: not a list of strings, or a string that is not valid Unicode.

@@ -32,7 +32,7 @@ class Resampled:
 
     @classmethod
     def at(cls, source: VideoSource, fps: float) -> Resampled:
-        """At `fps` frames per second. Errors as for `VideoSource.info`."""
+        """The video at `fps` frames per second. Errors as for `VideoSource.info`."""
         info = source.info
         ratio = info.fps / fps if info.fps else 1.0
         return cls(source, ratio, math.ceil((info.num_frames - 0.5) / ratio))
@@ -87,7 +87,7 @@ def fit_frame(frame: Frame, height: int, width: int, fit: str = "crop") -> Frame
 
 
 def fit_frames(frames: Frames, height: int, width: int, fit: str = "crop") -> Frames:
-    """`fit_frame` of each."""
+    """`fit_frame` of each frame."""
     return np.stack([fit_frame(frame, height, width, fit) for frame in frames])
 
 

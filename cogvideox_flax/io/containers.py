@@ -45,7 +45,7 @@ _INTRA = 1  # of PyAV's PictureType. A stream may be refreshed in parts, over ma
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the frames of a video are shown.
+    """The times at which the frames of a video are shown.
 
     slots: the frame, at the constant rate, in which each packet is first shown, in the order of presentation.
     ticks: presentation times of the packets, sorted, in the stream's unit; None: frames are counted instead.
@@ -138,7 +138,7 @@ class Container:
         return Timeline(info, np.asarray(slots), np.asarray(ticks) if has_timestamps else None, lead)
 
     def _read_packets(self, read: Callable[[Any], T]) -> list[T]:
-        """What `read` gives for each packet; decodes nothing."""
+        """The results of `read` for each packet; decodes nothing."""
         facts, count = [], 0
         with self._open() as (container, stream):
             shown = (packet for packet in self._packets(container, stream) if not packet.is_discard)  # by an edit list

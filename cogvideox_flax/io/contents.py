@@ -83,7 +83,7 @@ class Contents:
 
     @classmethod
     def of(cls, path: Path, files: Sequence[Path]) -> Contents:
-        """As they are now. Errors as for `content_hash`."""
+        """The contents of the files now. Errors as for `content_hash`."""
         return cls(path, files, content_hashes(files))
 
     @property

@@ -90,7 +90,7 @@ def check_decoded_bytes(path: Path, num_frames: int, height: int, width: int) ->
 
 
 def timed(path: Path, frames: Iterator[T]) -> Iterator[T]:
-    """The same frames; the time between them, which is their consumer's, does not count.
+    """Yield the frames, and limit the time that it takes to decode them.
 
     Raises:
         InputError: they take longer than `MAX_DECODE_SECONDS` to decode.

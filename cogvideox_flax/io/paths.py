@@ -250,6 +250,6 @@ def free_bytes(path: Path) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """For people."""
+    """Format a number of bytes for people."""
     mib = nbytes / 2**20
     return f"{round(mib, 1 if mib < 10 else None):g} MiB" if mib < 1024 else f"{mib / 1024:.2f} GiB"

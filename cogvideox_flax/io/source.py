@@ -64,7 +64,7 @@ class VideoSource(Protocol):
 
     @property
     def files(self) -> Sequence[Path]:
-        """All that it is read from."""
+        """The files that the video is read from."""
 
     @property
     def info(self) -> VideoInfo:

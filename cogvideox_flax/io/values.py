@@ -47,7 +47,7 @@ _UNSEEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069
 
 
 def printable(text: str) -> str:
-    """Text for a terminal or a page, with escapes in place of what would be obeyed instead of shown.
+    """Escape the characters that a terminal or a page would obey instead of show.
 
     Tabs and line feeds stay, and what a JSON text holds is the same afterwards.
     """

@@ -43,14 +43,14 @@ class Program:
 
     @property
     def __name__(self) -> str:
-        """For the compiler's dumps and for profiles."""
+        """The name in the compiler's dumps and in profiles."""
         return self.name.replace(" ", "_")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
     def mesh_for(self, mesh: Mesh | None, *args: Any) -> Mesh | None:
-        """The mesh on which it is compiled for these arguments: the same devices in the same order."""
+        """The mesh for compiling with these arguments: the same devices in the same order."""
         return mesh
 
 

@@ -82,7 +82,7 @@ class CompileCache:
         return self.make(what, args, mesh, make) if found is None else found
 
     def make(self, what: str, args: tuple[Any, ...], mesh: Mesh | None, make: Callable[[], Any]) -> Any:
-        """The same for a program that `find` has not found."""
+        """Compile and cache a program that `find` has not found. Arguments as for `get`."""
         name = program_name(what, args, mesh)
         if name is None:
             return make()

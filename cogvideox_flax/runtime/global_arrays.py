@@ -31,7 +31,7 @@ def fetch_on_first(tree: Any) -> Any:
 
 
 def put_from_first(arrays: dict[str, np.ndarray], like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The inverse, of arrays by name: those in the memory of process 0, one after the other onto the devices of all.
+    """The inverse of `fetch_on_first`: process 0's arrays, by name, one after the other onto the devices of all.
 
     Args:
         arrays: what process 0 has; it is emptied on the way.

@@ -62,7 +62,7 @@ class Progress:
             self._say("")
 
     def advance_to(self, done: int) -> None:
-        """So many are done in all."""
+        """Set how many are done in all."""
         self._bar.update(done - self.done)
         self.done, now = done, time.monotonic()
         if done == self._total:
@@ -74,7 +74,7 @@ class Progress:
             self._said = now
 
     def close(self) -> None:
-        """End it, at the time of the last that was done."""
+        """End the bar; say how long all of it took, if all is done."""
         self._bar.close()
         if self._lines and self.done == self._total:
             self._say(f" in {duration_text(time.monotonic() - self._begun)}")

@@ -1,4 +1,4 @@
-"""The devices that there are."""
+"""Finds the devices of this machine."""
 
 from __future__ import annotations
 

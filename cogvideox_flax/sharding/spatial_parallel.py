@@ -44,7 +44,7 @@ class WithHalo(NamedTuple):
     end: Int[Array, ""] | None
 
     def whole(self, before: int) -> Float[Array, "B P+F h+... w+... C"]:
-        """All in one array. before: the pixels that conv reads before each."""
+        """The part and its halo in one array. before: the pixels that conv reads before each."""
         x = self.x if self.past is None else jnp.concatenate([self.past, self.x], 1)
         x = _between(x, self.edges, before, self.end)
         if self.sides is None:
