@@ -15,7 +15,7 @@ from reference import ROUNDING_BAR, SHARED, convert_component, make_vae, relativ
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import load_vae
-from cogvideox_flax.conversion.mapping import plan
+from cogvideox_flax.conversion.mapping import weight_moves
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.models.cogvideox.autoencoder import DECODE_CHUNK, ENCODE_CHUNK, Autoencoder, chunk_sizes
 from cogvideox_flax.models.cogvideox.config import VAEConfig
@@ -356,7 +356,7 @@ def released_shapes():
 
 def test_table_takes_every_released_tensor():
     shapes = released_shapes()
-    assert len(plan(CogVideoX, "vae", VAEConfig(), shapes).moves) == len(shapes) == 436
+    assert len(weight_moves(CogVideoX, "vae", VAEConfig(), shapes).moves) == len(shapes) == 436
 
 
 @pytest.mark.skipif(not (SHARED / "spec" / "keys" / "vae.txt").exists(), reason="needs the shared key list")

@@ -22,13 +22,13 @@ from reference import SHARED
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
-from cogvideox_flax.io.containers import Container
+from cogvideox_flax.io.containers import Container, x264_params
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
 
 
 def h264(**options):
-    return "libx264", {"preset": "veryfast"} | options
+    return "libx264", {"preset": "veryfast"} | x264_params() | options
 
 
 def x265(parameters):

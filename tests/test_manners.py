@@ -61,7 +61,7 @@ def test_rare_options_are_in_the_long_help_alone(run):
         (["a panda"], 'did you mean cogvideox generate "a panda"?'),
         (["generate", "x", "--sede", "3"], "there is no option --sede; did you mean --seed?"),
         (["generate", "x", "--stepz=3"], "there is no option --stepz; did you mean --steps?"),
-        (["generate", "x", "--seed", "three"], "--seed: invalid int value: 'three'"),
+        (["generate", "x", "--seed", "three"], "--seed: expected a whole number from 0 to 4294967295; got 'three'"),
         (["generate", "x", "--dtype", "float8"], "--dtype: invalid choice: 'float8'"),
         (["generate", "x", "--fit", "zoom"], "--fit: expected one of crop, stretch; got 'zoom'"),
         (["generate", "x", "--steps", "3", "y"], "'y' is not expected after options"),
@@ -231,7 +231,7 @@ def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_deco
     (made,) = paths("generate", *argv, "--out", tmp_path / "made.mp4")
     code, _, err = run("generate", "--like", made, "--model", native, "--out", out)
     assert code == 2
-    assert f"give it again: --video {clip}" in err
+    assert f"give them again: --video {clip}" in err
     paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
     assert "is not the one" not in caplog.text
     save_video(clip, np.zeros((9, 32, 48, 3), np.uint8), 8)

@@ -19,7 +19,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from cogvideox_flax.checkpoint import load_text_encoder
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.conversion.mapping import plan
+from cogvideox_flax.conversion.mapping import weight_moves
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.t5 import GatedMLP, TextEncoder, TextEncoderConfig, position_buckets
@@ -194,7 +194,7 @@ def test_released_tensor_list_fits():
         pytest.skip(f"the list of released tensors is not at {keys}")
     lines = [line.split("\t") for line in keys.read_text().splitlines() if line]
     tensors = {name: tuple(int(n) for n in shape.strip("()").split(",") if n) for name, shape in lines}
-    fitted = plan(CogVideoX, "text_encoder", TextEncoderConfig(), tensors)
+    fitted = weight_moves(CogVideoX, "text_encoder", TextEncoderConfig(), tensors)
     assert sum(int(np.prod(shape)) for shape in fitted.shapes.values()) == 4_762_310_656
     assert set(tensors) - set(fitted.moves) == {"encoder.embed_tokens.weight"}
 

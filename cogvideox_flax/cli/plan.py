@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from cogvideox_flax.sharding.devices import find_devices
 
 def plan(args: argparse.Namespace) -> None:
     """Forecast a run: each stage is compiled for chips that need not be there."""
-    if "JAX_PLATFORMS" not in os.environ:
+    if jax.config.jax_platforms is None:  # type: ignore[attr-defined]
         jax.config.update("jax_platforms", "cpu")  # where there are chips, they are left alone
     find_devices()
     check_price(args.price)

@@ -324,7 +324,7 @@ class Run:
         if request.skip_layer is not None:
             done = skip_layer_steps(request.num_inference_steps, self.first_step)
             inputs = dataclasses.replace(inputs, skip_layer_steps=done)
-        if not (request.compiled_loop or request.one_program):
+        if not (request.compiled_loop or conditioning is None):  # these loop over the rows of the tables
             inputs = inputs.padded()
         if conditioning is not None and conditioning.video is not None:
             latents = self.scheduler.start_from(conditioning.video, latents, timesteps[0])

@@ -261,12 +261,15 @@ def _rotation(frame: Any) -> list[tuple[str, str | None]]:
 
 def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
     """H.264 in an MP4; see `_write`."""
-    options = {"crf": str(_CRF)}
-    # x264's AVX-512 code reads memory that was never written: the same small frames would give different files.
-    cpu = Path("/proc/cpuinfo")
-    if cpu.is_file() and "avx512" in cpu.read_text():
-        options["x264-params"] = "asm=AVX2"
+    options = {"crf": str(_CRF)} | x264_params()
     _write(path, frames, fps, comment, "mp4", "libx264", options, {"movflags": "+faststart"})
+
+
+def x264_params() -> dict[str, str]:
+    """The options with which x264 gives the same file for the same frames: its AVX-512 code reads memory that was never
+    written."""
+    cpu = Path("/proc/cpuinfo")
+    return {"x264-params": "asm=AVX2"} if cpu.is_file() and "avx512" in cpu.read_text() else {}
 
 
 def write_webm(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
