@@ -164,6 +164,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(pipe, monkeypatc
 def test_what_was_compiled_to_know_is_what_runs(native, tmp_path, monkeypatch, caplog, staged):
     monkeypatch.setattr(open_model, "memory_limit", lambda mesh: 2**40)
     monkeypatch.setattr(compiling, "_PROGRAMS", WeakValueDictionary())  # as in a new process
+    monkeypatch.setenv("COGVIDEOX_HOME", str(tmp_path / "home"))  # where no program is kept yet
     with caplog.at_level("INFO", logger="cogvideox_flax"):
         if staged:
             command = ["generate", "red", "--model", str(native), "--dtype", "bfloat16", "--steps", "2", "--quiet"]
