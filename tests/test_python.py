@@ -418,9 +418,23 @@ def test_settings_of_the_caller_hold_between_steps(fresh):
 
 
 def test_the_default_device_of_the_caller(fresh):
-    device = jax.devices()[1]
-    with jax.default_device(device):
-        fresh.release()
-        request = GenerationRequest(PROMPT, num_inference_steps=1, num_frames=9, force=True)
-        *_, state = fresh.denoise(fresh.encode(request, progress=False), request)
-    assert state.latents.devices() == {device}
+    """Also where another pipeline of the model has compiled the same programs for another device."""
+    request = GenerationRequest(PROMPT, num_inference_steps=1, num_frames=9, force=True)
+    for pipe, device in ((fresh, jax.devices()[0]), (Pipeline.from_pretrained(), jax.devices()[1])):
+        with jax.default_device(device):
+            pipe.release()
+            *_, state = pipe.denoise(pipe.encode(request, progress=False), request)
+        assert state.latents.devices() == {device}
+
+
+def test_a_scheduler_from_outside_sees_the_table_of_its_run(fresh):
+    lengths = []
+
+    class Counting(DDIMScheduler):
+        def step(self, steps, *args):
+            lengths.append(len(steps))
+            return super().step(steps, *args)
+
+    fresh.scheduler = Counting(fresh.scheduler.config)
+    fresh(PROMPT, num_inference_steps=3, num_frames=9, force=True, progress=False)
+    assert set(lengths) == {3}

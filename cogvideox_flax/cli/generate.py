@@ -197,8 +197,10 @@ def decode(args: argparse.Namespace) -> None:
     metadata: dict[str, Any] = {}
     if hosts.is_first():  # which writes
         decoder = pipe.manifest.model.decoder
-        made_by = prepared.recipe | {"release": prepared.recipe.get("release") or pipe.native_dir.name}
+        made_by = prepared.recipe
         warn_of_other_model(pipe, made_by, args.latents or args.dir, [decoder])
+        if args.dir is not None:  # by the model that decodes it
+            made_by = made_by | {"release": made_by["release"] or pipe.native_dir.name}
         metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, dtype=pipe.dtype, fps=fps, tiling=tiling)
     with logging_replaced(item_paths(out, len(latents))):
         print("\n".join(map(str, GenerationResult(frames, fps, metadata).save(out))))

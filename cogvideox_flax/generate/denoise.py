@@ -120,9 +120,8 @@ class DenoiseStep(Program):
         noise = self._noise(inputs.noise_source, i, x.shape) if self.scheduler.needs_noise else None
         x, scheduler_state = self.scheduler.step(inputs.steps, i, prediction, x, state.scheduler_state, noise)
         x, scheduler_state = jax.tree.map(sharding.constrain, (x, scheduler_state))
-        return replace(state, step=i + 1, latents=x, scheduler_state=scheduler_state, cache=cache), jnp.isfinite(
-            x
-        ).all()
+        after = replace(state, step=i + 1, latents=x, scheduler_state=scheduler_state, cache=cache)
+        return after, jnp.isfinite(x).all()
 
     def _guided(
         self, guidance: Guidance, model: Any, inputs: DenoiseInputs, state: DenoiseState

@@ -89,8 +89,9 @@ def make_videos(
             # 2. noise to latents; an interrupted loop continues from its last state
             case "denoise":
                 conditioning = store.conditioning(one)
-                if not store.has_latents(one, conditioning):
-                    yield from _denoise_from_store(model, one, conditioning, store)
+                key = store.latents_key(one, conditioning)
+                if not store.has_latents(one, key):
+                    yield from _denoise_from_store(model, one, conditioning, store, key)
                 if one.request.output_type == "latent" and isinstance(store, Memory):
                     yield _finished(model, one, store.output_latents())
                 else:
@@ -100,9 +101,9 @@ def make_videos(
                 yield from _decode_run(model, one, store.latents(one))
 
 
-def _denoise_from_store(model: OpenModel, run: Run, conditioning: Conditioning, store: Store) -> Events[None]:
-    """Denoise, with the states and the latents in the store."""
-    with store.states(run, conditioning) as states:
+def _denoise_from_store(model: OpenModel, run: Run, conditioning: Conditioning, store: Store, key: str) -> Events[None]:
+    """Denoise, with the states and the latents in the store under this key."""
+    with store.states(run, key) as states:
         state = states.found(model.mesh)
         loop = yield from denoise(model, run, conditioning, state=state)
         yield LoopBegan(run, run.num_steps, 0 if state is None else int(state.step))
@@ -114,7 +115,7 @@ def _denoise_from_store(model: OpenModel, run: Run, conditioning: Conditioning, 
         if isinstance(run.predict, StepCache) and (summary := run.predict.summary(state.cache)) is not None:
             log.info(summary)
         model.profiling.after_stage("denoising")
-        store.save_latents(run, conditioning, state)  # before the state is removed
+        store.save_latents(run, key, state)  # before the state is removed
 
 
 def finish(model: OpenModel, run: Run, state: DenoiseState) -> Events[None]:

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -66,7 +67,7 @@ class OpenModel:
     def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
         self._lock = threading.RLock()  # of the components and the adapters in them
         self._loaded: dict[str, Any] = {}
-        self._replaced: dict[str, Any] = {}  # the modules of `use`, as they were given
+        self._replaced: dict[str, Any] = {}  # the modules of `replace_component`, as they were given
         self._replaced_names: dict[str, str] = {}  # theirs in place of fingerprints: no two are equal
         self.native_dir, self.dtype, self.mesh = native_dir, dtype, mesh
         self.manifest = checkpoint.read_manifest(native_dir)
@@ -223,7 +224,7 @@ class OpenModel:
             return self._loaded[name]
 
     def _base(self, name: str) -> Any:
-        """A component as `use` or the checkpoint has it."""
+        """A component as `replace_component` or the checkpoint has it."""
         if name in self._replaced:
             return self._replaced[name]
         self._check_unchanged()
@@ -266,7 +267,7 @@ class OpenModel:
                 self._replaced_names.pop(name, None)
 
     def unload(self) -> None:
-        """Let go of all loaded components' memory; unlike `release`, modules of `use` are used on."""
+        """Let go of all loaded components' memory; unlike `release`, modules of `replace_component` stay."""
         with self._lock:
             self._loaded.clear()
 
@@ -452,7 +453,7 @@ class OpenModel:
         try:
             self.keep_programs(private_cache_dir("programs"))
         except (NotPrivateError, InputError, OSError) as e:
-            log.warning("compiled programs are not kept, so every start compiles anew: %s", e)
+            _warn_not_kept(str(e))
 
     def keep_programs(self, folder: Path) -> None:
         """Keep compiled programs in this folder, and take those that are there: a second process compiles nothing.
@@ -496,6 +497,12 @@ class OpenModel:
         """What to do about NaN in the latents."""
         sound = "float32 holds what a sound checkpoint computes: download it again and convert it again."
         return sound if self.dtype == "float32" else ""
+
+
+@cache
+def _warn_not_kept(reason: str) -> None:
+    """Warn once per process and reason."""
+    log.warning("compiled programs are not kept, so every start compiles anew: %s", reason)
 
 
 def _dtype_name(dtype: Any) -> str:

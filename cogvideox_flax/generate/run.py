@@ -324,7 +324,8 @@ class Run:
         if request.skip_layer is not None:
             done = skip_layer_steps(request.num_inference_steps, self.first_step)
             inputs = dataclasses.replace(inputs, skip_layer_steps=done)
-        if not (request.compiled_loop or conditioning is None):  # these loop over the rows of the tables
+        # a loop that is compiled has a row for each step, and a user-defined scheduler may count them
+        if not (request.compiled_loop or conditioning is None or self.scheduler.identity is None):
             inputs = inputs.padded()
         if conditioning is not None and conditioning.video is not None:
             latents = self.scheduler.start_from(conditioning.video, latents, timesteps[0])

@@ -93,14 +93,17 @@ class Memory:
         assert self._conditioning is not None
         return self._conditioning
 
-    def has_latents(self, run: Run, conditioning: Conditioning) -> bool:
+    def latents_key(self, run: Run, conditioning: Conditioning) -> str:
+        return ""
+
+    def has_latents(self, run: Run, key: str) -> bool:
         return False
 
-    def states(self, run: Run, conditioning: Conditioning) -> AbstractContextManager[States]:
+    def states(self, run: Run, key: str) -> AbstractContextManager[States]:
         """No state is kept."""
         return nullcontext(States())
 
-    def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
+    def save_latents(self, run: Run, key: str, state: DenoiseState) -> None:
         self._state = dataclasses.replace(state, scheduler_state=None, cache=None)  # a step cache may be large
 
     def latents(self, run: Run) -> Float32[Any, "B T h w C"]:
@@ -237,7 +240,7 @@ class RunDirectory:
 
     # --- stage 2
 
-    def _latents_key(self, run: Run, conditioning: Conditioning) -> str:
+    def latents_key(self, run: Run, conditioning: Conditioning) -> str:
         """A fingerprint of all that decides the latents."""
         parts = run.model.denoiser, "scheduler"
         features = [np.asarray(x).tobytes() for x in jax.tree.leaves(conditioning)]
@@ -245,12 +248,12 @@ class RunDirectory:
         more = {"embeddings": embeddings} | _shared_noise(run) | unhashed(run)
         return self._key(run, deciding(request_values(run), "encode", "denoise"), parts, **more)
 
-    def has_latents(self, run: Run, conditioning: Conditioning) -> bool:
-        """Whether stage 2's file is there and made of the same; the run's settings are written first."""
+    def has_latents(self, run: Run, key: str) -> bool:
+        """Whether stage 2's file is there and has this key; the run's settings are written first."""
         self._write_settings(self._folder(run), run)
-        return is_fresh(self._folder(run) / LATENTS_FILE, self._latents_key(run, conditioning))
+        return is_fresh(self._folder(run) / LATENTS_FILE, key)
 
-    def states(self, run: Run, conditioning: Conditioning) -> StateKeeper:
+    def states(self, run: Run, key: str) -> StateKeeper:
         """What keeps the state of the denoising loop."""
         if unhashed(run):
             log.warning(
@@ -258,13 +261,13 @@ class RunDirectory:
                 "used again",
                 run.scheduler,
             )
-        return StateKeeper(self._folder(run) / STATE_FILE, self._latents_key(run, conditioning), run)
+        return StateKeeper(self._folder(run) / STATE_FILE, key, run)
 
-    def save_latents(self, run: Run, conditioning: Conditioning, state: DenoiseState) -> None:
+    def save_latents(self, run: Run, key: str, state: DenoiseState) -> None:
         """Write stage 2's file: the latents as the decoder takes them, without the extra latent frames."""
         values = _latents_metadata(request_values(run) | {"dtype": run.dtype})
         metadata = {name: value for name, value in values.items() if value is not None}
-        metadata = {"settings": self._latents_key(run, conditioning), **metadata}
+        metadata = {"settings": key, **metadata}
         tensors = {"latents": _in_file(fetch(state.video_latents))}
         write_stage(self._folder(run) / LATENTS_FILE, tensors, metadata)
 

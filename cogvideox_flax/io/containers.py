@@ -142,7 +142,7 @@ class Container:
         facts, count = [], 0
         with self._open() as (container, stream):
             shown = (packet for packet in self._packets(container, stream) if not packet.is_discard)  # by an edit list
-            for count, packet in enumerate(shown, 1):
+            for count, packet in enumerate(limits.timed(self.path, shown), 1):
                 if count <= limits.MAX_FRAMES:
                     facts.append(read(packet))
         limits.check_count(self.path, count)
@@ -152,7 +152,7 @@ class Container:
         """Frames per second; seconds of a tick; height and width as shown. Decodes one frame."""
         with self._open() as (container, stream):
             rate, unit = (Fraction(r.numerator, r.denominator) for r in (stream.guessed_rate or 0, stream.time_base))
-            for frame in self._decoded(container, stream, []):
+            for frame in limits.timed(self.path, self._decoded(container, stream, [])):
                 limits.check_size(self.path, frame.height, frame.width)
                 size = frame.height, frame.width
                 height, width = size[::-1] if any(name == "transpose" for name, _ in _rotation(frame)) else size
@@ -317,5 +317,7 @@ def _write(
                 )
                 output.mux(stream.encode(frame))
             output.mux(stream.encode())
+    except InputError:  # of what the frames are made of
+        raise
     except (av.FFmpegError, ValueError) as e:
         raise OSError(getattr(e, "errno", None), f"ffmpeg: {getattr(e, 'strerror', e)}") from e

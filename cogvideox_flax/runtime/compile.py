@@ -93,21 +93,23 @@ class Programs:
     def __init__(self, dtype: str, mesh: Mesh | None, model: str):
         self.dtype, self.mesh, self.model = dtype, mesh, model
         self.cache: CompileCache | None = None
-        self._compiled: dict[Program, CompiledProgram] = {}
+        self._compiled: dict[Any, CompiledProgram] = {}  # by program and default device
 
     def get(self, program: Program) -> CompiledProgram:
         """A program with what was compiled of it, so far nothing on first use."""
-        if program not in self._compiled:
+        config: Any = jax.config  # its attributes are made at run time
+        here = program, config.jax_default_device
+        if here not in self._compiled:
             options = compiler_options(self.dtype, fast_compile=program.fast_compile)
             name = stable_name(program)
             # user-defined code may change between runs, so its programs are not cached
             cache = None if name is None else self.cache
             key = repr((name, program.donate, self.model, options))
-            shared = program, self.mesh, key, None if cache is None else cache.folder
-            if shared not in _PROGRAMS:
-                self._compiled[program] = _PROGRAMS[shared] = CompiledProgram(program, options, self.mesh, key, cache)
-            self._compiled[program] = _PROGRAMS[shared]
-        return self._compiled[program]
+            shared = here, self.mesh, key, None if cache is None else cache.folder
+            if (compiled := _PROGRAMS.get(shared)) is None:
+                compiled = CompiledProgram(program, options, self.mesh, key, cache)
+            self._compiled[here] = _PROGRAMS[shared] = compiled
+        return self._compiled[here]
 
 
 class CompiledProgram:
