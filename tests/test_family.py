@@ -25,7 +25,8 @@ from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import add_lora, describe_lora, lora_parameters, merge_files, save_lora
-from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register, unregister
+from cogvideox_flax.models import registry
+from cogvideox_flax.models.registry import FAMILIES, component_names, get_family, get_release, register
 from cogvideox_flax.plan import choose_mesh, forecast
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.flops import count_flops
@@ -37,7 +38,7 @@ def tiny():
     register(Tiny)
     register_tables("tiny", TABLES)
     yield
-    unregister("tiny")
+    del registry._CLASSES["tiny"]
     del ALL_TABLES["tiny"]
 
 

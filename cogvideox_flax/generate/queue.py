@@ -279,7 +279,7 @@ class Queue:
         batch: int,
         check: Callable[[Path], None],
     ) -> list[Run]:
-        """The runs that the lines ask for.
+        """Return the runs that the lines ask for.
 
         Args:
             options: fields of the request for all lines; a line's own come first.
@@ -304,7 +304,7 @@ class Queue:
         return [run_of(group) for group in self.groups]
 
     def todo(self, model: OpenModel) -> list[list[Todo]]:
-        """Of each run of `resolve`, the videos that are still to be made.
+        """Return the videos that are still to be made, for each run of `resolve`.
 
         A video that is there is a line's by what it was made of, whatever its name. No other file is replaced.
         """

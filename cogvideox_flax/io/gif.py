@@ -34,7 +34,7 @@ _NO_DELAY = 10  # hundredths of a second for which players show an image without
 
 
 class Gif(Container):
-    """A `VideoSource`.
+    """The frames of a GIF at a constant rate, as a `VideoSource`.
 
     ground: the colour of transparent parts.
     """

@@ -66,11 +66,6 @@ def register(family: type[VideoModel]) -> None:
     _CLASSES[family.name] = family
 
 
-def unregister(name: str) -> None:
-    """Remove a family and its releases."""
-    del _CLASSES[name]
-
-
 def get_family(name: str) -> type[VideoModel]:
     """The family called `name`.
 
