@@ -55,8 +55,8 @@ def child(name: str, *args: str) -> dict[str, Any]:
 
 
 def run_write(folder: str, component: str, release: str, dtype: str) -> dict[str, Any]:
-    from tests import hunyuan_layout
-    from tests.released_layout import write_component
+    from tests.support import hunyuan_layout
+    from tests.support.released_layout import write_component
 
     if release in HUNYUAN:
         return {"bytes": hunyuan_layout.write_component(Path(folder), component, dtype)}

@@ -54,7 +54,7 @@ RESULTS = "COGVIDEOX_GPU_RESULTS"
 
 SEES = """
 import json
-from tests.gpu_models import seen_by_jax
+from tests.support.gpu_models import seen_by_jax
 print(json.dumps(seen_by_jax()))
 """
 
@@ -80,7 +80,7 @@ BF16 = ("--dtype", "bfloat16")
 PARTS = {
     "tests": Part(
         ("pytest",),
-        ("-m", "pytest", "-o", "addopts=", "-m", "gpu", "-p", "benchmarks.gpu", "-q", "tests/test_on_gpu.py"),
+        ("-m", "pytest", "-o", "addopts=", "-m", "gpu", "-p", "benchmarks.gpu", "-q", "tests/gpu/test_on_gpu.py"),
         limit_s=450,
     ),
     "kernels": _speed("--parts", "attention", "convolution", *FIVE, "--latent-frames", "13", *BF16, "--repeat", "5"),

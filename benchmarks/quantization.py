@@ -87,7 +87,7 @@ def write(component: str, release: str, layers: int, folder: Path) -> dict[str, 
     """The same random weights in each form: name -> native checkpoint."""
     from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
     from cogvideox_flax.conversion.convert import convert
-    from tests.released_layout import build, randomise
+    from tests.support.released_layout import build, randomise
 
     module = randomise(build(component, release, small=False, num_layers=layers))
     module.save_pretrained(folder / "hf" / component)

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import xla_options
 
 from cogvideox_flax.io.paths import NotPrivateError, make_private
 from cogvideox_flax.runtime import libtpu
+from tests.support import xla_options
 
-pytest.register_assert_rewrite("commands")
+pytest.register_assert_rewrite("tests.support.commands")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

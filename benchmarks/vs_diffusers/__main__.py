@@ -45,8 +45,8 @@ from benchmarks.vs_diffusers.ours import flops_of
 from benchmarks.vs_diffusers.report import COLUMNS, cells, plot, slopes_of_parts
 from benchmarks.vs_diffusers.worker import Stopped, Worker
 from cogvideox_flax.conversion.convert import convert
-from tests import hunyuan_layout
-from tests.released_layout import save_rest, write_component
+from tests.support import hunyuan_layout
+from tests.support.released_layout import save_rest, write_component
 
 PACKAGES = ("jax", "flax", "torch", "diffusers", "transformers")
 

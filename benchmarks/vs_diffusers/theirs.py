@@ -20,7 +20,7 @@ from diffusers import (
 from transformers import T5EncoderModel
 
 from benchmarks.vs_diffusers.cases import COMPONENT, HUNYUAN_TIMESTEP, KERNELS, STEPS, Case, inputs
-from tests.released_layout import make_scheduler
+from tests.support.released_layout import make_scheduler
 
 
 def build(case: Case, folder: Path) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ from cogvideox_flax.checkpoint import WEIGHTS_FILE
 from cogvideox_flax.io.video import read_video, save_video
 from cogvideox_flax.lora import FILE_NAME
 from tests.faults.child import Runner
-from tests.released_layout import save_layout
+from tests.support.released_layout import save_layout
 
 PROMPT = "a small red circle moves to the left"
 SIZE = ("--num-frames", 9, "--height", 32, "--width", 48)

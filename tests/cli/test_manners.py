@@ -1,0 +1,359 @@
+"""What the shell says to people: the help, mistakes, and what was probably meant."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cogvideox_flax.cli.arguments import make_parser
+from cogvideox_flax.cli.doctor import _fits, _unused
+from cogvideox_flax.io.video import read_metadata, read_video, save_video
+from cogvideox_flax.models.registry import RELEASES
+from tests.support.commands import PROMPT, QUICK, ROOT
+
+pytest_plugins = ["tests.support.commands"]
+
+
+def test_no_command_shows_what_one_can_do(run):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 30
+    for name in ("generate", "info", "plan", "train", "upscale", "encode", "quantize", "convert", "doctor"):
+        assert name in out
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "encode", "denoise", "decode", "upscale", "train", "plan", "convert", "info"]
+)
+def test_the_short_help_and_the_long_one(run, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, short, _ = run(command, "--help")
+    assert code == 0
+    assert len(short.splitlines()) <= 60
+    code, long, _ = run(command, "--help-all")
+    assert code == 0
+    words = set(short.split())
+    assert words - set(long.split()) <= {"more", "options:", "--help-all", *filter(str.isdecimal, words), "cogvideox"}
+    assert ("more options: cogvideox" in short) == (len(long.splitlines()) > len(short.splitlines()))
+
+
+def test_rare_options_are_in_the_long_help_alone(run):
+    short, long = (run("generate", flag)[1] for flag in ("--help", "--help-all"))
+    for flag in ("--coordinator", "--no-jit", "--step-cache", "--window", "--fps"):
+        assert flag in long
+        assert flag not in short
+    for flag in ("--steps", "--seed", "--image", "--like", "--out", "--lora"):
+        assert flag in short
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["genrate", "x"], "there is no command 'genrate'; did you mean generate?"),
+        (["fly"], "there is no command 'fly'; known are generate"),
+        (["a panda"], 'did you mean cogvideox generate "a panda"?'),
+        (["generate", "x", "--sede", "3"], "there is no option --sede; did you mean --seed?"),
+        (["generate", "x", "--stepz=3"], "there is no option --stepz; did you mean --steps?"),
+        (["generate", "x", "--seed", "three"], "--seed: expected a whole number from 0 to 4294967295; got 'three'"),
+        (["generate", "x", "--dtype", "float8"], "--dtype: invalid choice: 'float8'"),
+        (["generate", "x", "--fit", "zoom"], "--fit: expected one of crop, stretch; got 'zoom'"),
+        (["generate", "x", "--steps", "3", "y"], "'y' is not expected after options"),
+        (["denoise"], "required: --dir"),
+        (["--foo"], "required: COMMAND"),
+        (["generate", "a", "red", "circle"], 'write it in quotes: "a red circle"'),
+        (["encode", "a", "panda", "--dir", "x"], 'write it in quotes: "a panda"'),
+    ],
+)
+def test_a_mistake_is_one_line(run, argv, message):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
+def test_an_image_is_no_video(run, native, tmp_path, suffix):
+    Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / f"beach{suffix}")
+    image = tmp_path / f"beach{suffix}"
+    argv = ["generate", PROMPT, "--model", native, "--video", image, "--out", tmp_path / "v.mp4", *QUICK]
+    code, _, err = run(*argv)
+    assert code == 2
+    assert "is one image, and a clip was expected; a first frame is given as --image" in err
+
+
+def test_what_a_run_costs(run):
+    plan = ["plan", "--topology", "v6e:1x1", "--mesh", "1,1,1", "--stages", "encode"]
+    code, out, err = run(*plan, "--price", "2.7")
+    assert code == 0
+    assert "compiling for v6e:1x1: encode;" in err
+    assert out.splitlines()[-1].startswith("a video takes 0.")
+    assert out.splitlines()[-1].endswith(" at $2.7 for an hour of each")
+    for price in ("-1", "nan"):
+        code, _, err = run(*plan, "--price", price)
+        assert code == 2
+        assert "expected the dollars of a chip's hour" in err
+
+
+def test_the_doctor(run, home, tmp_path):
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    for word in ("jax ", "av ", "8 x cpu", "cores", str(home), "cogvideox-2b", "next"):
+        assert word in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+    found = json.loads(run("doctor", "--json")[1])
+    assert found["devices"]["count"] == 8
+    assert found["host"]["bytes"] > 2**28
+    assert found["caches"]["compiled programs"]["folder"] == str(home / "programs")
+    assert set(found["fits"]) == set(RELEASES)
+    assert set(found["fits"].values()) <= {"whole", "in stages", "no"}
+    words = shlex.split(found["next"])
+    assert words[:2] == ["cogvideox", "generate"]
+
+
+@pytest.mark.parametrize(("device", "extra"), [("nvidia0", "cuda"), ("accel0", "tpu"), ("vfio/0", "tpu")])
+def test_the_doctor_says_how_jax_finds_a_device(monkeypatch, device, extra):
+    monkeypatch.setattr("os.path.exists", lambda path: path == f"/dev/{device}")
+    line = _unused("cpu")
+    assert line.endswith(f'which JAX does not use: pip install ".[{extra}]" in a checkout of cogvideox-flax')
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra in extras
+    assert _unused("gpu") is None
+
+
+def test_what_fits():
+    gib = 2**30
+    assert set(_fits(4 * gib).values()) == {"no"}
+    assert set(_fits(400 * gib).values()) == {"whole"}
+    # T5-XXL 8.9 GiB, the transformers 3.2 and 10.4 GiB
+    assert _fits(12 * gib)["cogvideox-2b"] == "in stages"
+    assert _fits(12 * gib)["cogvideox-5b"] == "no"
+    assert _fits(16 * gib)["cogvideox-2b"] == "whole"
+    assert _fits(16 * gib)["cogvideox-5b"] == "in stages"
+
+
+# --- what is there already
+
+
+def test_a_file_of_somebody_else_is_not_replaced(run, paths, native, tmp_path, cheap_decoder, caplog):
+    argv = ["generate", PROMPT, "--model", native, *QUICK]
+    for name in ("mine.mp4", "mine.npz", "mine.webp"):
+        (file := tmp_path / name).write_bytes(b"mine")
+        code, _, err = run(*argv, "--out", file)
+        assert code == 2
+        assert f"{file} is there and was not made by this program" in err
+        assert file.read_bytes() == b"mine"
+    assert paths(*argv, "--out", tmp_path / "mine.mp4", "--overwrite") == [tmp_path / "mine.mp4"]
+    caplog.clear()
+    paths(*argv, "--out", tmp_path / "mine.mp4")
+    assert f"{tmp_path / 'mine.mp4'} was replaced" in caplog.text
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(frames / "0001.png")
+    assert "was not made by this program" in run(*argv, "--out", frames)[2]
+    paths(*argv, "--out", frames, "--overwrite")
+    paths(*argv, "--out", frames)
+
+
+# --- latents, and recipes
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".webm", ".gif", ".webp", ""])
+def test_a_format_holds_its_recipe(paths, run, native, tmp_path, cheap_decoder, suffix):
+    (out,) = paths("generate", PROMPT, "--model", native, "--out", tmp_path / f"v{suffix}", "--seed", 7, *QUICK)
+    code, shown, _ = run("info", out)
+    assert code == 0
+    assert ["seed", "7"] in [line.split() for line in shown.splitlines()]
+    assert json.loads(run("info", out, "--json")[1])["prompt"] == PROMPT
+
+
+def test_latents_are_decoded_by_a_command(paths, run, native, tmp_path):
+    argv = [PROMPT, "--model", native, *QUICK]
+    (latents,) = paths("generate", *argv, "--out", tmp_path / "x.npz")
+    (frames,) = paths("generate", *argv, "--out", tmp_path / "direct")
+    (decoded,) = paths("decode", latents, "--model", native, "--dtype", "float32", "--out", tmp_path / "decoded")
+    assert (read_video(decoded)[0] == read_video(frames)[0]).all()
+    assert read_metadata(decoded) == read_metadata(frames)
+    assert paths("decode", latents, "--model", native) == [tmp_path / "x.mp4"]
+
+
+def test_latents_that_cannot_be_decoded(run, paths, native, layout_5b, tmp_path):
+    (latents,) = paths("generate", PROMPT, "--model", native, "--out", tmp_path / "x.npz", *QUICK)
+    whole = dict(np.load(latents))
+    assert "name that checkpoint with --model" in run("decode", latents)[2]
+    for change, message in (
+        ({"latents": np.full_like(whole["latents"], np.nan)}, "hold NaN"),
+        ({"latents": whole["latents"][0]}, "expected [1, T, h, w, 16]"),
+        ({"latents": whole["latents"][..., :3]}, "expected [1, T, h, w, 16]"),
+        ({"metadata": "{}"}, "was not made by"),
+        ({"metadata": json.dumps(json.loads(str(whole["metadata"])) | {"prompt": 3})}, "states prompt 3"),
+    ):
+        np.savez(tmp_path / "bad.npz", **(whole | change))
+        code, _, err = run("decode", tmp_path / "bad.npz", "--model", native)
+        assert code == 2
+        assert message in err
+    for argv in ([], [latents, "--dir", tmp_path]):
+        assert "one of the two" in run("decode", *argv)[2]
+
+
+def test_like(paths, run, native, tmp_path, cheap_decoder):
+    size = ["--num-frames", 9, "--height", 32, "--width", 48, "--dtype", "float32"]
+    made = ["--steps", 3, "--seed", 5, "--guidance-scale", 2.5, "--scheduler", "dpm", "--negative-prompt", "blur"]
+    (first,) = paths("generate", PROMPT, "--model", native, *size, *made, "--out", tmp_path / "first.mp4")
+    (again,) = paths("generate", "--like", first, "--model", native, "--out", tmp_path / "again.mp4")
+    assert read_metadata(again) == read_metadata(first)
+    assert (read_video(again)[0] == read_video(first)[0]).all()
+    argv = ["--like", first, "--seed", 6, "--model", native, "--out", tmp_path / "other.npz"]
+    (other,) = paths("generate", "another prompt", *argv)
+    recipe = json.loads(str(np.load(other)["metadata"]))
+    assert recipe["prompt"] == "another prompt"
+    assert recipe | {"prompt": PROMPT, "seed": 5} == read_metadata(first)
+    assert paths("generate", "--like", other, "--model", native, "--out", tmp_path / "third.mp4"), "an npz will do"
+
+
+def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_decoder, caplog):
+    out = tmp_path / "v.mp4"
+    save_video(tmp_path / "foreign.mp4", np.zeros((2, 16, 16, 3), np.uint8), 8, {"prompt": "x"})
+    for more in (["--out", out], []):
+        assert "does not say how it was made" in run("generate", "--like", tmp_path / "foreign.mp4", *more)[2]
+    (first,) = paths("generate", PROMPT, "--model", native, *QUICK, "--out", tmp_path / "first.mp4")
+    assert "name that checkpoint with --model" in run("generate", "--like", first, "--out", out)[2]
+    clip = tmp_path / "clip.mp4"
+    save_video(clip, np.random.default_rng(0).integers(0, 255, (9, 32, 48, 3), np.uint8), 8)
+    argv = [PROMPT, "--model", native, *QUICK, "--video", clip]
+    (made,) = paths("generate", *argv, "--out", tmp_path / "made.mp4")
+    code, _, err = run("generate", "--like", made, "--model", native, "--out", out)
+    assert code == 2
+    assert f"give them again: --video {clip}" in err
+    paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
+    assert "is not the one" not in caplog.text
+    save_video(clip, np.zeros((9, 32, 48, 3), np.uint8), 8)
+    paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
+    assert f"--video is not the one that {made} was made of" in caplog.text
+    two = paths("generate", "a circle", "a square", "--model", native, *QUICK, "--out", tmp_path / "two.mp4")
+    caplog.clear()
+    paths("generate", "--like", two[1], "--model", native, "--out", out)
+    assert "had other noise than a run of it alone" in caplog.text
+
+
+def test_a_reader_that_goes_away(tmp_path, native):
+    command = f"{sys.executable} -m cogvideox_flax info {native} | head -0; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.strip() in ("0", "141")
+    assert "Traceback" not in done.stderr
+
+
+# --- nothing is lost
+
+
+def test_the_next_prompt_keeps_the_last_video(paths, run, native, tmp_path, cheap_decoder, monkeypatch, caplog):
+    """Without --out, each video has a name of its own."""
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model", native, *QUICK]
+    (first,) = paths("generate", "a", *argv)
+    data = first.read_bytes()
+    (second,) = paths("generate", "b", *argv)
+    (third,) = paths("generate", "a", *argv)
+    assert [str(path) for path in (first, second, third)] == ["video.mp4", "video-2.mp4", "video-3.mp4"]
+    assert first.read_bytes() == data and "replaced" not in caplog.text
+    several = paths("generate", "c c", "d d", *argv)
+    assert [str(path) for path in several] == ["video-0.mp4", "video-1.mp4"]
+    assert [str(path) for path in paths("generate", "e e", "f f", *argv)] == ["video-2-0.mp4", "video-2-1.mp4"]
+
+
+def test_a_run_in_the_middle_keeps_its_name(paths, run, native, tmp_path, cheap_decoder, monkeypatch, work):
+    """The same command goes on; another one takes another name."""
+    from cogvideox_flax.generate.result import GenerationResult
+
+    monkeypatch.chdir(tmp_path)
+    argv, how = ["--model", native, *QUICK], ("--seed", 2, "--negative-prompt", "c", "--guidance-interval", "0,0.6")
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run("generate", "a", *how, *argv)[0] == 130
+    assert (tmp_path / "video.mp4.stages").is_dir()
+    assert [str(path) for path in paths("generate", "b", *argv)] == ["video-2.mp4"]
+    assert [str(path) for path in paths("generate", "a", "--seed", 3, *argv)] == ["video-3.mp4"]
+    work.clear()
+    assert [str(path) for path in paths("generate", "a", *how, *argv)] == ["video.mp4"]
+    assert work == ["decode"] and not list(tmp_path.glob("*.stages"))
+    like = ["--like", "video.mp4", "--model", native]
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run("generate", *like, "--seed", 5)[0] == 130
+    work.clear()
+    assert [str(path) for path in paths("generate", *like, "--seed", 5)] == ["video-4.mp4"]
+    assert work == ["decode"]
+
+
+def test_replaced_is_said_when_it_happens(paths, run, native, tmp_path, cheap_decoder, caplog):
+    caplog.set_level("INFO")
+    out = tmp_path / "v.mp4"
+    paths("generate", "a", "--model", native, *QUICK, "--out", out)
+    assert run("generate", "a", "--model", native, *QUICK, "--steps", 0, "--out", out)[0] == 2
+    assert "replaced" not in caplog.text
+    paths("generate", "b", "--model", native, *QUICK, "--out", out)
+    assert f"{out} was replaced" in caplog.text
+
+
+def test_a_preview_replaces_previews_alone(paths, run, tmp_path, cheap_decoder):
+    argv = ["generate", "a red circle moves up", "--steps", 1, "--out", tmp_path / "v.webp"]
+    for name in ("p.png", "p.webp"):
+        path = tmp_path / name
+        paths(*argv, "--preview", path)
+        ours = path.read_bytes()
+        paths(*argv, "--seed", 1, "--preview", path)
+        assert path.read_bytes() != ours
+        Image.new("RGB", (9, 9)).save(path)
+        theirs = path.read_bytes()
+        code, _, err = run(*argv, "--preview", path)
+        assert code == 2 and f"{path} is there and is no preview of this program" in err
+        assert path.read_bytes() == theirs
+        paths(*argv, "--preview", path, "--overwrite")
+        assert path.read_bytes() != theirs
+    (tmp_path / "p.png").write_bytes(b"notes")
+    assert run(*argv, "--preview", tmp_path / "p.png")[0] == 2
+    code, _, err = run(*argv, "--preview", tmp_path / "v.webp")
+    assert code == 2 and "is to hold the video" in err
+
+
+def test_videos_that_are_there_are_the_runs_own(paths, run, native, tmp_path, cheap_decoder, monkeypatch, work):
+    """A run that was stopped between its videos goes on under its name."""
+    from cogvideox_flax.generate.result import GenerationResult
+
+    monkeypatch.chdir(tmp_path)
+    argv = ["generate", "a", "--model", native, *QUICK, "--num-videos", 2]
+    save, saved = GenerationResult.save_items, []
+
+    def stopped(self, names):
+        if saved:
+            raise KeyboardInterrupt
+        saved.append(save(self, names))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationResult, "save_items", stopped)
+        assert run(*argv)[0] == 130
+    assert (tmp_path / "video-0.mp4").exists() and not (tmp_path / "video-1.mp4").exists()
+    work.clear()
+    assert [str(path) for path in paths(*argv)] == ["video-0.mp4", "video-1.mp4"]
+    assert "denoise" not in work and not list(tmp_path.glob("*.stages"))
+
+
+def test_a_name_is_taken_when_it_is_chosen(run, native, tmp_path, monkeypatch):
+    """Another command that is still loading its model has it; a command that is refused leaves nothing."""
+    from cogvideox_flax.cli import prepare
+
+    monkeypatch.chdir(tmp_path)
+    args = make_parser().read(["generate", "a", "--seed", "1"])
+    other = make_parser().read(["generate", "b"])
+    with prepare.output_of(args) as first, prepare.output_of(other) as second, prepare.output_of(args) as again:
+        assert [str(path) for path in (first, second, again)] == ["video.mp4", "video-2.mp4", "video.mp4"]
+    assert run("generate", "a", "--model", native, *QUICK, "--steps", 0)[0] == 2
+    assert list(tmp_path.iterdir()) == []

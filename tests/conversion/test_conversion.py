@@ -1,0 +1,474 @@
+"""Conversion: complete, strict, streaming, atomic, resumable; the models' own tests go through it too."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
+from cogvideox_flax.cli import main
+from cogvideox_flax.conversion import convert as conversion_module
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.conversion.mapping import weight_moves
+from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
+from cogvideox_flax.io.tensor_file import TensorFile
+from cogvideox_flax.models.cogvideox.config import VAEConfig
+from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.models.t5 import TextEncoderConfig
+from tests.support import processes
+from tests.support.reference import (
+    ARCHITECTURES,
+    SHARED,
+    convert_component,
+    make_scheduler,
+    make_text_encoder,
+    make_transformer,
+    make_vae,
+)
+
+KEYS = SHARED / "spec" / "keys"
+needs_keys = pytest.mark.skipif(not KEYS.is_dir(), reason=f"no key lists of the released checkpoints in {KEYS}")
+
+
+def read_keys(name: str) -> dict[str, tuple[int, ...]]:
+    rows = (line.split("\t") for line in (KEYS / name).read_text().splitlines())
+    return {key: tuple(map(int, re.findall(r"\d+", shape))) for key, shape in rows}
+
+
+@needs_keys
+@pytest.mark.parametrize("release", CogVideoX.releases.values(), ids=lambda r: r.name)
+def test_every_released_transformer_key_maps(release):
+    keys = read_keys(f"{release.hub_id.split('/')[1]}.transformer.txt")
+    mapped = weight_moves(CogVideoX, "transformer", release.configs["transformer"], keys)
+    assert set(mapped.moves) == set(keys)
+    sizes = sum(int(np.prod(shape)) for shape in mapped.shapes.values())
+    assert sizes == sum(int(np.prod(shape)) for shape in keys.values())
+
+
+@needs_keys
+def test_every_released_vae_key_maps():
+    keys = read_keys("vae.txt")
+    assert set(weight_moves(CogVideoX, "vae", VAEConfig(), keys).moves) == set(keys)
+
+
+@needs_keys
+@pytest.mark.parametrize("absent", [None, "shared.weight", "encoder.embed_tokens.weight"])
+def test_every_released_text_encoder_key_maps(absent):
+    keys = read_keys("t5_xxl_encoder.txt")
+    keys.pop(absent, None)
+    moves = weight_moves(CogVideoX, "text_encoder", TextEncoderConfig(), keys).moves
+    assert set(keys) - set(moves) <= {"encoder.embed_tokens.weight"}  # tied to shared.weight
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return make_transformer("cogvideox-5b")
+
+
+def save(module, folder: Path, **kwargs) -> Path:
+    module.save_pretrained(folder / "transformer", **kwargs)
+    return folder
+
+
+def weights_of(folder: Path) -> Path:
+    return folder / "transformer" / "diffusion_pytorch_model.safetensors"
+
+
+def edit(folder: Path, change) -> None:
+    tensors = load_file(weights_of(folder))
+    change(tensors)
+    save_file(tensors, weights_of(folder))
+
+
+def test_sharded_and_single_files_give_the_same(transformer, tmp_path):
+    single = save(transformer, tmp_path / "single")
+    sharded = save(transformer, tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((sharded / "transformer").glob("*.safetensors"))) > 3
+    convert(single, tmp_path / "a")
+    convert(sharded, tmp_path / "b")
+    a, b = (load_file(tmp_path / x / "transformer" / "model.safetensors") for x in "ab")
+    assert a.keys() == b.keys()
+    assert all((a[k] == b[k]).all() for k in a)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtypes(dtype, tmp_path):
+    model = make_transformer("cogvideox-2b")
+    exact = load_transformer(convert_component("transformer", model, tmp_path / "exact"))
+    # stored in that dtype and kept; or stored as float32 and cast on the way
+    kept = convert_component("transformer", model.to(getattr(torch, dtype)), tmp_path / "kept")
+    cast = convert_component("transformer", make_transformer("cogvideox-2b"), tmp_path / "cast", dtype=dtype)
+    for native in (kept, cast):
+        module = load_transformer(native)
+        for name, value in parameters(module).items():
+            assert value.dtype == dtype
+            assert (np.asarray(value) == np.asarray(parameters(exact)[name]).astype(dtype)).all(), name
+        assert read_manifest(native).weights["transformer"]["dtype"] == dtype
+
+
+def test_loading_casts(tmp_path):
+    native = convert_component("vae", make_vae(), tmp_path)
+    exact, rounded = parameters(load_vae(native)), parameters(load_vae(native, dtype="bfloat16"))
+    for name, value in rounded.items():
+        assert value.dtype == "bfloat16"
+        assert (np.asarray(value) == np.asarray(exact[name]).astype(ml_dtypes.bfloat16)).all()
+
+
+def test_peak_memory_is_near_one_tensor(tmp_path):
+    """A fresh process converts 2 GB whose largest tensor is 34 MB; its peak must not know the difference."""
+    folder = tmp_path / "hf" / "text_encoder"
+    folder.mkdir(parents=True)
+    config = {"vocab_size": 64, "d_model": 2048, "num_layers": 12, "num_heads": 32, "d_kv": 64, "d_ff": 4096}
+    (folder / "config.json").write_text(json.dumps(config | {"feed_forward_proj": "gated-gelu"}))
+    with torch.device("meta"):
+        meta = make_meta_text_encoder(config)
+    tensors = {
+        name: np.zeros(tuple(value.shape), np.float32)
+        for name, value in meta.state_dict().items()
+        if name != "encoder.embed_tokens.weight"
+    }
+    total, largest = sum(t.nbytes for t in tensors.values()), max(t.nbytes for t in tensors.values())
+    save_file(tensors, folder / "model.safetensors")
+    code = """
+import resource, sys
+from cogvideox_flax.conversion.convert import convert
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[1], sys.argv[2])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) * 1024)
+"""
+    run = processes.run([sys.executable, "-c", code, tmp_path / "hf", tmp_path / "native"])
+    assert run.returncode == 0, run.stderr
+    grown = int(run.stdout.splitlines()[-1])
+    assert total > 10 * largest
+    # one tensor as read, cast and turned, as written, and as read back; tracing the abstract model
+    assert grown < 4 * largest + 150e6, f"{grown / 1e6:.0f} MB for tensors of {largest / 1e6:.0f} MB"
+
+
+def make_meta_text_encoder(config):
+    import transformers
+
+    return transformers.T5EncoderModel(transformers.T5Config(feed_forward_proj="gated-gelu", **config))
+
+
+def test_components_can_be_added_one_at_a_time(transformer, tmp_path):
+    src = tmp_path / "src"
+    transformer.save_pretrained(src / "transformer")
+    make_vae().save_pretrained(src / "vae")
+    make_text_encoder().save_pretrained(src / "text_encoder")
+    dst = tmp_path / "dst"
+    for i, component in enumerate(("vae", "transformer", "text_encoder")):
+        convert(src, dst, components=[component])
+        assert len(read_manifest(dst).weights) == i + 1
+        check_weights(dst, component, read_manifest(dst))
+    verify(dst)
+    assert not (dst / ".conversion").exists()
+
+
+def test_origin_and_hashes_are_kept(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    convert(src, tmp_path / "dst", origin={"hub_id": "a/b", "revision": "c" * 40})
+    source = read_manifest(tmp_path / "dst").weights["transformer"]["source"]
+    assert source["hub_id"] == "a/b"
+    assert source["revision"] == "c" * 40
+    assert list(source["sha256"]) == ["diffusion_pytorch_model.safetensors"]
+    weights = tmp_path / "dst" / "transformer" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        verify(tmp_path / "dst")
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads_and_is_taken_up(transformer, tmp_path, monkeypatch):
+    src = save(transformer, tmp_path / "src")
+    make_vae().save_pretrained(src / "vae")
+    dst = tmp_path / "dst"
+    real, written = conversion_module.write_tensors, []
+
+    def die_in_vae(source, todo, targets, path, component, progress):
+        if component == "vae":
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        written.append(component)
+        return real(source, todo, targets, path, component, progress)
+
+    monkeypatch.setattr(conversion_module, "write_tensors", die_in_vae)
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, dst)
+    with pytest.raises(CheckpointError, match="not a native checkpoint"):
+        load_transformer(dst)
+
+    def count(*args):
+        written.append(args[4])
+        return real(*args)
+
+    monkeypatch.setattr(conversion_module, "write_tensors", count)
+    convert(src, dst)
+    assert written == ["transformer", "vae"]  # the transformer once only
+    verify(dst)
+
+
+def test_a_kill_while_moving_into_place_is_finished_by_the_next_attempt(transformer, tmp_path, monkeypatch):
+    src = save(transformer, tmp_path / "src")
+    dst = tmp_path / "dst"
+    real = os.replace
+
+    def die(a, b):
+        if Path(b) == dst / "config.json":
+            raise KeyboardInterrupt
+        real(a, b)
+
+    monkeypatch.setattr(os, "replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, dst)
+    monkeypatch.setattr(os, "replace", real)
+    with pytest.raises(CheckpointError, match=r"is not a native checkpoint: no readable config\.json"):
+        load_transformer(dst)
+    convert(src, dst)
+    verify(dst)
+
+
+def test_a_kill_while_replacing_a_checkpoint_leaves_no_mixture_that_loads(transformer, tmp_path, monkeypatch):
+    src = save(transformer, tmp_path / "src")
+    make_vae().save_pretrained(src / "vae")
+    dst = tmp_path / "dst"
+    convert(src, dst)
+    real = Path.rename
+
+    def die(self, target):
+        if Path(target) == dst / "vae":
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, dst, dtype="bfloat16")
+    monkeypatch.undo()
+    for load in (load_transformer, load_vae):
+        with pytest.raises(CheckpointError, match="not a native checkpoint"):
+            load(dst)
+    convert(src, dst, dtype="bfloat16")
+    verify(dst)
+    assert {r["dtype"] for r in read_manifest(dst).weights.values()} == {"bfloat16"}
+
+
+def test_adding_a_component_keeps_the_noise_schedule(transformer, tmp_path):
+    one, other = save(transformer, tmp_path / "one"), tmp_path / "other"
+    make_scheduler("ddim", 1.0).save_pretrained(one / "scheduler")
+    make_vae().save_pretrained(other / "vae")
+    make_scheduler("ddim", 3.0).save_pretrained(other / "scheduler")
+    convert(one, tmp_path / "dst")
+    convert(other, tmp_path / "dst")
+    assert read_manifest(tmp_path / "dst").configs["scheduler"].snr_shift_scale == 1.0
+
+
+def test_two_conversions_into_one_place(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+
+    def meddle(component, done, total):
+        with pytest.raises(InputError, match="another conversion is writing"):
+            convert(src, tmp_path / "dst")
+
+    convert(src, tmp_path / "dst", progress=meddle)
+    verify(tmp_path / "dst")
+
+
+def test_float16_of_a_bfloat16_model_is_not_loaded(transformer, tmp_path):
+    native = convert_component("transformer", transformer, tmp_path)
+    with pytest.raises(InputError, match="float16 gives NaN"):
+        load_transformer(native, dtype="float16")
+
+
+def test_changed_source_is_not_taken_over(tmp_path):
+    src = save(make_transformer("cogvideox-5b"), tmp_path / "src")
+    dst = tmp_path / "dst"
+    convert(src, dst)
+    first = read_manifest(dst).weights["transformer"]["sha256"]
+    save(make_transformer("cogvideox-5b", seed=1), src)
+    convert(src, dst)
+    assert read_manifest(dst).weights["transformer"]["sha256"] != first
+    verify(dst)
+
+
+# --- bad input: one clear message, nothing that loads left behind ---
+
+
+def faults(src: Path, dst: Path, **kwargs) -> str:
+    with pytest.raises(InputError) as error:
+        convert(src, dst, **kwargs)
+    assert not (dst / "config.json").exists()
+    return str(error.value)
+
+
+def test_missing_renamed_and_misshapen_tensors_are_all_reported(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+
+    def spoil(tensors):
+        del tensors["transformer_blocks.1.attn1.norm_q.weight"]
+        tensors["transformer_blocks.0.ff.net.9.bias"] = tensors.pop("transformer_blocks.0.ff.net.2.bias")
+        tensors["proj_out.bias"] = tensors["proj_out.bias"][:-1]
+        tensors["transformer_blocks.2.ff.net.2.bias"] = tensors["norm_final.bias"]
+
+    edit(src, spoil)
+    message = faults(src, tmp_path / "dst")
+    assert "(5 faults)" in message
+    assert "missing  blocks.attn.norm_q.scale layer 1 (transformer_blocks.1.attn1.norm_q.weight)" in message
+    assert "missing  blocks.mlp.down.bias layer 0 (transformer_blocks.0.ff.net.2.bias)" in message
+    assert "unused   transformer_blocks.0.ff.net.9.bias" in message
+    assert "unused   transformer_blocks.2.ff.net.2.bias (this model has no blocks.mlp.down.bias layer 2)" in message
+    assert "shape    proj_out.bias: got (63,)" in message
+
+
+@needs_keys
+def test_wrong_release_is_named():
+    keys = read_keys("CogVideoX-5b.transformer.txt")
+    with pytest.raises(ConversionError, match=r"these tensors fit cogvideox-5b.*--release cogvideox-5b"):
+        weight_moves(CogVideoX, "transformer", RELEASES["cogvideox1.5-5b"].configs["transformer"], keys)
+
+
+@pytest.mark.parametrize("release", ARCHITECTURES)
+def test_a_config_of_another_architecture_is_refused(release, tmp_path):
+    other = "cogvideox1.5-5b" if "1.5" not in release else "cogvideox-5b"
+    src = save(make_transformer(release), tmp_path / "src")
+    shutil.copy(save(make_transformer(other), tmp_path / "other") / "transformer" / "config.json", src / "transformer")
+    assert "does not match its config" in faults(src, tmp_path / "dst")
+
+
+def test_truncated_file(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    data = weights_of(src).read_bytes()
+    weights_of(src).write_bytes(data[: len(data) // 2])
+    assert "is cut short" in faults(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00" * 7, b"\xff" * 64, b"\x10" + b"\x00" * 7 + b"not json at all!", b"\x02" + b"\x00" * 7 + b"[]"],
+)
+def test_corrupt_header(data, transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    weights_of(src).write_bytes(data)
+    assert "not a valid safetensors file" in faults(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]},
+        {"dtype": "F32"},
+        7,
+    ],
+)
+def test_headers_that_lie(entry, tmp_path):
+    header = json.dumps({"a": entry}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/x.safetensors", "model.bin", ".."])
+def test_index_must_stay_in_its_directory(name, transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    index = {"weight_map": {"proj_out.bias": name}}
+    (src / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names files outside its directory" in faults(src, tmp_path / "dst")
+
+
+def test_missing_shard(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src", max_shard_size="100KB")
+    gone = sorted((src / "transformer").glob("*.safetensors"))[1]
+    gone.unlink()
+    assert f"lacks 1 of {1 + len(list(src.rglob('*.safetensors')))} shards: {gone.name}" in faults(
+        src, tmp_path / "dst"
+    )
+
+
+def test_pickled_weights(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    weights_of(src).rename(src / "transformer" / "diffusion_pytorch_model.bin")
+    message = faults(src, tmp_path / "dst")
+    assert "pickled" in message
+    assert "safe_serialization=True" in message
+
+
+def test_several_variants(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    shutil.copy(weights_of(src), src / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
+    assert "has 2 safetensors files and no index" in faults(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"num_layers": "two"}', '{"activation_fn": "relu"}'])
+def test_bad_config(text, transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    (src / "transformer" / "config.json").write_text(text)
+    assert "config" in faults(src, tmp_path / "dst")
+
+
+def test_missing_config_names_the_way_out(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    (src / "transformer" / "config.json").unlink()
+    assert "--release" in faults(src, tmp_path / "dst")
+
+
+def test_float16_of_a_bfloat16_model(transformer, tmp_path):
+    assert "float16 gives NaN" in faults(save(transformer, tmp_path / "src"), tmp_path / "dst", dtype="float16")
+
+
+def test_values_beyond_float16(tmp_path):
+    src = save(make_transformer("cogvideox-2b"), tmp_path / "src")
+    edit(src, lambda tensors: tensors.__setitem__("proj_out.bias", tensors["proj_out.bias"] * 0 + 1e6))
+    assert "proj_out.bias holds values beyond float16's range" in faults(src, tmp_path / "dst", dtype="float16")
+
+
+def test_not_a_checkpoint(tmp_path):
+    assert "not a directory" in faults(tmp_path / "nowhere", tmp_path / "dst")
+    (tmp_path / "empty").mkdir()
+    assert "not a checkpoint in the Hugging Face layout" in faults(tmp_path / "empty", tmp_path / "dst")
+
+
+def test_destination_with_other_files(transformer, tmp_path):
+    dst = tmp_path / "dst"
+    dst.mkdir()
+    (dst / "thesis.tex").touch()
+    assert "not empty" in faults(save(transformer, tmp_path / "src"), dst)
+    assert (dst / "thesis.tex").exists()
+
+
+def test_not_enough_disk(transformer, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    message = faults(save(transformer, tmp_path / "src"), tmp_path / "dst")
+    assert "and its disk has 0 MiB free; free some space" in message
+
+
+def test_command_line(transformer, tmp_path, capsys):
+    src = save(transformer, tmp_path / "src")
+    argv = ["convert", str(src), str(tmp_path / "dst"), "--dtype", "bfloat16"]
+    assert main(argv) == 2
+    assert capsys.readouterr().err == (
+        f"error: {src} is not a whole model: there is no text_encoder/; there is no vae/; "
+        "to convert what is there, name it with --component\n"
+    )
+    assert not (tmp_path / "dst").exists()
+    assert main([*argv, "--component", "transformer"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'dst'}\n"
+    assert main(["convert", str(tmp_path / "nowhere"), str(tmp_path / "dst")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message

@@ -1,0 +1,450 @@
+"""Models by hub id, against a small hub on this machine that speaks what huggingface_hub asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from cogvideox_flax.checkpoint import read_manifest, verify
+from cogvideox_flax.lora import FILE_NAME
+from tests.support import processes
+from tests.support.reference import make_transformer, save_layout
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "some-owner/Tiny.Model-2b"
+NEEDED = {
+    "model_index.json",
+    "scheduler/scheduler_config.json",
+    "text_encoder/config.json",
+    "text_encoder/model.safetensors",
+    "tokenizer/spiece.model",
+    "tokenizer/tokenizer_config.json",
+    "transformer/config.json",
+    "transformer/diffusion_pytorch_model.safetensors",
+    "vae/config.json",
+    "vae/diffusion_pytorch_model.safetensors",
+}
+CONFIGS = {name for name in NEEDED if name.endswith(".json")}
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories (id -> revision -> folder), and what was asked for."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, dict[str, Path]] = {}
+        self.gated: set[str] = set()
+        self.status: dict[str, int] = {}  # id -> answer every request with this
+        self.cut: set[str] = set()  # files whose next transfer breaks off half way
+        self.stall: set[str] = set()  # files whose transfer stops half way until the client is gone
+        self.asked: list[tuple[str, str, dict[str, str]]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def files(self, method: str = "GET") -> list[str]:
+        """The files of which the contents (or with HEAD the facts) were asked for."""
+        paths = [path for kind, path, _ in self.asked if kind == method]
+        return [found[1] for path in paths if (found := re.fullmatch(r"/[^/]+/[^/]+/resolve/[^/]+/(.+)", path))]
+
+
+def commit_of(folder: Path) -> str:
+    return hashlib.sha1(str(folder).encode()).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path)
+        self.server.asked.append((self.command, path, {k.lower(): v for k, v in self.headers.items()}))
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(revision|tree)/(.+)", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if not (api or file):
+            return self.refuse(404, "RepoNotFound")
+        name = (api or file)[1]
+        if name in self.server.status:
+            return self.refuse(self.server.status[name])
+        if name not in self.server.repos:
+            return self.refuse(401, "RepoNotFound")  # as the hub answers to strangers
+        revisions = self.server.repos[name]
+        revision = api[3] if api else file[2]
+        folders = {commit_of(folder): folder for folder in revisions.values()} | revisions
+        if revision not in folders:
+            return self.refuse(404, "RevisionNotFound")
+        folder = folders[revision]
+        if file:
+            return self.send_file(folder, file[3], gated=name in self.server.gated)
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        if api[2] == "revision":
+            return self.send_json({"id": name, "sha": commit_of(folder), "siblings": [{"rfilename": n} for n in names]})
+        facts = [{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": "0" * 40} for n in names]
+        return self.send_json(facts)
+
+    def refuse(self, status: int, code: str = ""):
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        if code:
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", code)
+        self.end_headers()
+
+    def send_json(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def send_file(self, folder: Path, name: str, gated: bool):
+        if gated:
+            return self.refuse(403, "GatedRepo")
+        if not (folder / name).is_file():
+            return self.refuse(404, "EntryNotFound")
+        data = (folder / name).read_bytes()
+        start = int((re.match(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, 0])[1])
+        self.send_response(206 if start else 200)
+        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", commit_of(folder))
+        self.send_header("Content-Length", str(len(data) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        for plan in (self.server.cut, self.server.stall):
+            if name in plan:
+                self.wfile.write(data[start : (start + len(data)) // 2])
+                self.wfile.flush()
+                while name in self.server.stall:
+                    time.sleep(0.05)
+                self.server.cut.discard(name)
+                self.close_connection = True
+                return
+        self.wfile.write(data[start:])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Two commits of a model, with files in them that nobody needs."""
+    folder = tmp_path_factory.mktemp("hub")
+    layout = save_layout(folder / "one", "cogvideox-2b")
+    (layout / "tokenizer" / "tokenizer_config.json").write_text('{"model_max_length": 226}')
+    for name in ("README.md", ".gitattributes", "transformer/diffusion_pytorch_model.bin", "vae/old.ckpt"):
+        (layout / name).write_text("not needed")
+    shutil.copytree(layout, folder / "two")
+    make_transformer("cogvideox-2b", seed=1).save_pretrained(folder / "two" / "transformer")
+    return folder
+
+
+@pytest.fixture
+def server(sources) -> Iterator[Hub]:
+    hub = Hub()
+    hub.repos[MODEL] = {"main": sources / "one", "dev": sources / "two"}
+    hub.repos["other/model"] = {"main": sources / "one" / "vae"}
+    thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield hub
+    hub.stall.clear()
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.fixture
+def environment(server, tmp_path):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
+    return kept | {
+        "PYTHONPATH": str(ROOT),
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_TOKEN": "hf_secret",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "COGVIDEOX_HOME": str(tmp_path / "home"),
+    }
+
+
+CLIENT = """
+import json, sys
+from cogvideox_flax import hub
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.lora import find_adapter
+answers = []
+for name, where, revision in json.loads(sys.argv[1]):
+    try:
+        if name == "find_adapter":
+            answers.append(str(find_adapter(where)))
+            continue
+        answer = getattr(hub, name)(where, revision)
+        answers.append(str(answer) if name == "find" else answer.to_json())
+    except InputError as e:
+        answers.append("error: " + str(e))
+print(json.dumps(answers))
+"""
+
+
+CLIENTS = """
+import json, os, sys
+import cogvideox_flax.conversion.convert  # takes long; huggingface_hub is not among it: it reads the environment
+for line in sys.stdin:
+    environment, calls = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.environ.clear()
+        os.environ.update(environment)
+        code, sys.argv = sys.argv[1], ["", json.dumps(calls)]
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        print("null", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def clients():
+    """A process that runs each CLIENT in a copy of itself."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with processes.running([sys.executable, "-c", CLIENTS, CLIENT], **pipes, cwd=ROOT) as process:
+        yield process
+
+
+@pytest.fixture
+def client(clients, environment):
+    """Asks `hub` in a process of its own, since huggingface_hub reads the environment when it is imported."""
+
+    def client(*calls, **changes):
+        print(json.dumps([environment | changes, calls]), file=clients.stdin, flush=True)
+        answers = json.loads(clients.stdout.readline())
+        assert answers is not None, "the client failed: see what it wrote"
+        return answers
+
+    return client
+
+
+def test_download_once_convert_once_then_offline(server, client, sources, tmp_path):
+    (facts) = client(("peek", MODEL, None))
+    assert facts[0]["transformer"]["layers"] == 2
+    assert set(server.files()) == CONFIGS
+    server.asked.clear()
+
+    (native,) = client(("find", MODEL, None))
+    assert set(server.files()) == NEEDED - CONFIGS
+    assert len(server.files()) == len(NEEDED - CONFIGS)
+    assert {headers.get("authorization") for _, _, headers in server.asked} == {"Bearer hf_secret"}
+    native = Path(native)
+    assert native.parent == tmp_path / "home"
+    verify(native)
+    assert (native / "tokenizer" / "spiece.model").is_file()
+    commit = commit_of(sources / "one")
+    for record in read_manifest(native).weights.values():
+        assert record["source"]["hub_id"] == MODEL
+        assert record["source"]["revision"] == commit
+
+    server.asked.clear()
+    again = client(("find", MODEL, None), ("peek", MODEL, None), HF_HUB_OFFLINE="1")
+    assert again == [str(native), facts[0]]
+    assert server.asked == []
+
+
+def test_a_server_that_is_down_does_not_matter_once_cached(server, client):
+    (native,) = client(("find", MODEL, None))
+    server.shutdown()
+    server.server_close()
+    assert client(("find", MODEL, None)) == [native]
+
+
+def test_the_converted_form_outlives_the_download(server, client, tmp_path):
+    (native,) = client(("find", MODEL, "main"))
+    shutil.rmtree(tmp_path / "hf")
+    server.asked.clear()
+    assert client(("find", MODEL, "main")) == [native]
+    assert set(server.files()) == CONFIGS
+    # but a damaged one needs the weights again
+    (Path(native) / "vae" / "model.safetensors").write_bytes(b"")
+    assert client(("find", MODEL, "main")) == [native]
+    assert set(server.files()) == NEEDED
+    verify(native)
+
+
+def test_revisions(server, client, sources):
+    commits = [commit_of(sources / name) for name in ("one", "two")]
+    calls = [("find", MODEL, revision) for revision in ("main", "dev", *commits)]
+    main, dev, *by_commit = client(*calls)
+    assert main != dev
+    assert by_commit == [main, dev]
+    for native, commit in ((main, commits[0]), (dev, commits[1])):
+        assert read_manifest(native).weights["transformer"]["source"]["revision"] == commit
+    one, two = (read_manifest(native).weights for native in (main, dev))
+    assert one["transformer"]["sha256"] != two["transformer"]["sha256"]
+    assert one["vae"]["sha256"] == two["vae"]["sha256"]
+
+
+def test_refusals_say_what_to_do(server, client):
+    server.repos["asks/first"] = server.repos[MODEL]
+    server.gated.add("asks/first")
+    server.status |= {"for/others": 403, "wrong/token": 401, "broken/hub": 500}
+    names = ["nobody/nothing", "asks/first", "for/others", "wrong/token", "broken/hub", "other/model", "a/b--c..d"]
+    errors = client(*(("find", name, None) for name in names), ("peek", MODEL, "v9"))
+    expected = [
+        r"no model 'nobody/nothing', or none that this token may read .* does not exist here.*zai-org/CogVideoX-2b",
+        r"asks/first asks for its terms to be accepted: .* HF_TOKEN or run `hf auth login`",
+        r"refuses for/others with this token \(403\)",
+        r"wrong/token",
+        r"downloading broken/hub failed .*500.*Run the same command again",
+        r"other/model is not a model: expected a native checkpoint",
+        r"'a/b--c\.\.d' is not a hub id",
+        r"some-owner/Tiny.Model-2b has no revision 'v9'; expected a branch, a tag or a commit",
+    ]
+    for error, pattern in zip(errors, expected, strict=True):
+        assert re.match("error: .*" + pattern, error), (error, pattern)
+    assert not any(name.endswith("safetensors") for name in server.files())
+
+
+def test_an_adapter_of_the_hub(server, client, tmp_path):
+    """Only its file is downloaded, once; of several, one has to be named."""
+    folders = {name: tmp_path / "adapters" / name for name in ("usual", "only", "several", "none")}
+    for name, files in (
+        ("usual", [FILE_NAME, "other.safetensors", "big.bin"]),
+        ("only", ["weights/style.safetensors", "README.md"]),
+        ("several", ["a.safetensors", "b/c.safetensors"]),
+        ("none", ["README.md"]),
+    ):
+        for file in files:
+            path = folders[name] / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{name}/{file}")
+        server.repos[f"owner/{name}"] = {"main": folders[name]}
+    names = ["owner/usual", "owner/only", "owner/several/b/c.safetensors"]
+    found = client(*(("find_adapter", name, None) for name in names))
+    contents = ["usual/" + FILE_NAME, "only/weights/style.safetensors", "several/b/c.safetensors"]
+    assert [Path(path).read_text() for path in found] == contents
+    assert server.files() == [content.split("/", 1)[1] for content in contents]
+    assert client(*(("find_adapter", name, None) for name in names[:1]), HF_HUB_OFFLINE="1") == found[:1]
+    wrong = ["owner/several", "owner/none", "owner/usual/x.safetensors", "owner/nothing"]
+    several, none, other, nothing = client(*(("find_adapter", name, None) for name in wrong))
+    assert several == (
+        "error: owner/several has 2 .safetensors files; it has a.safetensors, b/c.safetensors, to be named as "
+        "owner/several/a.safetensors"
+    )
+    assert none == "error: owner/none has 0 .safetensors files"
+    assert "owner/usual has no x.safetensors; it has other.safetensors, pytorch_lora_weights.safetensors" in other
+    assert "the hub has no model 'owner/nothing'" in nothing
+    server.asked.clear()
+    local = ["missing.safetensors", "folder/missing.safetensors", f"{tmp_path}/adapters/none/a/b.safetensors"]
+    assert client(*(("find_adapter", name, None) for name in local)) == local
+    assert server.asked == []
+
+
+def test_nothing_cached_and_nobody_there(server, client, tmp_path):
+    message = r"error: .* is not complete in the hub's cache, and the hub cannot be reached"
+    calls = [("peek", MODEL, None), ("find", MODEL, None)]
+    offline = client(*calls, HF_HUB_OFFLINE="1")
+    assert all(re.match(message + ".*Unset HF_HUB_OFFLINE", error) for error in offline)
+    down = client(*calls, HF_ENDPOINT="http://127.0.0.1:9")
+    assert all(re.match(message, error) for error in down)
+    # configs alone do not make a model
+    client(("peek", MODEL, None))
+    (error,) = client(("find", MODEL, None), HF_HUB_OFFLINE="1")
+    assert re.match(message, error)
+    assert not list((tmp_path / "home").glob("*/config.json"))
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke(server, environment, sources):
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    data = bytes(range(256)) * 100_000  # more than the client's pieces of 10 MiB
+    (sources / "big" / "transformer").mkdir(parents=True)
+    (sources / "big" / name).write_bytes(data)
+    server.repos["big/file"] = {"main": sources / "big"}
+    server.cut.add(name)
+    code = (
+        "from cogvideox_flax.conversion.download import download; "
+        "print(download('big/file', None, ('*/*',), progress=False).folder)"
+    )
+    done = processes.run([sys.executable, "-c", code], env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / name).read_bytes() == data
+    ranges = [headers.get("range") for kind, path, headers in server.asked if kind == "GET" and path.endswith(name)]
+    assert ranges == [None, f"bytes={10 * 2**20}-"]
+
+
+def test_a_killed_download_keeps_the_files_that_were_complete(server, environment, client, tmp_path):
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    server.stall.add(name)
+    command = [sys.executable, "-c", CLIENT, json.dumps([("find", MODEL, None)])]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    snapshots = tmp_path / "hf" / "hub"
+    with processes.running(command, **quiet, env=environment):  # and killed
+        patience = time.monotonic() + 60
+        while {str(p.relative_to(p.parents[1])) for p in snapshots.glob("*/snapshots/*/*/*")} < NEEDED - {
+            name,
+            "model_index.json",
+        }:
+            assert time.monotonic() < patience
+            time.sleep(0.1)
+    server.stall.clear()
+    assert not (tmp_path / "home").exists() or not list((tmp_path / "home").glob("*/config.json"))
+    server.asked.clear()
+    (native,) = client(("find", MODEL, None))
+    assert server.files() == [name]
+    verify(native)
+
+
+def run(environment, folder, *argv):
+    return processes.run([sys.executable, "-m", *argv], env=environment, cwd=folder)
+
+
+def test_conversion_of_one_component(server, environment, tmp_path):
+    done = run(environment, tmp_path, "conversion", MODEL, "dst", "--component", "vae", "--revision", "dev")
+    assert (done.returncode, done.stdout) == (0, "dst\n")
+    assert {name for name in server.files() if "safetensors" in name} == {"vae/diffusion_pytorch_model.safetensors"}
+    assert set(read_manifest(tmp_path / "dst").weights) == {"vae"}
+    done = run(environment, tmp_path, "conversion", "nobody/nothing", "dst2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the hub has no model 'nobody/nothing'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "dst2").exists()
+
+
+def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
+    options = ("--model", MODEL, "--revision", "dev", "--dtype", "float32", "--quiet")
+    done = run(environment, tmp_path, "cogvideox_flax", "encode", "a circle", "--dir", "run", *options)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "run/stage1_embeddings.safetensors\n", "")
+    size = ("--num-frames", 9, "--height", 32, "--width", 48, "--steps", 1)
+    done = run(environment, tmp_path, "cogvideox_flax", "denoise", "--dir", "run", *size)
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert (config["model_id"], config["revision"]) == (MODEL, "dev")
+    (native,) = (tmp_path / "home").glob("*/config.json")  # main was never made
+    assert json.loads(native.read_text())["weights"]["vae"]["source"]["revision"] == commit_of(sources / "two")
+
+
+def test_bad_options_download_no_weights(server, environment, tmp_path):
+    done = run(environment, tmp_path, "cogvideox_flax", "generate", "a", "--model", MODEL, "--num-frames", 10)
+    assert done.returncode == 2
+    assert "Nearest: 9 and 17" in done.stderr
+    assert set(server.files()) == CONFIGS
+    assert not list((tmp_path / "home").glob("*/config.json"))
