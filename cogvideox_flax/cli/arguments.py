@@ -82,6 +82,7 @@ def make_parser() -> Parser:
     sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_serve(command("serve", "an HTTP API and a page, over a queue that survives restarts (docs/serving.md)"))
     what = "what is installed, what this machine has, what fits, and what to try next"
     sub = command("doctor", what)
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -109,6 +110,7 @@ Look:   doctor   what this machine has, and what fits
         plan     memory and time of a run on TPUs, without one
 Make:   generate, or in stages: encode, denoise, decode
         upscale  a clip, enlarged
+        serve    a page in the browser, and an HTTP API
 Own:    train    fine-tune on a folder of clips
         convert  a Hugging Face checkpoint, once
         quantize weights of 8 bits
@@ -291,6 +293,26 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
         help="stages to forecast; default: encode denoise decode; run is all of them as one program",
     )
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sub.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def _add_serve(sub: Parser) -> None:
+    sub.add_argument("--model", action="append", metavar="WHERE", help=f"{_MODEL}; may be repeated")
+    rarely(sub.add_argument("--revision", help="branch, tag or commit of a hub id"))
+    sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
+    sub.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
+    folder = "folder of videos, uploads and the queue; clients may name the LoRA files in its adapters/"
+    sub.add_argument("--dir", type=_Path, default=_Path("gallery"), help=f"{folder}; default: gallery")
+    sub.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0: a free one; default: 8000")
+    host = "address to listen on; one that others reach needs a password, which is made if none is given"
+    sub.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=f"{host}; default: 127.0.0.1")
+    sub.add_argument("--password-file", type=_Path, metavar="FILE", help="file that holds the password")
+    names = "name of this server for its clients, beside addresses and this machine's names; may be repeated"
+    rarely(sub.add_argument("--name", action="append", default=[], metavar="HOST", help=names))
+    waiting = "jobs that may wait; default: 1000"
+    rarely(sub.add_argument("--max-queue", type=int, default=1000, metavar="N", help=waiting))
+    upload = "MiB of an upload; default: 1024"
+    rarely(sub.add_argument("--max-upload", type=int, default=1024, metavar="MIB", help=upload))
     sub.add_argument("--quiet", action="store_true", help="print no progress")
 
 

@@ -27,6 +27,7 @@ FLOORS = (
     {"generate"},
     {"plan"},
     {"training"},
+    {"serve"},
     {"cli"},
     {"__main__"},
 )

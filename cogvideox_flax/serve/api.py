@@ -1,0 +1,615 @@
+"""The HTTP API: videos are asked for, watched, fetched, cancelled. See docs/serving.md.
+
+The paths and the names of fields are those of OpenAI's Videos API, which other servers and clients speak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.jobs import JobFolder, JobRecord
+from cogvideox_flax.serve.bodies import digest_of, read_body
+from cogvideox_flax.serve.errors import HANDLERS, ApiError
+from cogvideox_flax.serve.events import EventLog, ServerEvent
+from cogvideox_flax.serve.fields import (
+    MEDIA_FIELDS,
+    CreateRequest,
+    FieldError,
+    api_names,
+    data_url,
+    describe_field,
+    field_names,
+    read_fields,
+)
+from cogvideox_flax.serve.files import Uploads
+from cogvideox_flax.serve.guard import MAX_JSON_BYTES
+from cogvideox_flax.serve.worker import PREVIEW, VIDEO, Worker, progress_json, speed_key
+from cogvideox_flax.version import __version__
+
+if TYPE_CHECKING:
+    from cogvideox_flax.generate.run import Run
+
+log = logging.getLogger(__name__)
+
+STATIC = Path(__file__).parent / "static"
+
+PAGES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/icon.svg": "icon.svg"}
+
+PING_S = 15.0
+
+KEEP_KEYS_S = 24 * 3600
+"""Seconds that an Idempotency-Key is remembered."""
+
+POLL_MS = {"queued": 2000, "in_progress": 500}
+
+READY_S = 60.0
+"""Seconds that a request waits for the models' configs to be read."""
+
+MAX_FOLLOWERS = 512
+"""Streams of events that may be open."""
+
+STOP_S = 60.0
+"""Seconds to wait for the current step when the server stops."""
+
+
+class Api:
+    """The routes over a queue.
+
+    Args:
+        jobs: the queue, in use by this process.
+        uploads: the files of clients.
+        adapters: the folder whose LoRA files clients may name.
+        max_queue: jobs that may wait.
+    """
+
+    def __init__(
+        self, jobs: JobFolder, worker: Worker, events: EventLog, uploads: Uploads, *, adapters: Path, max_queue: int
+    ):
+        self.jobs, self.worker, self.events, self.uploads = jobs, worker, events, uploads
+        self.adapters, self.max_queue = adapters, max_queue
+        self._creating = asyncio.Lock()
+
+    def app(self) -> Starlette:
+        """The application."""
+        videos = "/v1/videos"
+        routes = [
+            Route("/health", self.health),
+            Route("/openapi.json", self.openapi),
+            Route("/v1/models", self.models),
+            Route(videos, self.create, methods=["POST"]),
+            Route(videos, self.list),
+            Route(f"{videos}/estimate", self.estimate, methods=["POST"]),
+            Route(f"{videos}/extensions", self.extend, methods=["POST"]),
+            Route(f"{videos}/{{id}}", self.get),
+            Route(f"{videos}/{{id}}", self.delete, methods=["DELETE"]),
+            Route(f"{videos}/{{id}}/cancel", self.cancel, methods=["POST"]),
+            Route(f"{videos}/{{id}}/remix", self.remix, methods=["POST"]),
+            Route(f"{videos}/{{id}}/content", self.content),
+            Route(f"{videos}/{{id}}/recipe", self.recipe),
+            Route(f"{videos}/{{id}}/events", self.follow),
+            Route("/v1/events", self.follow),
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files/{id}", self.file),
+            Route("/v1/files/{id}", self.remove_file, methods=["DELETE"]),
+            Route("/v1/read-recipe", self.read_recipe, methods=["POST"]),
+            *(Route(path, _page(STATIC / name)) for path, name in PAGES.items()),
+        ]
+        return Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=self._lifespan)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.worker.start()
+        yield
+        self.worker.stop()
+        await run_in_threadpool(self.worker.join, STOP_S)
+        if (current := self.worker.current) is not None:
+            self.jobs.interrupt(current[0])
+
+    # --- what the server is
+
+    async def health(self, request: Request) -> Response:
+        waiting = sum(not record.is_over for record in self.jobs.all())
+        return JSONResponse({"status": self.worker.status, "queue": waiting, "version": __version__})
+
+    async def models(self, request: Request) -> Response:
+        await self._ready()
+        return JSONResponse({"object": "list", "data": await run_in_threadpool(self._models)})
+
+    def _models(self) -> list[dict[str, Any]]:
+        """What each model can do: the page's form is made of it."""
+        return [self._model(name) for name in self.worker.models]
+
+    def _model(self, name: str) -> dict[str, Any]:
+        manifest = self.worker.manifests[name]
+        kind, inputs = manifest.model.inputs
+        run_options = self._recommended(name)
+        fields = {}
+        for field in field_names():
+            if field in MEDIA_FIELDS.values() and field not in inputs:
+                continue
+            described = describe_field(field)
+            if field == "scheduler":
+                described["enum"] = list(manifest.model.schedulers)
+            if (value := run_options.get(field)) is not None:
+                described["x-recommended"] = value
+            fields[field] = described
+        required = [visual.input for visual in manifest.model.visual if visual.required]
+        return {
+            "id": name,
+            "object": "model",
+            "owned_by": "cogvideox-flax",
+            "family": manifest.family,
+            "release": manifest.release.name if manifest.release else None,
+            "description": kind,
+            "inputs": list(inputs),
+            "required_inputs": required,
+            "adapters": self._adapter_names(),
+            "preview": manifest.preview_matrix is not None,
+            "fields": fields,
+        }
+
+    def _recommended(self, name: str) -> dict[str, Any]:
+        """What is filled in where a request says nothing."""
+        from cogvideox_flax.generate.media import UNSEEN
+
+        manifest = self.worker.manifests[name]
+        required = {visual.input: [UNSEEN] for visual in manifest.model.visual if visual.required}
+        try:
+            run = self.worker.resolve(name, {"prompt": "", **required})
+        except InputError:
+            return {}
+        names = ("num_frames", "height", "width", "num_inference_steps", "guidance_scale", "fps", "strength")
+        values = {each: getattr(run.request, each) for each in names}
+        return {**values, "scheduler": run.scheduler.kind}
+
+    def _adapter_names(self) -> list[str]:
+        return sorted(path.stem for path in self.adapters.glob("*.safetensors"))
+
+    async def openapi(self, request: Request) -> Response:
+        from cogvideox_flax.serve.openapi import openapi
+
+        return JSONResponse(openapi())
+
+    # --- videos
+
+    async def create(self, request: Request) -> Response:
+        return await self._queue(request, {})
+
+    async def remix(self, request: Request) -> Response:
+        """Another video with the options of one, and what the body says in their place; a seed of null is a new one."""
+        record = self._record(request)
+        return await self._queue(request, {**record.options, "model": record.model}, remixed_from=record.id)
+
+    async def extend(self, request: Request) -> Response:
+        """A video that goes on from the last frame of one."""
+        values, _ = await read_body(request)
+        match values.pop("video", None):
+            case {"id": str(video_id)} if (record := self.jobs.get(video_id)) is not None:
+                pass
+            case _:
+                raise ApiError(
+                    422, "invalid_value", 'expected "video": {"id": ID} of a video that is there', [("video", "")]
+                )
+        if record.status != "completed":
+            raise ApiError(409, "not_ready", "this video is not made yet", retry_after=5)
+        file = await run_in_threadpool(self._last_frame, record)
+        values = {"model": record.model, "input_reference": {"file_id": file}} | values
+        return await self._queue(request, {}, values, extends=record.id)
+
+    def _last_frame(self, record: JobRecord) -> str:
+        """The last frame of a video as an upload; returns its id."""
+        import io
+
+        from PIL import Image
+
+        from cogvideox_flax.io.video import open_video
+
+        source = open_video(self.jobs.path(record.id, VIDEO))
+        ((_, frame),) = source.frames([source.info.num_frames - 1])
+        Image.fromarray(frame).save(data := io.BytesIO(), "PNG")
+        return self.uploads.add(f"last frame of {record.id}", data.getvalue()).id
+
+    async def _queue(
+        self, request: Request, base: Mapping[str, Any], values: dict[str, Any] | None = None, **client: Any
+    ) -> Response:
+        """Answer a request for videos.
+
+        Args:
+            base: options of an earlier job, which stand where the request says nothing.
+            values: of the request; None: its body.
+        """
+        key = request.headers.get("idempotency-key")
+        if key is not None and not 0 < len(key) <= 255:
+            raise ApiError(422, "invalid_value", "Idempotency-Key has 1 to 255 characters")
+        own, files = await read_body(request) if values is None else (values, {})
+        async with self._creating:
+            return await run_in_threadpool(self._create, own, files, base, key, client)
+
+    def _create(
+        self,
+        values: dict[str, Any],
+        files: Mapping[str, UploadFile],
+        base: Mapping[str, Any],
+        key: str | None,
+        client: Mapping[str, Any],
+    ) -> Response:
+        body = digest_of({**base, **values}, files)
+        if key is not None and (earlier := self._of_key(key)):
+            if earlier[0].client["body"] != body:
+                raise ApiError(422, "idempotency_conflict", "this Idempotency-Key came with another body before")
+            return self._created(earlier, 200, {"idempotency-replayed": "true"})
+        wanted, model, runs = self._resolve(values, files, base)
+        waiting = sum(not record.is_over for record in self.jobs.all())
+        if waiting + len(runs) > self.max_queue:
+            raise ApiError(429, "queue_full", f"{waiting} jobs wait; try again later", retry_after=30)
+        client = {"key": key, "body": body, "metadata": wanted.metadata, **client}
+        records = []
+        for options, run in runs:
+            records.append(record := self.jobs.add(model, options, _facts(run), **client))
+            self.events.publish("queued", record.id)
+        return self._created(records, 202, {})
+
+    def _of_key(self, key: str) -> list[JobRecord]:
+        since = time.time() - KEEP_KEYS_S
+        return [record for record in self.jobs.all() if record.client.get("key") == key and record.created > since]
+
+    def _created(self, records: list[JobRecord], status: int, headers: dict[str, str]) -> Response:
+        answers = [self.video(record) for record in records]
+        if len(answers) == 1:
+            return JSONResponse(answers[0], status, {"location": f"/v1/videos/{records[0].id}", **headers})
+        return JSONResponse({"object": "list", "data": answers}, status, headers)
+
+    def _resolve(
+        self, values: Mapping[str, Any], files: Mapping[str, UploadFile], base: Mapping[str, Any]
+    ) -> tuple[CreateRequest, str, list[tuple[dict[str, Any], Run]]]:
+        """Read a request, and return it, its model, and the options and the run of each of its videos.
+
+        Raises:
+            ApiError: with every field that cannot be served.
+        """
+        self._check_ready()
+        is_new_seed = "seed" in values and values["seed"] is None
+        values = {name: value for name, value in values.items() if value is not None}
+        base = {name: value for name, value in base.items() if not (is_new_seed and name == "seed")}
+        try:
+            wanted = read_fields({**values, **files}, self._media, self._adapter, base)
+        except FieldError as e:
+            raise ApiError(422, "invalid_value", str(e), e.faults) from e
+        model = wanted.model or base.get("model") or next(iter(self.worker.models))
+        if model not in self.worker.models:
+            known = ", ".join(self.worker.models)
+            message = f"there is no model {model[:100]!r} here; there are: {known}"
+            raise ApiError(404, "model_not_found", message, [("model", message)])
+        options = {"seed": secrets.randbelow(2**31), **wanted.options}
+        if wanted.seconds is not None:
+            options["num_frames"] = self._frames(model, wanted.seconds, options.get("fps"))
+        try:
+            run = self.worker.resolve(model, options)
+            runs = [(options | {"seed": one.request.seed}, one) for one in run.varied(num_videos=wanted.n).seeds()]
+        except InputError as e:
+            faults = _faults_of(str(e))
+            is_input = any(field in MEDIA_FIELDS.values() for field, _ in faults)
+            raise ApiError(422, "unsupported_input" if is_input else "invalid_value", str(e), faults) from e
+        return wanted, model, runs
+
+    def _frames(self, model: str, seconds: float, fps: int | None) -> int:
+        """The count of frames that is nearest to a length."""
+        model_ = self.worker.manifests[model].model
+        wanted = round(seconds * (fps or model_.defaults.fps))
+        rule = model_.size_rule
+        below = rule.fit_frames(wanted)
+        above = below + rule.period
+        return below if wanted - below <= above - wanted else above
+
+    def _media(self, field: str, value: Any) -> str:
+        """The path of an image or clip: a file of the request, an id of an upload, or a data: URL."""
+        if isinstance(value, UploadFile):
+            file = self.uploads.add(value.filename or "", value.file)
+            return str(self.uploads.path(file))
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as e:
+                raise InputError(f"{field} is no JSON") from e
+        match value:
+            case {"file_id": str(file_id)} if len(value) == 1:
+                found = self.uploads.get(file_id)
+                if found is None:
+                    raise InputError(f"{field}: there is no file {file_id[:80]!r}; upload it to /v1/files")
+                file = found
+            case {"image_url": str(url)} if len(value) == 1:
+                file = self.uploads.add(field, data_url(url, MAX_JSON_BYTES))
+            case _:
+                raise InputError(f'{field}: expected {{"file_id": ID}} of /v1/files, or {{"image_url": "data:..."}}')
+        return str(self.uploads.path(file))
+
+    def _adapter(self, name: str) -> str:
+        if name not in self._adapter_names():
+            known = ", ".join(self._adapter_names()) or "none"
+            raise InputError(f"lora: there is no adapter {name[:80]!r} here; there are: {known}")
+        return str(self.adapters / f"{name}.safetensors")
+
+    async def list(self, request: Request) -> Response:
+        order, limit, after = (request.query_params.get(name) for name in ("order", "limit", "after"))
+        if order not in (None, "asc", "desc"):
+            raise ApiError(422, "invalid_value", "order is asc or desc")
+        if limit is not None and not (limit.isdigit() and 1 <= int(limit) <= 100):
+            raise ApiError(422, "invalid_value", "limit is a whole number from 1 to 100")
+        records = self.jobs.all() if order == "asc" else self.jobs.all()[::-1]
+        if after is not None:
+            ids = [record.id for record in records]
+            if after not in ids:
+                raise ApiError(404, "not_found", "after names no video")
+            records = records[ids.index(after) + 1 :]
+        some = records[: int(limit or 20)]
+        data = [self.video(record) for record in some]
+        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+        return JSONResponse({"object": "list", "data": data, **ends, "has_more": len(records) > len(some)})
+
+    async def get(self, request: Request) -> Response:
+        record = self._record(request)
+        headers = {"etag": f'"{self.events.last}"'}
+        if record.status in POLL_MS:
+            headers["openai-poll-after-ms"] = str(POLL_MS[record.status])
+        return JSONResponse(self.video(record), headers=headers)
+
+    def video(self, record: JobRecord) -> dict[str, Any]:
+        """A job, as clients see it."""
+        facts, current = record.facts, self.worker.current
+        steps = facts["num_inference_steps"]
+        url = f"/v1/videos/{record.id}"
+        done = record.status == "completed"
+        progress: dict[str, Any] = {"stage": None, "step": 0, "steps": steps, "eta_seconds": None}
+        if current is not None and current[0] == record.id:
+            progress = progress_json(current[1]) | {"steps": current[1].steps or steps}
+        percent = int(99 * progress["step"] / progress["steps"])
+        has_preview = self.jobs.path(record.id, PREVIEW).exists()
+        return {
+            "id": record.id,
+            "object": "video",
+            "model": record.model,
+            "prompt": record.options["prompt"],
+            "status": record.status,
+            "progress": 100 if done else percent if record.status == "in_progress" else 0,
+            "created_at": int(record.created),
+            "completed_at": int(record.ended) if done and record.ended is not None else None,
+            "expires_at": None,
+            "size": f"{facts['width']}x{facts['height']}",
+            "seconds": f"{facts['num_frames'] / facts['fps']:g}",
+            "error": record.error,
+            "remixed_from_video_id": record.client.get("remixed_from"),
+            **{name: facts[name] for name in ("num_frames", "fps", "seed")},
+            "queue_position": self.jobs.position(record.id),
+            **progress,
+            "inference_time_s": facts.get("inference_time_s"),
+            "media_type": "video/mp4",
+            "content_url": f"{url}/content" if done else None,
+            "preview_url": f"{url}/content?variant=preview" if has_preview else None,
+            "recipe_url": f"{url}/recipe" if done else None,
+            "metadata": record.client.get("metadata") or {},
+        }
+
+    async def estimate(self, request: Request) -> Response:
+        values, files = await read_body(request)
+        return JSONResponse(await run_in_threadpool(self._estimate, values, files))
+
+    def _estimate(self, values: dict[str, Any], files: Mapping[str, UploadFile]) -> dict[str, Any]:
+        """Seconds by the steps of earlier videos of the same shape, and the bytes of weights and latents."""
+        from cogvideox_flax.generate.open_model import abstract_weights
+        from cogvideox_flax.runtime.devices import bytes_per_device
+
+        _, model, runs = self._resolve(values, files, {})
+        (_, run), *_ = runs
+        step = self.worker.step_seconds.get(speed_key(model, run))
+        weights = [
+            bytes_per_device(abstract_weights(run.manifest, name, run.dtype, None)) for name in run.model.components
+        ]
+        return {
+            "object": "estimate",
+            "model": model,
+            **_facts(run),
+            "seconds": None if step is None else round(step * run.num_steps * len(runs), 1),
+            "memory_bytes": sum(weights),
+            "compile": step is None,
+        }
+
+    async def cancel(self, request: Request) -> Response:
+        record = self._record(request)
+        if record.is_over:
+            return JSONResponse(self.video(record))
+        self.jobs.cancel(record.id)
+        if (now := self.jobs.get(record.id)) is not None and now.status == "failed":
+            self.events.publish("failed", record.id)
+        return JSONResponse(self.video(now or record), 202)
+
+    async def delete(self, request: Request) -> Response:
+        record = self._record(request)
+        await run_in_threadpool(self.jobs.remove, record.id)
+        self.events.publish("deleted", record.id)
+        return JSONResponse({"id": record.id, "object": "video.deleted", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """The video, a still of it, or the preview of one under way."""
+        record, variant = self._record(request), request.query_params.get("variant", "video")
+        if variant == "preview":
+            path = self.jobs.path(record.id, PREVIEW)
+            if not path.exists():
+                raise ApiError(409, "not_ready", "there is no preview yet", retry_after=2)
+            return FileResponse(path, media_type="image/webp", headers={"cache-control": "no-cache"})
+        if variant not in ("video", "thumbnail"):
+            raise ApiError(422, "invalid_value", "variant is video, thumbnail or preview", [("variant", "")])
+        if record.status != "completed":
+            said = record.error["message"] if record.error else f"it is {record.status}"
+            raise ApiError(409, "not_ready", f"there is no video: {said}", retry_after=5)
+        if variant == "thumbnail":
+            path = await run_in_threadpool(self._thumbnail, record)
+            return FileResponse(path, media_type="image/webp")
+        name = f"{record.id}.mp4"
+        disposition = "attachment" if "download" in request.query_params else "inline"
+        return FileResponse(
+            self.jobs.path(record.id, VIDEO),
+            media_type="video/mp4",
+            filename=name,
+            content_disposition_type=disposition,
+        )
+
+    def _thumbnail(self, record: JobRecord) -> Path:
+        from PIL import Image
+
+        from cogvideox_flax.io.atomic import atomic_write
+        from cogvideox_flax.io.video import open_video
+
+        path = self.jobs.path(record.id, "thumbnail.webp")
+        if not path.exists():
+            source = open_video(self.jobs.path(record.id, VIDEO))
+            ((_, frame),) = source.frames([source.info.num_frames // 2])
+            image = Image.fromarray(frame)
+            image.thumbnail((320, 320))
+            with atomic_write(path) as partial:
+                image.save(partial, "WEBP")
+        return path
+
+    async def recipe(self, request: Request) -> Response:
+        record = self._record(request)
+        if record.status != "completed":
+            raise ApiError(409, "not_ready", "the recipe is there with the video", retry_after=5)
+        return JSONResponse(record.facts["recipe"])
+
+    async def read_recipe(self, request: Request) -> Response:
+        """The recipe of a video that this library wrote, which a client sends."""
+        from cogvideox_flax.generate.recipe import read_recipe
+
+        _, files = await read_body(request)
+        if (file := files.get("file")) is None:
+            raise ApiError(422, "invalid_value", "expected a multipart field `file`", [("file", "")])
+
+        def read() -> dict[str, Any]:
+            kept = self.uploads.add(file.filename or "", file.file)
+            try:
+                return read_recipe(self.uploads.path(kept))
+            finally:
+                self.uploads.remove(kept.id)
+
+        try:
+            recipe = await run_in_threadpool(read)
+        except InputError as e:
+            raise ApiError(422, "invalid_value", str(e), [("file", str(e))]) from e
+        if not recipe:
+            message = "the video does not say how it was made; this program did not write it"
+            raise ApiError(422, "no_recipe", message, [("file", message)])
+        return JSONResponse(recipe)
+
+    # --- events
+
+    async def follow(self, request: Request) -> Response:
+        """A stream of events, of one video or of all."""
+        job = request.path_params.get("id")
+        record = None if job is None else self._record(request)
+        last = request.headers.get("last-event-id") or request.query_params.get("after")
+        if last is not None and not (last.isascii() and last.isdigit() and len(last) < 19):
+            raise ApiError(422, "invalid_value", "Last-Event-ID and after are whole numbers")
+        if record is not None and record.is_over:
+            if last is not None:
+                return Response(status_code=204)  # which tells a browser not to come back
+            over = ServerEvent(self.events.last, record.status, record.id, {})
+            return Response(f"retry: 2000\n{self._sse(over)}", media_type="text/event-stream")
+        if self.events.followers >= MAX_FOLLOWERS:
+            raise ApiError(503, "too_many_streams", f"{MAX_FOLLOWERS} streams are open", retry_after=30)
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        stream = self._stream(job, None if last is None else int(last))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    async def _stream(self, job: str | None, after: int | None) -> AsyncIterator[str]:
+        yield "retry: 2000\n\n"
+        async for event in self.events.follow(job, after, PING_S):
+            yield ": ping\n\n" if event is None else self._sse(event)
+            if event is not None and job is not None and event.kind in ("completed", "failed", "deleted"):
+                return
+
+    def _sse(self, event: ServerEvent) -> str:
+        """An event as text; those that change what a client shows hold the whole video."""
+        data = {"video_id": event.job, **event.data}
+        if event.kind == "preview":
+            data["url"] = f"/v1/videos/{event.job}/content?variant=preview&event={event.id}"
+        record = self.jobs.get(event.job)
+        if event.kind not in ("progress", "preview", "compile") and record is not None:
+            data["video"] = self.video(record)
+        return f"id: {event.id}\nevent: {event.kind}\ndata: {json.dumps(data)}\n\n"
+
+    # --- files
+
+    async def upload(self, request: Request) -> Response:
+        _, files = await read_body(request)
+        if (file := files.get("file")) is None or len(files) != 1:
+            raise ApiError(422, "invalid_value", "expected one multipart field `file`", [("file", "")])
+        try:
+            kept = await run_in_threadpool(self.uploads.add, file.filename or "", file.file)
+        except InputError as e:
+            raise ApiError(415, "unsupported_input", str(e), [("file", str(e))]) from e
+        return JSONResponse({"object": "file", **asdict(kept)}, 201)
+
+    async def file(self, request: Request) -> Response:
+        if (file := self.uploads.get(request.path_params["id"])) is None:
+            raise ApiError(404, "not_found", "there is no such file")
+        return JSONResponse({"object": "file", **asdict(file)})
+
+    async def remove_file(self, request: Request) -> Response:
+        file_id = request.path_params["id"]
+        if not await run_in_threadpool(self.uploads.remove, file_id):
+            raise ApiError(404, "not_found", "there is no such file")
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    # --- shared
+
+    def _record(self, request: Request) -> JobRecord:
+        if (record := self.jobs.get(request.path_params["id"])) is None:
+            raise ApiError(404, "not_found", "there is no such video")
+        return record
+
+    async def _ready(self) -> None:
+        await run_in_threadpool(self._check_ready)
+
+    def _check_ready(self) -> None:
+        """Wait until the models' configs are read."""
+        if not self.worker.ready.wait(READY_S) or self.worker.failure is not None:
+            message = "the models could not be opened" if self.worker.failure else "the models are being opened"
+            raise ApiError(503, self.worker.status, message, retry_after=5)
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    """What a run makes, as a job's record and its answers hold it."""
+    request = run.request
+    names = ("width", "height", "num_frames", "fps", "guidance_scale", "seed")
+    return {**{name: getattr(request, name) for name in names}, "num_inference_steps": run.num_steps}
+
+
+def _faults_of(message: str) -> list[tuple[str, str]]:
+    """The faults of a message, each with the field that it is about, or ""."""
+    known = api_names()
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return [(known.get(re.split(r"[\s:]", line, maxsplit=1)[0], ""), line) for line in lines]
+
+
+def _page(path: Path) -> Any:
+    async def page(request: Request) -> Response:
+        return FileResponse(path, headers={"cache-control": "no-cache"})
+
+    return page

@@ -1,0 +1,274 @@
+"""The thread that owns the devices: it makes the jobs of a `JobFolder`, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.jobs import JobFolder, JobRecord
+from cogvideox_flax.serve.events import EventLog
+
+if typing.TYPE_CHECKING:
+    from cogvideox_flax.checkpoint import Manifest
+    from cogvideox_flax.generate.events import Events
+    from cogvideox_flax.generate.pipeline import Pipeline
+    from cogvideox_flax.generate.run import Run
+
+log = logging.getLogger(__name__)
+
+VIDEO, PREVIEW, STAGES = "video.mp4", "preview.webp", "stages"
+"""Files of a job."""
+
+EVENT_INTERVAL_S = 0.25
+"""The minimum seconds between two events of progress."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server offers.
+
+    name: as clients call it.
+    where: as `hub.find` takes it.
+    """
+
+    name: str
+    where: str | None
+    revision: str | None = None
+    dtype: str | None = None
+    mesh: str | None = None
+
+
+class _Stopped(Exception):
+    """The job or the server is to stop."""
+
+
+@dataclass
+class Progress:
+    """How far the job under way is.
+
+    stage: "load", "compile", "encode", "denoise" or "decode".
+    began: when the first step of this process began.
+    """
+
+    stage: str = "load"
+    step: int = 0
+    steps: int = 0
+    began: float | None = None
+    first: int = 0
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds until the last step, by those that were done; None: not known yet."""
+        if self.began is None or self.step <= self.first:
+            return None
+        return (time.monotonic() - self.began) / (self.step - self.first) * (self.steps - self.step)
+
+
+class Worker(threading.Thread):
+    """Opens models and makes videos. Each model stays open while all fit into the devices' memory.
+
+    Attributes:
+        manifests: name of a model -> what its configs say, when `ready` is set.
+        failure: what ended the thread before it was ready.
+    """
+
+    def __init__(self, jobs: JobFolder, models: Sequence[ServedModel], events: EventLog, *, progress: bool = True):
+        super().__init__(name="worker", daemon=True)
+        self.jobs, self.events, self.show_progress = jobs, events, progress
+        self.models = {model.name: model for model in models}
+        self.manifests: dict[str, Manifest] = {}
+        self.dtypes: dict[str, str] = {}
+        self.ready, self._stop_now = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.current: tuple[str, Progress] | None = None
+        self.step_seconds: dict[tuple[Any, ...], float] = {}  # facts of a run -> seconds of its step, as measured
+        self._open: dict[str, Pipeline] = {}
+
+    @property
+    def status(self) -> str:
+        """ "starting", "ready", "busy" or "failed"."""
+        if self.failure is not None:
+            return "failed"
+        return "starting" if not self.ready.is_set() else "ready" if self.current is None else "busy"
+
+    def stop(self) -> None:
+        """End the thread after the current step; the job under way is queued again."""
+        self._stop_now.set()
+        self.jobs.wake()
+
+    def run(self) -> None:
+        """Look at the models, and make jobs until `stop`."""
+        try:
+            self._look()
+        except BaseException as e:
+            self.failure = e
+            return
+        finally:
+            self.ready.set()
+        while (job := self.jobs.begin(self._stop_now)) is not None:
+            self._make(job)
+
+    def _look(self) -> None:
+        """Read the configs of all models, and check that they can be run here. Imports JAX."""
+        from cogvideox_flax import hub
+        from cogvideox_flax.generate.resolve import check_model
+        from cogvideox_flax.sharding import make_mesh, parse_mesh
+
+        for name, model in self.models.items():
+            manifest = hub.peek(model.where, model.revision, progress=self.show_progress)
+            dtype = model.dtype or manifest.default_dtype
+            mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
+            check_model(manifest, name, dtype, mesh)
+            self.manifests[name], self.dtypes[name] = manifest, dtype
+
+    def resolve(self, model: str, options: Mapping[str, Any]) -> Run:
+        """What options mean for a model.
+
+        Raises:
+            InputError: it cannot serve them.
+        """
+        from cogvideox_flax.generate.request import GenerationRequest
+        from cogvideox_flax.generate.resolve import resolve
+
+        request = GenerationRequest(**{"lora": [], **options})
+        return resolve(request, self.manifests[model], self.dtypes[model])
+
+    def pipeline(self, name: str) -> Pipeline:
+        """A model, opened. Others are closed where they do not fit beside it."""
+        from cogvideox_flax.generate.pipeline import Pipeline
+        from cogvideox_flax.sharding import make_mesh, parse_mesh
+
+        if name not in self._open:
+            model = self.models[name]
+            mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
+            how: Any = {"revision": model.revision, "progress": self.show_progress}
+            pipe = Pipeline.from_pretrained(model.where, self.dtypes[name], mesh, **how)
+            if self._open and not (pipe.fits_at_once() and all(each.fits_at_once() for each in self._open.values())):
+                log.info("%s does not fit beside %s, which is closed", name, " and ".join(self._open))
+                for other in self._open.values():
+                    other.unload()
+                self._open.clear()
+            self._open[name] = pipe
+        return self._open[name]
+
+    def _make(self, job: JobRecord) -> None:
+        """Make a job's video, whatever goes wrong with it."""
+        progress = Progress()
+        self.current = job.id, progress
+        self.events.publish("started", job.id, stage=progress.stage)
+        began = time.monotonic()
+        try:
+            facts = self._video(job, progress)
+            facts["inference_time_s"] = round(time.monotonic() - began, 3)
+            self.jobs.complete(job.id, **facts)
+            shutil.rmtree(self.jobs.path(job.id, STAGES), ignore_errors=True)
+            self.events.publish("completed", job.id)
+        except _Stopped:
+            if self.jobs.get(job.id) is None:
+                shutil.rmtree(self.jobs.path(job.id), ignore_errors=True)  # what was written since it was removed
+            elif self.jobs.is_cancelled(job.id):
+                self._fail(job, "cancelled", f"cancelled in stage {progress.stage}, after step {progress.step}")
+            else:
+                self.jobs.interrupt(job.id)
+        except InputError as e:
+            self._fail(job, "invalid_input", str(e))
+        except Exception as e:
+            log.exception("%s failed", job.id)
+            self._fail(job, "internal_error", f"{type(e).__name__}: {e}")
+        finally:
+            self.current = None
+
+    def _fail(self, job: JobRecord, code: str, message: str) -> None:
+        with suppress(KeyError):  # removed meanwhile
+            self.jobs.fail(job.id, code, message)
+            shutil.rmtree(self.jobs.path(job.id, STAGES), ignore_errors=True)
+            self.events.publish("failed", job.id)
+
+    def _video(self, job: JobRecord, progress: Progress) -> dict[str, Any]:
+        """Make the video of a job; returns facts about it."""
+        from cogvideox_flax.generate.journey import generate
+        from cogvideox_flax.generate.preview import Preview
+        from cogvideox_flax.generate.queue import save_videos
+        from cogvideox_flax.generate.request import GenerationRequest
+        from cogvideox_flax.generate.store import RunDirectory
+        from cogvideox_flax.runtime.settings import in_own_settings
+
+        pipe, model = self.pipeline(job.model), self.models[job.model]
+        run = pipe.resolve(GenerationRequest(**{"lora": [], **job.options}))
+        store = RunDirectory(
+            folder=self.jobs.path(job.id, STAGES),
+            model_id=model.where or "embedded",
+            revision=model.revision,
+            fingerprints=pipe.fingerprints(),
+        )
+        events = generate(pipe, run, store, keep=pipe.fits_at_once())
+        if pipe.manifest.preview_matrix is not None:
+            events = Preview(pipe.manifest, self.jobs.path(job.id, PREVIEW), overwrite=True).watch(events)
+        progress.stage = "encode"
+        with closing(in_own_settings(events)) as own:
+            watched = self._watched(own, job, progress)
+            (recipe,) = save_videos(watched, run, [self.jobs.path(job.id, VIDEO)], timed=True)
+        return {"recipe": recipe}
+
+    def _watched(self, events: Events[None], job: JobRecord, progress: Progress) -> Events[None]:
+        """The same events, told to clients; ends where the job or the server is to stop."""
+        from cogvideox_flax.generate.events import Compiling, Denoised, LoopBegan, Step
+
+        preview, seen, told = self.jobs.path(job.id, PREVIEW), 0, 0.0
+        for event in events:
+            if self._stop_now.is_set() or self.jobs.is_cancelled(job.id):
+                raise _Stopped
+            match event:
+                case Compiling(program, seconds):
+                    self.events.publish("compile", job.id, what=program, seconds=seconds)
+                case LoopBegan(_, total, done):
+                    progress.stage, progress.step, progress.steps, progress.first = "denoise", done, total, done
+                    progress.began = time.monotonic()
+                case Step(_, state):
+                    progress.step = int(state.step)
+                case Denoised(run):
+                    progress.stage = "decode"
+                    if progress.began is not None and (steps := progress.step - progress.first):
+                        self.step_seconds[speed_key(job.model, run)] = (time.monotonic() - progress.began) / steps
+            is_last = isinstance(event, Step) and progress.step == progress.steps
+            if is_last or (not isinstance(event, Compiling) and time.monotonic() - told >= EVENT_INTERVAL_S):
+                told = time.monotonic()
+                self.events.publish("progress", job.id, **progress_json(progress))
+            if isinstance(event, Step) and (now := _changed(preview)) != seen:
+                seen = now
+                self.events.publish("preview", job.id, step=progress.step)
+            yield event
+
+
+def progress_json(progress: Progress) -> dict[str, Any]:
+    """How far a job is, as clients see it."""
+    eta = progress.eta_seconds
+    return {
+        "stage": progress.stage,
+        "step": progress.step,
+        "steps": progress.steps,
+        "eta_seconds": None if eta is None else round(eta, 1),
+    }
+
+
+def speed_key(model: str, run: Run) -> tuple[Any, ...]:
+    """What the time of a step depends on."""
+    request = run.request
+    return model, request.height, request.width, request.num_frames, run.guided, repr(type(run.predict))
+
+
+def _changed(path: Path) -> int:
+    """When a file was written; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
