@@ -7,7 +7,10 @@ import argparse
 import ipaddress
 import logging
 import secrets
+import signal
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +64,6 @@ def serve(args: argparse.Namespace) -> None:
 
 def _run(server: Any, listener: socket.socket, worker: Worker) -> None:
     """Run the server; end it where the models cannot be opened."""
-    import threading
 
     def watch() -> None:
         worker.ready.wait()
@@ -69,7 +71,9 @@ def _run(server: Any, listener: socket.socket, worker: Worker) -> None:
             server.should_exit = True
 
     threading.Thread(target=watch, daemon=True).start()
-    server.run(sockets=[listener])
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the server's own handlers hold while it runs, then send it again
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
     if worker.failure is not None:
         raise worker.failure
 

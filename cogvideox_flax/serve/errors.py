@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cogvideox_flax.errors import describe_file_error
-from cogvideox_flax.serve.guard import error_json
+from cogvideox_flax.serve.guard import BodyError, error_json
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,14 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_json("a fault of this server; its log says more", "internal_error"), 500)
 
 
+async def _body_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyError)
+    return JSONResponse(error_json(str(error), error.code), error.status, {"connection": "close"})
+
+
 HANDLERS: dict[Any, Any] = {
     ApiError: _api_error,
+    BodyError: _body_error,
     HTTPException: _http_error,
     OSError: _os_error,
     Exception: _internal_error,

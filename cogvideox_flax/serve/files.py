@@ -92,8 +92,9 @@ def _look(path: Path, filename: str, file_id: str) -> UploadedFile:
     from cogvideox_flax.io.video import open_video
 
     try:
-        media_type = MEDIA_TYPES.get(format_of(path) or "", "image/jpeg")
-        if is_one_image(path):
+        kind = format_of(path)
+        media_type = MEDIA_TYPES.get(kind or "", "image/jpeg")
+        if kind in ("png", None) or is_one_image(path):
             height, width, count = *read_image(path).shape[:2], 1
         else:
             source = open_video(path)

@@ -40,12 +40,12 @@ OPEN_PATHS = ("/health", "/login", "/", "/app.js", "/style.css", "/icon.svg")
 """What is answered without the password: nothing that a job holds."""
 
 
-class BodyTooLarge(Exception):
-    """A body has more bytes than its route takes."""
+class BodyError(Exception):
+    """A body that is too large, or does not arrive. The connection is closed, since the rest may follow."""
 
-
-class BodyTooSlow(Exception):
-    """A body's next bytes did not arrive in time."""
+    def __init__(self, status: int, code: str, message: str):
+        super().__init__(message)
+        self.status, self.code = status, code
 
 
 class Guard:
@@ -68,12 +68,9 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        is_started = False
 
         async def guarded_send(message: Any) -> None:
-            nonlocal is_started
             if message["type"] == "http.response.start":
-                is_started = True
                 names = {name for name, _ in message["headers"]}
                 more = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message["headers"], *(each for each in more if each[0] not in names)]
@@ -81,15 +78,14 @@ class Guard:
 
         refused = self._refused(scope, headers)
         if refused is None and scope["path"] == "/login" and scope["method"] == "POST":
-            refused = await self._login(scope, self._limited(headers, receive, 4096))
-        try:
-            if refused is not None:
-                raise _Refused(*refused)
+            try:
+                refused = await self._login(scope, self._limited(headers, receive, 4096))
+            except BodyError as e:
+                refused = e.status, e.code, str(e), {"connection": "close"}
+        if refused is not None:
+            await _answer(guarded_send, *refused)
+        else:
             await self.app(scope, self._limited(headers, receive, self._most(headers)), guarded_send)
-        except (_Refused, BodyTooLarge, BodyTooSlow) as e:
-            if is_started:
-                raise
-            await _answer(guarded_send, *_answer_of(e))
 
     def _most(self, headers: dict[str, str]) -> int:
         """The bytes that a body may have."""
@@ -170,39 +166,27 @@ class Guard:
     def _limited(self, headers: dict[str, str], receive: Any, most: int) -> Any:
         """`receive`, which fails where a body is too large or does not arrive."""
         seen = 0
+        too_large = BodyError(413, "too_large", f"the body is larger than {most} bytes")
 
         async def limited() -> Any:
             nonlocal seen
             length = headers.get("content-length", "0")
             if not length.isascii() or not length.isdigit() or int(length) > most:
-                raise BodyTooLarge(most)
+                raise too_large
             if seen < 0:
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), RECEIVE_TIMEOUT_S)
             except TimeoutError as e:
-                raise BodyTooSlow from e
+                raise BodyError(408, "too_slow", f"no bytes arrived for {RECEIVE_TIMEOUT_S:g} s") from e
             seen += len(message.get("body", b""))
             if seen > most:
-                raise BodyTooLarge(most)
+                raise too_large
             if message["type"] != "http.request" or not message.get("more_body"):
                 seen = -1  # the body is whole: what comes is the client's leaving
             return message
 
         return limited
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, code: str, message: str, headers: dict[str, str]):
-        self.status, self.code, self.message, self.headers = status, code, message, headers
-
-
-def _answer_of(error: Exception) -> tuple[int, str, str, dict[str, str]]:
-    if isinstance(error, _Refused):
-        return error.status, error.code, error.message, error.headers
-    if isinstance(error, BodyTooLarge):
-        return 413, "too_large", f"the body is larger than {error.args[0]} bytes", {"connection": "close"}
-    return 408, "too_slow", f"no bytes arrived for {RECEIVE_TIMEOUT_S:g} s", {"connection": "close"}
 
 
 async def _answer(send: Any, status: int, code: str, message: str, headers: dict[str, str]) -> None:
