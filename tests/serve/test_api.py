@@ -14,7 +14,8 @@ from PIL import Image
 
 from cogvideox_flax import Pipeline
 from cogvideox_flax.io.video import read_metadata, read_video
-from tests.support.servers import Server, serving
+from tests.support import processes
+from tests.support.servers import ROOT, Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,18 @@ def test_openais_client(server):
     assert again.remixed_from_video_id == video.id
     assert client.videos.delete(video.id).deleted
     assert server.client.get(f"/v1/videos/{video.id}").status_code == 404
+
+
+def test_the_examples_of_the_docs(server, tmp_path):
+    """The curl commands of docs/serving.md, one after the other."""
+    block = (ROOT / "docs" / "serving.md").read_text().partition("<!-- curl -->\n```bash\n")[2].partition("```")[0]
+    script = block.replace("localhost:8000", server.url.removeprefix("http://")).replace("curl -s", "curl -fsS")
+    create, rest = script.split("$ID", 1)[0].rsplit("\n", 1)[0], script.split("\n", 2)[2]
+    video = json.loads(processes.run(["bash", "-euc", create], cwd=tmp_path).stdout)
+    followed = processes.run(["bash", "-euc", f"ID={video['id']}\n{rest}"], cwd=tmp_path)
+    assert followed.returncode == 0, followed.stderr
+    assert "event: completed" in followed.stdout and '"deleted":true' in followed.stdout
+    assert read_metadata(tmp_path / "video.mp4")["seed"] == 7
 
 
 # --- what cannot be served
