@@ -475,7 +475,7 @@ def test_streams_that_never_read_and_requests_in_between(server):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(60)
         assert not faults
         server.wait(video["id"], "completed")
     finally:
