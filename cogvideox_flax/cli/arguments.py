@@ -220,6 +220,10 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "number of lines with equal options to make at once; default: 1"
     rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
+    what = "make the lines of --prompt-file on a Ray cluster; local: one on this machine (docs/cluster.md)"
+    rarely(sub.add_argument("--ray", metavar="ADDRESS", help=what))
+    what = "resources of a worker, such as CPU=8,GPU=1; default: a GPU, all TPU chips of a host, or all of its cores"
+    rarely(sub.add_argument("--ray-worker", metavar="NAME=AMOUNT,...", help=what))
     sub.add_argument(
         "--out",
         type=_Path,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from cogvideox_flax import hub
+from cogvideox_flax.cli.cluster import check_ray, make_on_cluster
 from cogvideox_flax.cli.prepare import (
     Prepared,
     check_runs,
@@ -65,6 +66,8 @@ def generate(args: argparse.Namespace) -> None:
     if args.prompt_file is not None:
         _generate_queue(args, Path("video.mp4") if args.out is None else args.out)
         return
+    if args.ray is not None:
+        raise InputError("--ray is of a --prompt-file, whose lines it makes on the workers of a cluster")
     if args.batch is not None:
         raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
     with output_of(args) as out:
@@ -107,11 +110,18 @@ def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -
 def _generate_queue(args: argparse.Namespace, out: Path) -> None:
     """Make a video for each line of --prompt-file; those that are there already, made of the same, stay."""
     check_name(out)
+    if args.ray is not None:
+        check_ray(args, out)
+        jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     folder = (args.dir or stages_folder(out)) / "queue"  # below --dir, so that the files of other runs there stay
     queue = Queue(args.prompt_file, out)
     pipe, prepared = open_prepared(args, partial(_prepare_queue, args, queue, folder))
     store, keep = directory_of(pipe, prepared.model, folder), pipe.fits_at_once()
     missing = [(run, items) for run, items in zip(prepared.runs, queue.todo(pipe), strict=True) if items]
+    if args.ray is not None:
+        options = {"lora": [], **given_options(args)}
+        make_on_cluster(args, pipe, prepared.model, queue, [(run, todo) for run, (todo,) in missing], options, folder)
+        missing = []
     count, total, started = 0, sum(len(items) for _, items in missing), time.monotonic()
     queue.write_page()
     with run_dir_lock(folder, temporary=True):
@@ -152,6 +162,8 @@ def _prepare_queue(args: argparse.Namespace, queue: Queue, folder: Path) -> Prep
     queue.read()
     check_folder(folder)
     with_images = all_have_images(queue.lines.values())
+    if args.ray is not None:  # the mesh is of a worker's devices
+        args = argparse.Namespace(**vars(args) | {"mesh": None})
     model, manifest = look(args, {"model_id": hub.EMBEDDED_IMAGE_TO_VIDEO} if with_images else None)
     check = partial(_check_queued, args, is_latents(queue.out))
     options = {"lora": [], **given_options(args)}

@@ -1,0 +1,121 @@
+"""`generate --prompt-file FILE --ray ADDRESS`: the lines of a queue, made by the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.cli.prepare import ModelChoice, is_latents
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.media import MEDIA
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.queue import Queue, Todo, fields_of
+from cogvideox_flax.generate.recipe import short_fingerprints
+from cogvideox_flax.generate.request import parse_lora
+from cogvideox_flax.generate.run import Run
+from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.runtime.terminal import say
+from cogvideox_flax.serve import cluster
+
+ONE_FILE = (".mp4", ".webm", ".gif", ".webp", ".npz")
+"""Suffixes of videos that are one file, which a worker sends."""
+
+
+def check_ray(args: argparse.Namespace, out: Path) -> None:
+    """Refuse what a cluster does not do.
+
+    Raises:
+        InputError: options of one process, an output of several files, or resources that are none.
+    """
+    alone = ("batch", "preview", "profile", "coordinator", "num_processes")
+    if given := [f"--{name.replace('_', '-')}" for name in alone if getattr(args, name, None) is not None]:
+        raise InputError(f"{' and '.join(given)} cannot be given with --ray; leave one of them out")
+    if args.distributed:
+        raise InputError("--distributed joins hosts to one run, --ray gives each worker runs of its own; choose one")
+    if out.suffix and out.suffix.lower() not in ONE_FILE:
+        raise InputError(f"workers of a cluster send a video as one file; expected one of {', '.join(ONE_FILE)}")
+    resources(args.ray_worker)
+
+
+def resources(text: str | None) -> dict[str, float]:
+    """Resource -> amount, of "CPU=8,GPU=1"."""
+    needs = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, amount = part.partition("=")
+        try:
+            needs[name.strip()] = float(amount)
+            assert name.strip() and 0 < needs[name.strip()] < 1e6
+        except (ValueError, AssertionError) as e:
+            raise InputError(f"--ray-worker is {text!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1") from e
+    return needs
+
+
+def make_on_cluster(
+    args: argparse.Namespace,
+    pipe: Pipeline,
+    model: ModelChoice,
+    queue: Queue,
+    missing: Sequence[tuple[Run, Todo]],
+    options: Mapping[str, Any],
+    folder: Path,
+) -> None:
+    """Make the videos of a queue that are missing; what cannot be made is refused in the queue.
+
+    Args:
+        options: fields of the request for all lines.
+        folder: of the run directories.
+    """
+    if not missing:
+        return
+    lines, seeds = dict[str, int](), dict[str, int]()
+    jobs = []
+    for run, todo in missing:
+        name = f"line-{todo.line}-seed-{run.request.seed}"
+        lines[name], seeds[name] = todo.line, run.request.seed
+        fields = {**options, **fields_of(queue.lines[todo.line]), "seed": run.request.seed, "num_videos": 1}
+        shape = repr((run.size, run.denoise))
+        jobs.append(cluster.ClusterJob(name, shape, _absolute(fields), Path(todo.path)))
+    checkpoint = short_fingerprints(pipe.fingerprints())
+    where = os.path.abspath(model.where) if model.where is not None and os.path.exists(model.where) else model.where
+    opened = cluster.ClusterModel(where, model.model_id, model.revision, model.dtype, args.mesh, checkpoint)
+    count = 0
+
+    def tell(job: cluster.ClusterJob, said: str) -> None:
+        nonlocal count
+        count += 1
+        say(f"video {count} of {len(jobs)}: {job.path}{said}", not args.quiet)
+        queue.write_page()
+
+    def made(job: cluster.ClusterJob, video: bytes, recipe: dict[str, Any]) -> None:
+        with atomic_write(job.path) as partial:
+            partial.write_bytes(video)
+        if not is_latents(job.path):
+            queue.made(lines[job.name], seeds[job.name], job.path, recipe)
+        print(job.path, flush=True)
+        tell(job, "")
+
+    def refused(job: cluster.ClusterJob, reason: str) -> None:
+        queue.refuse(lines[job.name], InputError(reason))
+        tell(job, " cannot be made")
+
+    needs = resources(args.ray_worker)
+    cluster.make_on_cluster(args.ray, jobs, opened, needs, folder.absolute(), made, refused)
+
+
+def _absolute(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with absolute paths, since workers run in other folders. Hub ids stay."""
+    values = dict(fields)
+    for name in MEDIA:
+        if (given := values.get(name)) is not None:
+            values[name] = [_path(each) for each in ([given] if isinstance(given, str) else given)]
+    given = values.get("lora") or []
+    adapters = [given] if isinstance(given, str) else given
+    records = [parse_lora(each) if isinstance(each, str) else each for each in adapters]
+    return values | {"lora": [{**record, "file": _path(record["file"])} for record in records]}
+
+
+def _path(text: str) -> str:
+    return os.path.abspath(os.path.expanduser(text)) if os.path.exists(os.path.expanduser(text)) else text
