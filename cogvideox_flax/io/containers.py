@@ -151,11 +151,15 @@ class Container:
     def _read_first_frame(self) -> tuple[Fraction, Fraction, int, int]:
         """Frames per second; seconds of a tick; height and width as shown. Decodes one frame."""
         with self._open() as (container, stream):
-            rate, unit = (Fraction(r.numerator, r.denominator) for r in (stream.guessed_rate or 0, stream.time_base))
+            rate, unit, aspect = (
+                Fraction(r.numerator, r.denominator)
+                for r in (stream.guessed_rate or 0, stream.time_base, stream.sample_aspect_ratio or 1)
+            )
             for frame in limits.timed(self.path, self._decoded(container, stream, [])):
                 limits.check_size(self.path, frame.height, frame.width)
-                size = frame.height, frame.width
+                size = round(frame.height / min(aspect, 1)), round(frame.width * max(aspect, 1))  # enlarged, as players
                 height, width = size[::-1] if any(name == "transpose" for name, _ in _rotation(frame)) else size
+                limits.check_size(self.path, height, width)
                 return rate, unit, height, width
         raise InputError(f"{self.path} holds no frame of at most {limits.MAX_PIXELS:,} pixels that can be decoded")
 

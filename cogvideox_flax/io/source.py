@@ -50,7 +50,7 @@ class VideoInfo:
 
     num_frames: at the constant rate `fps`.
     fps: frames per second; 0 for a PNG sequence without a rate.
-    height, width: pixels of every frame as shown, after the rotation that the file states.
+    height, width: pixels of every frame as shown: square pixels, after the rotation that the file states.
     """
 
     num_frames: int

@@ -23,7 +23,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.containers import Container, x264_params
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
-from tests.support.media import copy, encode, pattern, refusals_of_damaged, whole
+from tests.support.media import EXACT, copy, encode, pattern, refusals_of_damaged, whole
 from tests.support.reference import SHARED
 
 
@@ -156,6 +156,48 @@ def test_a_rotated_video_is_read_upright(tmp_path, degrees, flip):
     expected = whole(plain, *filters)
     assert open_video(path).info.height == (64 if degrees % 180 else 48)
     assert_any_frames_equal_the_whole(path, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "aspect", "degrees", "shown"),
+    [
+        ("pal_wide.mp4", "libx264", "64/45", 0, (48, 91)),  # 64 * 64 / 45
+        ("ntsc.mkv", "libx264", "8/9", 0, (54, 64)),  # enlarged, never reduced: as mpv and Chromium do
+        ("turned.mp4", "libx264", "2", 90, (128, 48)),
+        ("wide.mov", "mpeg4", "3/2", 0, (48, 96)),
+        ("square.mp4", "libx264", "1", 0, (48, 64)),
+    ],
+)
+def test_pixels_that_are_not_square_are_shown_in_their_aspect_ratio(tmp_path, name, codec, aspect, degrees, shown):
+    """A circle is a circle, before the file's rotation."""
+    layer = (
+        f"color=c=black:s=64x48:r=8:d=0.5,geq=lum='if(lt(hypot((X-31.5)*{aspect},(Y-23.5)),16),255,0)':cb=128:cr=128"
+    )
+    path = tmp_path / name
+    encode(
+        path,
+        layer,
+        codec,
+        {"qscale": 2} if codec == "mpeg4" else {},
+        "yuv420p",
+        turn=(degrees, False, False),
+        sample_aspect_ratio=Fraction(aspect),
+    )
+    video = open_video(path)
+    assert (video.info.height, video.info.width) == shown
+    (frame,) = dict(video.frames([2])).values()
+    assert frame.shape == (*shown, 3)
+    rows, columns = np.nonzero(frame[..., 0] > 128)
+    assert abs(np.ptp(rows) - np.ptp(columns)) <= 2
+    scaled = ("scale", f"{shown[1]}:{shown[0]}:{EXACT}")
+    expected = whole(path, *[("transpose", "cclock")] * (degrees // 90), scaled)
+    assert np.abs(frame.astype(int) - expected[2]).max() <= 2
+
+
+def test_an_aspect_ratio_that_makes_a_frame_too_large_is_refused(tmp_path):
+    encode(tmp_path / "a.mp4", pattern(2048, seconds=0.5), "libx264", sample_aspect_ratio=Fraction(40))
+    with pytest.raises(InputError, match=r"a\.mp4: a frame of 81920x48 has a side of 81,920 pixels"):
+        count_frames(tmp_path / "a.mp4")
 
 
 def test_sound_that_begins_earlier_adds_no_frames(media, tmp_path):

@@ -46,12 +46,14 @@ def encode(
     muxer: dict[str, str] | None = None,
     container: str | None = None,
     turn: tuple[int, bool, bool] | None = None,
+    **properties: object,
 ) -> None:
     """Write a video.
 
     Args:
         source: a graph of FFmpeg's filters that makes the frames.
         turn: degrees and flips that the file states.
+        properties: of the encoder, such as `sample_aspect_ratio` and `color_trc`.
     """
     with (
         av.open(source, format="lavfi") as frames,
@@ -61,6 +63,8 @@ def encode(
         settings = {name: str(value) for name, value in (options or {}).items()}
         stream: Any = output.add_stream(codec, rate=Fraction(str(made.guessed_rate)), options=settings)
         stream.width, stream.height, stream.pix_fmt = made.width, made.height, pix_fmt
+        for name, value in properties.items():
+            setattr(stream.codec_context, name, value)
         if turn:
             stream.set_display_rotation(*turn)
         for frame in frames.decode(video=0):
