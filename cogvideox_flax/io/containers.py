@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.colours import WHITE, to_bt709
 from cogvideox_flax.io.images import to_rgb
 from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
@@ -225,26 +226,37 @@ class Container:
         raise InputError(f"cannot read {self.path}: {done} of {len(indices)} frames can be decoded; {message}")
 
     def _converter(self) -> Callable[[Any], Frame]:
-        """A function from decoded frames to pixels, upright, in the first frame's size."""
+        """A function from decoded frames to pixels in BT.709, upright, in the first frame's size."""
         import av
 
         info, graphs = self.info, {}
 
         def convert(frame: Any) -> Frame:
-            key = (frame.format.name, frame.width, frame.height)
+            to_sdr = to_bt709(frame.color_trc, frame.color_primaries)
+            key = (frame.format.name, frame.width, frame.height, to_sdr)
             if key not in graphs:  # a stream may change its size
                 graph = av.filter.Graph()
                 size = f"{info.width}:{info.height}:flags={_EXACT}"
-                filters = [*_rotation(frame), ("scale", size), ("format", "rgba"), ("buffersink", None)]
+                filters = [*_rotation(frame), ("scale", size), ("format", "rgba64le" if to_sdr else "rgba")]
+                filters += [("buffersink", None)]
                 source = graph.add_buffer(*(None, frame.width, frame.height, frame.format), time_base=Fraction(1))
                 graph.link_nodes(source, *(graph.add(name, how) for name, how in filters)).configure()
                 graphs[key] = graph
             graphs[key].push(frame)
             pixels = graphs[key].pull().to_ndarray()
+            if to_sdr:
+                _say_converted(self.path, to_sdr.name)
+                alpha = (pixels[..., 3:] >> 8).astype(np.uint8)
+                pixels = np.concatenate([to_sdr(pixels[..., :3]), alpha], -1)
             opaque = pixels[..., 3].min() == 255  # nearly always
             return pixels[..., :3] if opaque else to_rgb(Image.fromarray(pixels), self._ground)
 
         return convert
+
+
+@lru_cache(maxsize=1024)  # a line for each file
+def _say_converted(path: Path, name: str) -> None:
+    log.info("%s is %s: converted to BT.709, SDR with its white at %d nits", path, name, WHITE)
 
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:
