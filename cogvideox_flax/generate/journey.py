@@ -22,6 +22,7 @@ from cogvideox_flax.generate.decode import Decode, DecodeChunk
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
 from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_conditioning
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
+from cogvideox_flax.generate.media import clips_with_sound
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.predict.step_cache import StepCache
 from cogvideox_flax.generate.request import STAGES
@@ -134,7 +135,9 @@ def _decode_run(model: OpenModel, run: Run, latents: Float[Any, "B T h w C"], do
 
 
 def _finished(model: OpenModel, run: Run, frames: Any, done: int | None = None) -> Finished:
-    return Finished(run, GenerationResult(frames, run.request.fps, model.recipe(run, done)))
+    request = run.request
+    sound = clips_with_sound(request.video, run.batch, request.fps / run.model.defaults.fps)
+    return Finished(run, GenerationResult(frames, request.fps, model.recipe(run, done), sound))
 
 
 # --- the stages

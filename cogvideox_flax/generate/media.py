@@ -18,7 +18,8 @@ from PIL import Image
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
-from cogvideox_flax.io.contents import Contents
+from cogvideox_flax.io.containers import has_sound
+from cogvideox_flax.io.contents import Contents, content_hash
 from cogvideox_flax.io.images import decoding, is_one_image, read_image, to_rgb
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.source import Frames, format_of
@@ -285,6 +286,21 @@ def describe_fit(name: str, media: Media, num_frames: int, height: int, width: i
     if name in CLIPS and media.num_frames < num_frames:
         said.append(f"its last frame is repeated {num_frames - media.num_frames} times")
     return f"{media.file}: {'; '.join(said)}" if said else None
+
+
+def clips_with_sound(clips: Sequence[Media] | None, batch: int, speed: float) -> list[Path | None]:
+    """Of each video of a batch, the clip that it begins from if that has sound which goes with it.
+
+    speed: at which the video is played, of the clip's own; at another than 1 a line says that its sound is left out.
+    """
+    found: list[Path | None] = []
+    for clip in clips or ():
+        path = Path(clip.file)
+        is_there = path.is_file() and content_hash(path) == clip.sha256 and has_sound(path)
+        if is_there and speed != 1:
+            log.warning("the sound of %s is left out: the video is played at %g of its speed", path, speed)
+        found.append(path if is_there and speed == 1 else None)
+    return found * (batch // max(len(found), 1))
 
 
 def read_media(

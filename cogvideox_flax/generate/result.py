@@ -42,11 +42,13 @@ class GenerationResult:
         `FrameStream` from the stages of a long clip.
     fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.
+    sound: of each item, the clip that it began from, whose sound is saved with it; None where there is none.
     """
 
     frames: Any
     fps: int
     metadata: dict[str, Any] = field(default_factory=dict)
+    sound: Sequence[Path | None] = ()
 
     def __repr__(self) -> str:
         if isinstance(self.frames, np.ndarray) and len(self.frames) == 1 and self.frames.ndim == 5:
@@ -100,7 +102,7 @@ class GenerationResult:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             if hosts.is_first():
-                save_video(name, frames, self.fps, item_of(self.metadata, i))
+                save_video(name, frames, self.fps, item_of(self.metadata, i), self.sound[i] if self.sound else None)
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
@@ -165,7 +167,8 @@ def join(results: Sequence[GenerationResult]) -> GenerationResult:
     for key in (name for name in PER_ITEM if any(name in result.metadata for result in results)):
         each = [(result.metadata.get(key), len(own)) for result, own in zip(results, frames, strict=True)]
         metadata[key] = [x for value, n in each for x in (value if isinstance(value, list) else [value] * n)]
-    return GenerationResult(np.concatenate(frames), results[0].fps, metadata)
+    sound = [path for result in results for path in result.sound]
+    return GenerationResult(np.concatenate(frames), results[0].fps, metadata, sound)
 
 
 def _in_memory(frames: Any) -> np.ndarray:

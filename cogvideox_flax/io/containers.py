@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.colours import WHITE, to_bt709
 from cogvideox_flax.io.images import to_rgb
 from cogvideox_flax.io.paths import open_file
-from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo
+from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, format_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -275,10 +276,48 @@ def _rotation(frame: Any) -> list[tuple[str, str | None]]:
     return [(name, how) for name, how, needed in steps if needed]
 
 
-def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
+def has_sound(path: Path) -> bool:
+    """Whether a file is a video with sound."""
+    try:
+        with Container(path, format_of(path) or "")._open() as (container, _):
+            return len(container.streams.audio) > 0
+    except (InputError, ValueError):  # of another format
+        return False
+
+
+def _copy_sound(path: Path, output: Any, seconds: float) -> Iterator[float]:
+    """Copy the first sound track of a video from its first frame on, up to `seconds`. A line says where that fails.
+
+    Yields the time of each packet before it is written; the stream is added before the first.
+    """
+    import av
+
+    try:
+        with Container(path, format_of(path) or "")._open() as (container, shown):
+            heard = container.streams.audio[0]
+            copied = output.add_stream_from_template(heard)
+            begin = (shown.start_time or 0) * shown.time_base
+            for packet in container.demux(heard):
+                if not packet.size or packet.dts is None:
+                    continue
+                shift = round(begin / packet.time_base)
+                packet.dts -= shift
+                packet.pts = packet.dts if packet.pts is None else packet.pts - shift
+                at = float(packet.pts * packet.time_base)
+                if at >= seconds:
+                    break
+                if at + float((packet.duration or 0) * packet.time_base) >= 0:  # 0: with what a decoder of AAC begins
+                    packet.stream = copied
+                    yield at
+                    output.mux(packet)
+    except (av.FFmpegError, InputError, ValueError) as e:
+        log.warning("the sound of %s is left out: %s", path, getattr(e, "strerror", e))
+
+
+def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str, sound: Path | None = None) -> None:
     """H.264 in an MP4; see `_write`."""
     options = {"crf": str(_CRF)} | x264_params()
-    _write(path, frames, fps, comment, "mp4", "libx264", options, {"movflags": "+faststart"})
+    _write(path, frames, fps, comment, sound, "mp4", "libx264", options, {"movflags": "+faststart"})
 
 
 def x264_params() -> dict[str, str]:
@@ -288,10 +327,10 @@ def x264_params() -> dict[str, str]:
     return {"x264-params": "asm=AVX2"} if cpu.is_file() and "avx512" in cpu.read_text() else {}
 
 
-def write_webm(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
+def write_webm(path: Path, frames: Frames | FrameStream, fps: float, comment: str, sound: Path | None = None) -> None:
     """VP9 in a WebM; see `_write`."""
     options = {"crf": str(_CRF_VP9), "b": "0", "row-mt": "1", "deadline": "good", "cpu-used": "4"}
-    _write(path, frames, fps, comment, "webm", "libvpx-vp9", options, {})
+    _write(path, frames, fps, comment, sound, "webm", "libvpx-vp9", options, {})
 
 
 def _write(
@@ -299,12 +338,16 @@ def _write(
     frames: Frames | FrameStream,
     fps: float,
     comment: str,
+    sound: Path | None,
     container: str,
     codec: str,
     options: dict[str, str],
     muxer: dict[str, str],
 ) -> None:
-    """yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs."""
+    """yuv420p, BT.709; an odd height or width grows by one repeated line, which that format needs.
+
+    sound: a video whose sound is copied.
+    """
     import av
     from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 
@@ -322,7 +365,9 @@ def _write(
             context.colorspace = context.color_primaries = context.color_trc = 1  # BT.709
             context.color_range = ColorRange.MPEG
             context.thread_type = "AUTO"
-            for pixels in frames:
+            packets = iter(()) if sound is None else _copy_sound(sound, output, len(frames) / fps)
+            heard = next(packets, None)
+            for i, pixels in enumerate(frames):
                 padded = np.ascontiguousarray(np.pad(pixels, margins, mode="edge"))
                 frame = convert(
                     av.VideoFrame.from_ndarray(padded, format="rgb24"),
@@ -332,7 +377,10 @@ def _write(
                     interpolation=Interpolation.BICUBIC | exact,
                 )
                 output.mux(stream.encode(frame))
+                while heard is not None and heard <= i / fps:
+                    heard = next(packets, None)
             output.mux(stream.encode())
+            deque(packets, maxlen=0)
     except InputError:  # of what the frames are made of
         raise
     except (av.FFmpegError, ValueError) as e:

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
-from cogvideox_flax.io.containers import Container, write_mp4, write_webm
+from cogvideox_flax.io.containers import Container, has_sound, write_mp4, write_webm
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.gif import Gif, write_gif
 from cogvideox_flax.io.images import (
@@ -85,7 +86,11 @@ def check_output_path(path: str | Path) -> None:
 
 
 def save_video(
-    path: str | Path, frames: Frames | FrameStream, fps: float, metadata: dict[str, Any] | None = None
+    path: str | Path,
+    frames: Frames | FrameStream,
+    fps: float,
+    metadata: dict[str, Any] | None = None,
+    sound: Path | None = None,
 ) -> None:
     """Write one video, atomically. Missing directories are created.
 
@@ -99,6 +104,8 @@ def save_video(
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
+        sound: a video that begins with these frames. Its sound is copied into an mp4 or webm as far as the frames last;
+            where the format does not take it, a line says so.
 
     Raises:
         InputError: frames of another shape or dtype, a path that `check_output_path` refuses, a size or rate that the
@@ -112,6 +119,11 @@ def save_video(
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
     writer = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
+    if sound is not None and has_sound(sound):
+        if path.suffix.lower() in (".mp4", ".webm"):
+            writer = partial(writer, sound=sound)
+        else:
+            log.warning("%s holds no sound: that of %s is left out", path, sound)
     writer(path, frames, fps, comment)
 
 
@@ -243,15 +255,15 @@ def _check_frames(frames: Frames) -> Frames:
     return frames
 
 
-def _atomic(write: Callable[[Path, Any, float, str], None]) -> Callable[[Path, Any, float, str], None]:
-    def write_complete(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
-        with atomic_write(path) as partial:
-            write(partial, frames, fps, comment)
+def _atomic(write: Callable[..., None]) -> Callable[..., None]:
+    def write_complete(path: Path, *what: Any, **how: Any) -> None:
+        with atomic_write(path) as unfinished:
+            write(unfinished, *what, **how)
 
     return write_complete
 
 
-_WRITERS: dict[str, Callable[[Path, Any, float, str], None]] = {
+_WRITERS: dict[str, Callable[..., None]] = {
     ".mp4": _atomic(write_mp4),
     ".webm": _atomic(write_webm),
     ".gif": _atomic(write_gif),

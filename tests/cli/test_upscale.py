@@ -27,6 +27,7 @@ from cogvideox_flax.io.source import VideoInfo
 from cogvideox_flax.io.video import open_video, read_metadata, read_video, save_video
 from cogvideox_flax.schedulers import OneStepScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
+from tests.support.media import add_sound, sound_of
 from tests.support.reference import make_scheduler, make_transformer, save_layout
 
 pytest_plugins = ["tests.support.commands"]
@@ -216,10 +217,10 @@ def test_tiles_that_are_left_alone_give_the_enlarged_clip(shape, options):
 
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
-    """10 frames at 29.97 per second."""
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
-    save_video(path, clip(10, 20, 24), fps=30000 / 1001)
-    return path
+    """10 frames at 29.97 per second, with a tone."""
+    folder = tmp_path_factory.mktemp("film")
+    save_video(folder / "silent.mp4", clip(10, 20, 24), fps=30000 / 1001)
+    return add_sound(folder / "silent.mp4", folder / "film.mp4", 0.3)
 
 
 def test_the_command_upscales_a_film(paths, model, pipe, film, tmp_path):
@@ -230,6 +231,7 @@ def test_the_command_upscales_a_film(paths, model, pipe, film, tmp_path):
     frames, fps = read_video(out)
     assert frames.shape == (10, 40, 48, 3) and Fraction(fps).limit_denominator(2000) == Fraction(30000, 1001)
     assert read_metadata(out)["settings"]["window"] == [9, 32, 48]
+    assert sound_of(out)[2] == sound_of(film)[2]
     given = UpscaleOptions(scale=2, tile=(32, 48), overlap=8, chunk=9, chunk_overlap=4, seed=3)
     ours = upscale(pipe, film, given, progress=False)
     save_video(tmp_path / "same.mp4", ours, fps=30000 / 1001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, media, store
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
-from tests.support.media import smooth
+from tests.support.media import add_sound, smooth, sound_of
 from tests.support.reference import SHARED, make_scheduler, make_transformer, save_layout
 
 pytest_plugins = ["tests.support.commands"]
@@ -440,6 +441,22 @@ def test_a_video_is_resampled_and_repeated(text_model, clip, caplog):
     (found,) = run.request.video
     frames = found.read(25, 32, 48, "crop")
     assert (frames[19:] == frames[19]).all() and (frames[18] != frames[19]).any()
+
+
+def test_the_sound_of_a_clip_is_saved_with_its_video(text_model, clip, tmp_path, caplog):
+    loud = add_sound(clip, tmp_path / "loud.mp4", 1)
+    pipe = Pipeline.from_pretrained(text_model, "float32")
+    how = {"height": 32, "width": 48, "num_frames": 9, "num_inference_steps": 2, "progress": False}
+    video = pipe(PROMPTS, video=[loud, clip], **how)
+    one, two = video.save(tmp_path / "out.mp4")
+    codec, end, packets = sound_of(one)
+    assert codec == "aac" and abs(end - 9 / 16) < 0.03
+    assert packets == sound_of(loud)[2][: len(packets)]
+    with av.open(str(two)) as container:
+        assert not container.streams.audio
+    assert "is left out" not in caplog.text
+    pipe(PROMPTS[0], video=loud, fps=8, **how).save(tmp_path / "slow.mp4")
+    assert f"the sound of {loud} is left out: the video is played at 0.5 of its speed" in caplog.text
 
 
 def test_all_of_the_strength_is_text_to_video(text_model, clip):

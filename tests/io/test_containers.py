@@ -23,7 +23,7 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.containers import Container, x264_params
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import count_frames, open_video, read_metadata, read_video, save_video
-from tests.support.media import EXACT, copy, encode, pattern, refusals_of_damaged, whole
+from tests.support.media import EXACT, add_sound, copy, encode, pattern, refusals_of_damaged, whole
 from tests.support.reference import SHARED
 
 
@@ -201,18 +201,8 @@ def test_an_aspect_ratio_that_makes_a_frame_too_large_is_refused(tmp_path):
 
 
 def test_sound_that_begins_earlier_adds_no_frames(media, tmp_path):
-    source, path = media("several_keyframes_and_b_frames.mp4"), tmp_path / "a.mp4"
-    with av.open("sine=d=7", format="lavfi") as sine, av.open(str(source)) as video, av.open(str(path), "w") as output:
-        shown, heard = output.add_stream_from_template(video.streams.video[0]), output.add_stream("aac", rate=44100)
-        for frame in sine.decode(audio=0):
-            output.mux(heard.encode(frame))
-        output.mux(heard.encode())
-        for packet in video.demux(video=0):
-            if packet.size:
-                packet.pts += round(0.52 / packet.time_base)
-                packet.dts += round(0.52 / packet.time_base)
-                packet.stream = shown
-                output.mux(packet)
+    source = media("several_keyframes_and_b_frames.mp4")
+    path = add_sound(source, tmp_path / "a.mp4", 7, offset=0.52)
     with av.open(str(path)) as container:
         assert container.streams.video[0].start_time > 0
     assert_any_frames_equal_the_whole(path, whole(source))

@@ -25,6 +25,7 @@ from cogvideox_flax.io.video import (
     save_video,
     to_uint8,
 )
+from tests.support.media import add_sound, sound_of
 from tests.support.reference import SHARED
 
 METADATA = {
@@ -118,18 +119,62 @@ def test_names_that_mean_something_to_ffmpeg(tmp_path, monkeypatch, name):
     assert read_metadata(name) == {"seed": 1}
 
 
+@pytest.mark.parametrize(("name", "codec"), [("a.mp4", "h264"), ("a.webm", "vp9")])
+def test_a_video_states_its_colours(tmp_path, name, codec):
+    """Primaries, transfer, matrix and range, in the file and in its frames."""
+    save_video(tmp_path / name, clip(3), 8)
+    with av.open(str(tmp_path / name)) as container:
+        context = container.streams.video[0].codec_context
+        assert (context.name, context.pix_fmt) == (codec, "yuv420p")
+        for tagged in (context, next(container.decode(video=0))):
+            tags = tagged.color_primaries, tagged.color_trc, tagged.colorspace, tagged.color_range
+            assert tags == (1, 1, 1, ColorRange.MPEG)  # BT.709
+
+
 def test_mp4_plays_everywhere_and_keeps_colours(tmp_path):
     flat = np.empty((3, 32, 32, 3), np.uint8)
     flat[:] = (200, 60, 30)
     save_video(tmp_path / "a.mp4", flat, 8)
-    with av.open(str(tmp_path / "a.mp4")) as container:
-        context = container.streams.video[0].codec_context
-        assert (context.name, context.pix_fmt) == ("h264", "yuv420p")
-        assert context.color_range == ColorRange.MPEG
-        assert context.colorspace == context.color_primaries == context.color_trc == 1  # BT.709
     assert abs(read_video(tmp_path / "a.mp4")[0].astype(int) - flat).max() <= 3
     raw = (tmp_path / "a.mp4").read_bytes()
     assert raw.index(b"moov") < raw.index(b"mdat")  # a browser can start before it has the whole file
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "aac"), (".webm", "libopus")])
+@pytest.mark.parametrize("offset", [0, 0.5])
+def test_sound_is_copied_as_far_as_the_frames_last(tmp_path, suffix, codec, offset):
+    """From the first frame on, and the frames are those of a video without sound."""
+    frames = clip(16)
+    save_video(tmp_path / f"silent{suffix}", frames, 8)
+    source = add_sound(tmp_path / f"silent{suffix}", tmp_path / f"loud{suffix}", 6, codec, offset)
+    save_video(tmp_path / f"a{suffix}", frames, 8, {"seed": 1}, source)
+    name, end, packets = sound_of(tmp_path / f"a{suffix}")
+    assert codec.endswith(name) and abs(end - 2) < 0.03
+    whole = sound_of(source)[2]
+    first = whole.index(packets[1]) - 1  # the first of Opus packets is cut in place
+    assert packets[1:] == whole[first + 1 : first + len(packets)]
+    assert abs(first * (1024 if codec == "aac" else 960) / 48000 - offset) < 0.05
+    assert read_metadata(tmp_path / f"a{suffix}") == {"seed": 1}
+    np.testing.assert_array_equal(read_video(tmp_path / f"a{suffix}")[0], read_video(tmp_path / f"silent{suffix}")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("a.webm", "the sound of {} is left out: 'webm' format does not support 'aac'"),
+        ("a.gif", "a.gif holds no sound: that of {} is left out"),
+        ("frames", "frames holds no sound: that of {} is left out"),
+    ],
+)
+def test_sound_that_the_format_does_not_take_is_left_out_with_a_line(tmp_path, caplog, name, line):
+    save_video(tmp_path / "silent.mp4", clip(4), 8)
+    source = add_sound(tmp_path / "silent.mp4", tmp_path / "loud.mp4", 1)
+    save_video(tmp_path / name, clip(4), 8, None, source)
+    assert line.format(source) in caplog.text and len(caplog.messages) == 1
+    assert len(read_video(tmp_path / name)[0]) == 4
+    caplog.clear()
+    save_video(tmp_path / "b.gif", clip(4), 8, None, tmp_path / "silent.mp4")
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".webm"])

@@ -73,6 +73,36 @@ def encode(
         output.mux(stream.encode())
 
 
+def add_sound(source: Path, path: Path, seconds: float, codec: str = "aac", offset: float = 0) -> Path:
+    """The packets of a video in another file, `offset` seconds after the beginning of a tone."""
+    with (
+        av.open(f"sine=r=48000:d={seconds}", format="lavfi") as tone,
+        av.open(str(source)) as video,
+        av.open(str(path), "w") as output,
+    ):
+        shown, heard = output.add_stream_from_template(video.streams.video[0]), output.add_stream(codec, rate=48000)
+        for frame in tone.decode(audio=0):
+            output.mux(heard.encode(frame))
+        output.mux(heard.encode())
+        for packet in video.demux(video=0):
+            if packet.size:
+                packet.pts += round(offset / packet.time_base)
+                packet.dts += round(offset / packet.time_base)
+                packet.stream = shown
+                output.mux(packet)
+    return path
+
+
+def sound_of(path: Path) -> tuple[str, float, list[bytes]]:
+    """Its codec; seconds until its end, from the first frame; its packets."""
+    with av.open(str(path)) as container:
+        shown, heard = container.streams.video[0], container.streams.audio[0]
+        packets = [packet for packet in container.demux(heard) if packet.size]
+        end = packets[-1].pts + packets[-1].duration
+        begin = (shown.start_time or 0) * shown.time_base
+        return heard.codec_context.name, float(end * heard.time_base - begin), [bytes(packet) for packet in packets]
+
+
 def copy(source: Path, path: Path, container: str | None = None, rate: int = 0) -> None:
     """The packets of a video in another container; a `rate` gives times to those that have none, without B-frames."""
     with av.open(str(source)) as packets, av.open(str(path), "w", format=container) as output:
