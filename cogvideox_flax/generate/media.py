@@ -22,7 +22,7 @@ from cogvideox_flax.io.containers import has_sound
 from cogvideox_flax.io.contents import Contents, content_hash
 from cogvideox_flax.io.images import decoding, is_one_image, read_image, to_rgb
 from cogvideox_flax.io.paths import expand_user
-from cogvideox_flax.io.source import Frames, format_of
+from cogvideox_flax.io.source import DEMUXERS, Frames, format_of
 from cogvideox_flax.io.values import is_count
 from cogvideox_flax.io.video import HashedVideo
 from cogvideox_flax.models.model import VideoModel
@@ -175,7 +175,7 @@ def _open_image(value: Any, ground: str) -> Media:
 def _open_clip(value: Any, fps: float, ground: str) -> Media:
     if isinstance(value, str | os.PathLike):
         path = expand_user(os.fspath(value))
-        if path.is_file() and format_of(path) in ("png", "webp", None) and is_one_image(path):
+        if path.is_file() and format_of(path) not in (*DEMUXERS, "gif") and is_one_image(path):
             raise InputError(f"{path} is one image, and a clip was expected; a first frame is given as --image")
         video = HashedVideo(path, ground)
         clip, info = Resampled.at(video, fps), video.info
@@ -189,7 +189,8 @@ def _is_image(mask: Any) -> bool:
     """Whether a mask is one image, and not a clip."""
     if isinstance(mask, str | os.PathLike):
         path = expand_user(os.fspath(mask))
-        return path.is_file() and format_of(path) in ("png", "webp", None)  # None: of no kind of video
+        kind = format_of(path) if path.is_file() else "none"
+        return kind not in (*DEMUXERS, "gif", "none") and (kind != "webp" or is_one_image(path))
     if not isinstance(mask, Image.Image | np.ndarray):
         raise InputError(
             f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -28,10 +27,6 @@ from cogvideox_flax.io.source import PNG_SIGNATURE, Frame, Frames, FrameStream, 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _FEW_GREYS = {"L;2": 85, "L;4": 17}
 """PIL's names for 2 and 4 bits of grey -> the step between its levels, of 255."""
-
-_DESCRIPTION = 0x010E  # of Exif
-_MAX_WEBP_SIDE = 2**14 - 1  # the format's own
-_WEBP_QUALITY = 90  # of 0 to 100
 
 NUMBER = re.compile(r"%0?\d*d")
 """A pattern's number field."""
@@ -52,9 +47,7 @@ def read_image(path: Path, *formats: str, ground: str = "white") -> Frame:
     with open_image(path, *(formats or FORMATS)) as image:
         # the images of an MPO, a multi-picture JPEG, are no animation: a preview, a depth map, another view
         if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
-            raise InputError(
-                f"{path} is animated, {count} frames; give one of them as an image, or it as a video, converted to MP4"
-            )
+            raise InputError(f"{path} is animated, {count} frames; give one of them as an image, or it as a video")
         return to_rgb(image, ground)
 
 
@@ -240,31 +233,6 @@ def write_directory(path: Path, frames: Frames | FrameStream, fps: float, commen
     """Write a new directory, then exchange it with an existing directory of frames."""
     with atomic_directory(path) as partial:
         write_sequence(partial / "%04d.png", frames, fps, comment)
-
-
-def write_webp(path: Path, frames: Frames | FrameStream, fps: float, comment: str) -> None:
-    """An animated WebP; times in thousandths of a second; the comment is its Exif description.
-
-    Raises:
-        InputError: a size or rate that the format does not support.
-    """
-    if max(frames.shape[1:3]) > _MAX_WEBP_SIDE or not limits.MIN_FPS <= fps <= limits.MAX_FPS:
-        raise InputError(
-            f"a .webp holds frames of at most {_MAX_WEBP_SIDE}x{_MAX_WEBP_SIDE} at a positive rate; "
-            f"got {frames.shape[2]}x{frames.shape[1]} at {fps:g} per second"
-        )
-    times = np.round(np.arange(len(frames) + 1) * 1000 / fps).astype(int)
-    first, *rest = (Image.fromarray(frame) for frame in frames)
-    exif = Image.Exif()
-    exif[_DESCRIPTION] = comment
-    how: Any = {"save_all": True, "append_images": rest, "duration": np.diff(times).tolist(), "loop": 0}
-    first.save(path, "WEBP", quality=_WEBP_QUALITY, exif=exif.tobytes(), **how)
-
-
-def webp_comment(path: Path) -> str:
-    """The comment that `write_webp` stored; "" for other files."""
-    with open_image(path, "WEBP") as image:
-        return str(image.getexif().get(_DESCRIPTION, ""))
 
 
 def _read_size(path: Path) -> tuple[int, int]:

@@ -19,9 +19,27 @@ from cogvideox_flax.io.paths import read_head
 
 Frame = UInt8[np.ndarray, "H W 3"]
 Frames = UInt8[np.ndarray, "F H W 3"]
-EXPECTED = "MP4, MOV, MKV, WebM, AVI or GIF"
+EXPECTED = "MP4, MOV, MKV, WebM, AVI, MPEG-TS, MPG, FLV, WMV, OGV, DV, GIF or animated WebP"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _ISO_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip", b"pnot"}  # QuickTime files may lack ftyp
+_ISO_IMAGES = {b"avif": "avif", b"heic": "heif", b"heix": "heif", b"heim": "heif", b"heis": "heif", b"mif1": "heif"}
+"""Brands of ISO base media that are images."""
+_SIGNATURES = {
+    b"\x1a\x45\xdf\xa3": "matroska",
+    b"FLV\x01": "flv",
+    b"\x00\x00\x01\xba": "mpeg",
+    b"\x00\x00\x01\xb3": "mpegvideo",
+    bytes.fromhex("3026b2758e66cf11"): "asf",
+    b"OggS": "ogg",
+    b"\x1f\x07\x00\x3f": "dv",
+    b"\x1f\x07\x00\xbf": "dv",
+    b"GIF87a": "gif",
+    b"GIF89a": "gif",
+    PNG_SIGNATURE: "png",
+}
+DEMUXERS = ("mov", "matroska", "avi", "mpegts", "mpeg", "mpegvideo", "flv", "asf", "ogg", "dv")
+"""FFmpeg's, with which a file of that format is read."""
+_TS_PACKET, _TS_SYNC = 188, 0x47
 
 
 @dataclass(frozen=True)
@@ -95,22 +113,17 @@ class VideoSource(Protocol):
 
 
 def format_of(path: Path) -> str | None:
-    """ "mov" (all ISO base media: MP4, MOV), "matroska" (MKV, WebM), "avi", "gif", "png", "webp" or None.
+    """One of `DEMUXERS`, such as "mov" (all ISO base media: MP4, MOV) and "matroska" (MKV, WebM); "gif", "webp", "png",
+    "avif", "heif"; or None, of other images too.
 
     Raises:
         InputError: the file cannot be opened.
     """
-    head = read_head(path, 12)
+    head = read_head(path, 3 * _TS_PACKET)
     if head[4:8] in _ISO_BOXES:
-        return "mov"
-    if head.startswith(b"\x1a\x45\xdf\xa3"):
-        return "matroska"
-    if head.startswith(b"RIFF") and head[8:12] == b"AVI ":
-        return "avi"
-    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
-        return "webp"
-    if head.startswith((b"GIF87a", b"GIF89a")):
-        return "gif"
-    if head.startswith(PNG_SIGNATURE):
-        return "png"
-    return None
+        return _ISO_IMAGES.get(head[8:12], "mov")
+    if head.startswith(b"RIFF"):
+        return {b"AVI ": "avi", b"WEBP": "webp"}.get(head[8:12])
+    if len(head) == 3 * _TS_PACKET and set(head[::_TS_PACKET]) == {_TS_SYNC}:
+        return "mpegts"
+    return next((name for signature, name in _SIGNATURES.items() if head.startswith(signature)), None)

@@ -1,6 +1,6 @@
 """Reading and writing videos: MP4, WebM, GIF, WebP, PNG sequences, contact sheets, with the run's metadata inside.
 
-The output path gives the format: `.mp4`; `.webm`; `.gif`; `.webp`, which is written only; `.png` with a number field
+The output path gives the format: `.mp4`; `.webm`; `.gif`; `.webp`; `.png` with a number field
 (`frames/%04d.png`); no suffix, a directory of PNGs. The format of an input file is detected from its contents. Files
 are written atomically.
 """
@@ -26,18 +26,16 @@ from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.containers import Container, has_sound, write_mp4, write_webm
 from cogvideox_flax.io.contents import Contents
-from cogvideox_flax.io.gif import Gif, write_gif
+from cogvideox_flax.io.gif import Gif, WebP, write_gif, write_webp
 from cogvideox_flax.io.images import (
     NUMBER,
     PngSequence,
-    webp_comment,
     write_directory,
     write_image,
     write_sequence,
-    write_webp,
 )
 from cogvideox_flax.io.paths import check_name, check_writable
-from cogvideox_flax.io.source import EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
+from cogvideox_flax.io.source import DEMUXERS, EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +147,8 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
     """Open a video for reading frames. Nothing is decoded yet.
 
     Args:
-        path: an MP4, MOV, MKV, WebM, AVI or GIF, detected from its contents; or a PNG sequence as in `save_video`.
+        path: a file of one of the formats `EXPECTED`, detected from its contents; or a sequence of images, as in
+            `PngSequence`.
         ground: the colour of transparent parts.
 
     Raises:
@@ -160,13 +159,15 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
         return PngSequence(path, ground)
     if not path.is_file():
         raise InputError(f"there is no video {path}")
-    match format_of(path):
-        case "gif":
-            return Gif(path, ground)
-        case "mov" | "matroska" | "avi" as demuxer:
-            return Container(path, demuxer, ground)
-        case "png":
-            raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as an image")
+    kind = format_of(path)
+    if kind == "gif":
+        return Gif(path, ground)
+    if kind == "webp":
+        return WebP(path, ground)
+    if kind in DEMUXERS:
+        return Container(path, kind, ground)
+    if kind == "png":
+        raise InputError(f"cannot read {path}: it is a PNG; give it the suffix .png to read it as an image")
     raise InputError(
         f"cannot read {path}: its contents are none of {EXPECTED}, whatever its name says; convert it to MP4"
     )
@@ -239,8 +240,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         InputError: there is no such file, or it is not a video or image.
     """
     try:
-        is_webp = Path(path).is_file() and format_of(Path(path)) == "webp"
-        metadata = json.loads(webp_comment(Path(path)) if is_webp else open_video(path).comment())
+        metadata = json.loads(open_video(path).comment())
     except InputError:
         raise
     except (ValueError, RecursionError):

@@ -104,7 +104,8 @@ def colours(numbers) -> np.ndarray:
         ([120, 120, 120, 120], 4, 100 / 12, [0, 1, 2, 3]),
         ([170, 310, 90, 430], 100, 100, [0, 0, 1, 1, 2, 3, 3, 3]),  # 0.17, 0.48 and 0.57 s: no common rate
         ([500, 0, 500], 11, 10, [0, 0, 0, 0, 1, 2, 2, 2, 2]),  # players show 0 as 0.1 s
-        ([0, 0, 0], 3, 0, [0, 1, 2]),  # no times at all
+        ([0, 0, 0], 3, 10, [0, 1]),  # no times at all
+        ([10, 10, 20, 20], 12, 50, [0, 1]),  # browsers show 0.01 s as 0.1 s, and 0.02 s as it is
     ],
 )
 def test_each_frame_of_other_programs_is_at_its_own_time(tmp_path, durations, count, fps, at_8):
@@ -197,3 +198,50 @@ def test_damaged_gifs_are_read_or_refused(tmp_path):
     path = tmp_path / "a.gif"
     save_video(path, clip(6), 8, {"seed": 1})
     assert refusals_of_damaged(path, path.read_bytes(), 150, head=900) > 30
+
+
+def webp(path, durations, **options):
+    first, *rest = map(Image.fromarray, colours(range(0, 10 * len(durations), 10)))
+    first.save(path, save_all=True, append_images=rest, duration=durations, lossless=True, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("durations", "count", "fps", "at_8"),
+    [
+        ([100, 100, 400, 100], 7, 10, [0, 10, 20, 20, 20, 30]),
+        ([125, 125, 125], 3, 8, [0, 10, 20]),
+        ([33, 33, 34, 33], 4, 30.08, [0]),
+        ([0, 0, 0], 3, 10, [0, 10]),  # browsers show 0 as 0.1 s
+    ],
+)
+def test_an_animated_webp_is_read_as_a_clip(tmp_path, durations, count, fps, at_8):
+    path = webp(tmp_path / "a.webp", durations)
+    assert count_frames(path) == (count, pytest.approx(fps, abs=0.01))
+    clip = Resampled.at(open_video(path), 8)
+    assert clip.read(range(clip.count), 16, 16)[:, 0, 0, 0].tolist() == at_8
+    video = open_video(path)
+    for indices in ([0], [count - 1], [0, count - 1]):
+        found = dict(video.frames(indices))
+        assert list(found) == indices
+        assert all((found[i] == read_video(path)[0][i]).all() for i in indices)
+
+
+def test_a_webp_is_written_and_read(tmp_path):
+    save_video(tmp_path / "a.webp", clip(), 8, {"seed": 3})
+    frames, fps = read_video(tmp_path / "a.webp")
+    assert fps == 8 and read_metadata(tmp_path / "a.webp") == {"seed": 3}
+    np.testing.assert_array_equal(frames, by_pil(tmp_path / "a.webp"))
+
+
+def test_transparent_parts_of_a_webp_lie_on_the_ground(tmp_path):
+    layers = [Image.new("RGBA", (16, 16), (200, 0, 0, alpha)) for alpha in (0, 255)]
+    layers[0].save(tmp_path / "a.webp", save_all=True, append_images=layers[1:], lossless=True, duration=100)
+    for ground, level in (("white", 255), ("black", 0)):
+        hidden, seen = dict(open_video(tmp_path / "a.webp", ground).frames([0, 1])).values()
+        assert (hidden == level).all() and (seen == [200, 0, 0]).all()
+
+
+def test_damaged_webps_are_read_or_refused(tmp_path):
+    path = webp(tmp_path / "a.webp", [100] * 6)
+    assert refusals_of_damaged(path, path.read_bytes(), trials=60, head=120) > 20
