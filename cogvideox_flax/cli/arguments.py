@@ -260,7 +260,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
 
 
 def _add_upscale(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("clip", type=_Path, metavar="CLIP", help="a video file or a folder of PNGs")
+    sub.add_argument("clip", type=_Path, metavar="CLIP", help="a video file or a folder of images")
     what = ".mp4, .webm, .gif, .webp, frames/%%04d.png or a directory of PNGs"
     sub.add_argument("--out", type=_Path, required=True, help=what)
     sub.add_argument("--overwrite", action="store_true", help="replace a file that this program did not write")

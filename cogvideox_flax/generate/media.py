@@ -114,6 +114,8 @@ def resolve_media(model: VideoModel, given: Mapping[str, Any], batch: int) -> di
     found: dict[str, Any] = {}
     for name in names:
         values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        if _is_frames(values) and (name in CLIPS or (name == MASK and len(values) not in (1, batch))):
+            values = [values]
         if len(values) not in (1, batch):
             raise InputError(f"{name}: {len(values)} for {batch} prompts; give one for all, or one each")
         found[name] = [_check(name, value, fps) for value in values]
@@ -180,9 +182,30 @@ def _open_clip(value: Any, fps: float, ground: str) -> Media:
         video = HashedVideo(path, ground)
         clip, info = Resampled.at(video, fps), video.info
         return Media(str(path), video.contents.sha256, info.height, info.width, clip.count, clip)
+    if _is_frames(value):
+        value = frames_of(value, ground)
     if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 4 or value.shape[-1] != 3:
-        raise InputError(f"a video must be a path, a folder of PNGs or uint8 [F, H, W, 3]; got {_kind(value)}")
+        raise InputError(f"a video must be a path, a list of PIL images or uint8 [F, H, W, 3]; got {_kind(value)}")
     return _media("an array", value)
+
+
+def _is_frames(value: Any) -> bool:
+    """Whether these are the frames of one clip."""
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(x, Image.Image) for x in value)
+
+
+def frames_of(images: Sequence[Image.Image], ground: str = "white") -> Frames:
+    """PIL images of one size as the frames of a clip.
+
+    ground: the colour of transparent parts.
+    """
+    limits.check_size(Path("the PIL images"), images[0].height, images[0].width)
+    with decoding("the PIL images"):
+        frames = [to_rgb(image, ground) for image in images]
+    if len(sizes := {frame.shape[:2] for frame in frames}) > 1:
+        named = ", ".join(f"{width}x{height}" for height, width in sorted(sizes)[:4])
+        raise InputError(f"the PIL images of a clip have different sizes: {named}")
+    return np.stack(frames)
 
 
 def _is_image(mask: Any) -> bool:
@@ -191,9 +214,11 @@ def _is_image(mask: Any) -> bool:
         path = expand_user(os.fspath(mask))
         kind = format_of(path) if path.is_file() else "none"
         return kind not in (*DEMUXERS, "gif", "none") and (kind != "webp" or is_one_image(path))
+    if _is_frames(mask):
+        return False
     if not isinstance(mask, Image.Image | np.ndarray):
         raise InputError(
-            f"a mask must be a path, a folder of PNGs, a PIL image, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"
+            f"a mask must be a path, one or a list of PIL images, uint8 [F, H, W, 3] or [H, W, 3]; got {_kind(mask)}"
         )
     return isinstance(mask, Image.Image) or mask.ndim == 3
 

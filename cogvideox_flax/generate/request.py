@@ -230,7 +230,8 @@ class GenerationRequest:
         those that the pipeline has loaded.
     noise: the scheduler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.
     image, last_image: a path, a PIL image or uint8 [H, W, 3]. One for all prompts, or a list with one each.
-    video, control_video: a path, a folder of PNGs or uint8 [F, H, W, 3] at the model's frame rate; as many.
+    video, control_video: a path, a folder of images, a list of PIL images or uint8 [F, H, W, 3] at the
+        model's frame rate; as many.
     mask_video: as a video; or one image for all of its frames, [H, W, 3] in Python; as many.
     text_features: features in place of prompts, which are then "": `prompt_embeds`, float [B, L, E], with guidance also
         `negative_prompt_embeds`; for HunyuanVideo-1.5 also those with _mask, _2 and _mask_2.
@@ -372,23 +373,23 @@ class GenerationRequest:
         common=True,
     )
     image: Any = _media_option(  # noqa: RUF009
-        "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG or "
-        "WebP; once for all prompts, or once for each",
+        "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG, "
+        "WebP, AVIF, BMP or TIFF; once for all prompts, or once for each",
         common=True,
     )
     last_image: Any = _media_option(  # noqa: RUF009
         "the last frame too, for inpainting models and checkpoints trained on both"
     )
     video: Any = _media_option(  # noqa: RUF009
-        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of PNGs",
+        "a clip to start from, for text-to-video and inpainting models: a video file or a folder of images",
         common=True,
     )
     control_video: Any = _media_option(  # noqa: RUF009
-        "a clip of poses, edges or depths to follow, for control models: a video file or a folder of PNGs"
+        "a clip of poses, edges or depths to follow, for control models: a video file or a folder of images"
     )
     mask_video: Any = _media_option(  # noqa: RUF009
-        "a mask of the video, for inpainting models: white is made anew, black stays; a video file, a folder of PNGs, "
-        "or one image for all frames"
+        "a mask of the video, for inpainting models: white is made anew, black stays; a video file, a folder of "
+        "images, or one image for all frames"
     )
     strength: float | None = option(
         None,

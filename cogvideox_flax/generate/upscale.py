@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Num, UInt8
+from PIL import Image
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of, result_of
 from cogvideox_flax.generate.journey import encode_text, make_videos
-from cogvideox_flax.generate.media import Media
+from cogvideox_flax.generate.media import Media, frames_of
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import GenerationRequest, check_option
@@ -144,7 +145,7 @@ def _check_options(options: UpscaleOptions) -> None:
 
 def upscale(
     pipe: Pipeline,
-    video: str | Path | Frames,
+    video: str | Path | Frames | list[Image.Image],
     options: UpscaleOptions | None = None,
     *,
     progress: bool = True,
@@ -153,7 +154,7 @@ def upscale(
 
     Args:
         pipe: a text-to-video model that was fine-tuned for it.
-        video: a path, a folder of PNGs or uint8 [F, h, w, 3].
+        video: a path, a folder of images, a list of PIL images or uint8 [F, h, w, 3].
         progress: say what is compiled and show a bar, on stderr.
 
     Returns:
@@ -162,6 +163,8 @@ def upscale(
     Raises:
         InputError: as for `tile_layout`, before anything is loaded; or a frame cannot be decoded.
     """
+    if isinstance(video, list):
+        video = frames_of(video)
     source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
     layout = tile_layout(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
     check_memory(pipe, layout, progress=progress)
@@ -178,7 +181,7 @@ class _Array:
     def __post_init__(self) -> None:
         if self.array.dtype != np.uint8 or self.array.ndim != 4 or self.array.shape[-1] != 3:
             found = f"{self.array.dtype} {list(self.array.shape)}"
-            raise InputError(f"a video must be a path, a folder of PNGs or uint8 [F, H, W, 3]; got {found}")
+            raise InputError(f"a video must be a path, a list of PIL images or uint8 [F, H, W, 3]; got {found}")
 
     @property
     def info(self) -> VideoInfo:

@@ -97,8 +97,8 @@ def hlg_scene(codes: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]
 
 def tone_mapped(light: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     """The EETF of BT.2408, Annex 5, from a peak of `PEAK` to one of `WHITE`, without black level lift; cd/m²."""
-    peak = pq_codes(np.float64(PEAK))
-    target = pq_codes(np.float64(WHITE)) / peak
+    peak = pq_codes(np.asarray(float(PEAK)))
+    target = pq_codes(np.asarray(float(WHITE))) / peak
     code = np.minimum(pq_codes(light) / peak, 1)
     knee = 1.5 * target - 0.5
     t = np.maximum(code - knee, 0) / (1 - knee)

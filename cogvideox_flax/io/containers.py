@@ -244,7 +244,7 @@ class Container:
                 graph.link_nodes(source, *(graph.add(name, how) for name, how in filters)).configure()
                 graphs[key] = graph
             graphs[key].push(frame)
-            pixels = graphs[key].pull().to_ndarray()
+            pixels: Any = graphs[key].pull().to_ndarray()
             if to_sdr:
                 _say_converted(self.path, to_sdr.name)
                 alpha = (pixels[..., 3:] >> 8).astype(np.uint8)

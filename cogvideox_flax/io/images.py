@@ -1,39 +1,49 @@
-"""Images as seen, in RGB: a file (PNG, JPEG or WebP), a PIL image, a sequence of PNGs.
+"""Images as seen, in sRGB: a file, a PIL image, a sequence of numbered images.
 
-A sequence is a directory of numbered files, a pattern (frames/%04d.png), or one image. PIL tries only the allowed
+A sequence is a directory of numbered files, a pattern (frames/%04d.png), or one PNG. PIL tries only the allowed
 formats; exceptions of its decoders become an `InputError`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
 from cogvideox_flax.io.paths import read_head
-from cogvideox_flax.io.source import PNG_SIGNATURE, Frame, Frames, FrameStream, VideoInfo
+from cogvideox_flax.io.source import PNG_SIGNATURE, Frame, Frames, FrameStream, VideoInfo, format_of
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+log = logging.getLogger(__name__)
+
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "HEIF")
+"""PIL's names; HEIF is read where pillow-heif is installed."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".heic", ".heif")
+"""Of the images in a folder that is a video."""
+_PROFILE_STEPS = 9
+_SAME = 2  # levels between a profile and sRGB that are rounding
 _FEW_GREYS = {"L;2": 85, "L;4": 17}
 """PIL's names for 2 and 4 bits of grey -> the step between its levels, of 255."""
 
 NUMBER = re.compile(r"%0?\d*d")
 """A pattern's number field."""
+_DIGITS = re.compile(r"\d+")
 
 
 def read_image(path: Path, *formats: str, ground: str = "white") -> Frame:
-    """An image after the rotation that its file states; of a multi-picture JPEG the first one.
+    """An image after the rotation that its file states; of a multi-picture JPEG or a TIFF the first one.
 
     Args:
         formats: those that are tried, all of `FORMATS` if none are named.
@@ -46,13 +56,13 @@ def read_image(path: Path, *formats: str, ground: str = "white") -> Frame:
         raise InputError(f"there is no image {path}")
     with open_image(path, *(formats or FORMATS)) as image:
         # the images of an MPO, a multi-picture JPEG, are no animation: a preview, a depth map, another view
-        if image.format != "MPO" and (count := getattr(image, "n_frames", 1)) > 1:
+        if image.format not in ("MPO", "TIFF") and (count := getattr(image, "n_frames", 1)) > 1:
             raise InputError(f"{path} is animated, {count} frames; give one of them as an image, or it as a video")
         return to_rgb(image, ground)
 
 
 def to_rgb(image: Image.Image, ground: str = "white") -> Frame:
-    """The pixels of a PIL image after the rotation that its file states; of 16-bit grey the upper byte.
+    """The pixels of a PIL image in sRGB, after the rotation that its file states; of 16-bit grey the upper byte.
 
     Args:
         ground: the colour of transparent parts.
@@ -74,8 +84,40 @@ def to_rgb(image: Image.Image, ground: str = "white") -> Frame:
         image.info["transparency"] = clear * _FEW_GREYS[stored]
     if image.has_transparency_data:
         image = image.convert("RGBA")
+    image = _to_srgb(image)
+    if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, ground), image)
     return np.asarray(image.convert("RGB"))
+
+
+def _to_srgb(image: Image.Image) -> Image.Image:
+    """The image converted from its colour profile, if it has another than sRGB."""
+    profile = image.info.get("icc_profile")
+    if not profile:
+        return image
+    colours = image if image.mode in ("L", "CMYK") else image.convert("RGB")
+    try:
+        transform = _srgb_transform(profile, colours.mode)
+        converted = transform and transform.apply(colours)
+    except (ImageCms.PyCMSError, ImportError, OSError, TypeError, ValueError) as e:
+        log.warning("a colour profile that cannot be applied is left out: %s", e)
+        return image
+    if converted and image.mode == "RGBA":
+        converted.putalpha(image.getchannel("A"))
+    return converted or image
+
+
+@lru_cache(maxsize=64)  # the images of a sequence share one
+def _srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """From a profile to sRGB; None where it changes no colour, so that these images stay as they are."""
+    relative, black = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+    srgb = ImageCms.createProfile("sRGB")
+    transform = ImageCms.buildTransform(BytesIO(profile), srgb, mode, "RGB", relative, black)  # as browsers
+    levels = np.rint(np.linspace(0, 255, _PROFILE_STEPS)).astype(np.uint8)
+    grid = np.stack(np.meshgrid(*[levels] * 3), -1).reshape(1, -1, 3)
+    probe = Image.fromarray(grid).convert(mode)
+    change = np.asarray(transform.apply(probe)).astype(int) - np.asarray(probe.convert("RGB"))
+    return None if np.abs(change).max() <= _SAME and mode != "CMYK" else transform
 
 
 def _upper_byte(image: Image.Image, clear: int | None) -> Image.Image:
@@ -113,22 +155,44 @@ def open_image(path: Path, *formats: str) -> Iterator[Image.Image]:
     Raises:
         InputError: another format, a size that exceeds one of the `limits`, or damage found inside the `with` block.
     """
-    with decoding(path), Image.open(path, formats=formats) as image:
+    if "HEIF" in formats and path.is_file() and format_of(path) == "heif":
+        _register_heif(path)
+    if not Image.OPEN.keys() >= set(formats):
+        Image.init()
+    readable = [name for name in formats if name in Image.OPEN]
+    with decoding(path), _open(path, readable) as image:
         limits.check_size(path, image.height, image.width)
         yield image
 
 
-def is_one_image(path: Path) -> bool:
-    """Whether a file is a PNG, JPEG or WebP, and not animated."""
+def _open(path: Path, formats: list[str]) -> Image.Image:
     try:
-        with open_image(path, "PNG", "JPEG", "WEBP") as image:
-            return not getattr(image, "is_animated", False)
+        return Image.open(path, formats=formats)
+    except UnidentifiedImageError as e:
+        raise InputError(f"cannot read {path}: it is none of {', '.join(formats)}; convert it to PNG") from e
+
+
+def _register_heif(path: Path) -> None:
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError as e:
+        raise InputError(
+            f"cannot read {path}: it is HEIC, which takes pillow-heif: pip install pillow-heif; or convert it to PNG"
+        ) from e
+    register_heif_opener()
+
+
+def is_one_image(path: Path) -> bool:
+    """Whether a file is an image of one of `FORMATS`, and not animated."""
+    try:
+        with open_image(path, *FORMATS) as image:
+            return image.format in ("MPO", "TIFF") or not getattr(image, "is_animated", False)
     except InputError:
         return False
 
 
-class PngSequence:
-    """A `VideoSource`.
+class ImageSequence:
+    """A `VideoSource` of numbered images: see `sequence_files`.
 
     ground: the colour of transparent parts.
     """
@@ -137,7 +201,7 @@ class PngSequence:
         self.path, self._ground = path, ground
         self._files = sequence_files(path)
         if not self._files:
-            raise InputError(f"there are no frames {path}")
+            raise InputError(f"there are no frames {path}; expected numbered images, such as 0001.png or frame_1.jpg")
 
     @property
     def files(self) -> Sequence[Path]:
@@ -174,31 +238,42 @@ class PngSequence:
 
     def _read(self, i: int) -> Frame:
         _read_size(self._files[i])
-        return read_image(self._files[i], "PNG", ground=self._ground)
+        return read_image(self._files[i], ground=self._ground)
 
     def _text(self, name: str) -> str:
         """A text chunk of the first file, read without decoding its pixels."""
         _read_size(self._files[0])
-        with open_image(self._files[0], "PNG") as image:
+        with open_image(self._files[0], *FORMATS) as image:
             text = image.info.get(name, "")
         return text if isinstance(text, str) else ""
 
 
 def sequence_files(path: Path) -> list[Path]:
-    """The files of a PNG sequence (or one image), by number.
+    """The files of a sequence of images, by number.
+
+    Args:
+        path: a pattern, such as frames/%04d.png; one image; or a directory of images that are named alike but for
+            their numbers, such as frame_0001.png or img (1).JPG. Beside N.png others in it do not count.
 
     Raises:
-        InputError: the directory cannot be read.
+        InputError: the directory cannot be read, or holds images of several names.
     """
-    if path.is_dir():
-        path = path / "%d.png"
+    folder = path if path.is_dir() else path.parent
     before, *after = NUMBER.split(path.name)
     pattern = re.compile(re.escape(before) + "".join(r"(\d+)" + re.escape(part) for part in after))
+    series: dict[str, list[Path]] = {}
     try:
-        found = [(match, p) for p in path.parent.iterdir() if (match := pattern.fullmatch(p.name))]
+        for file in folder.iterdir():
+            is_image = file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+            if is_image and _DIGITS.search(file.stem) if path.is_dir() else pattern.fullmatch(file.name):
+                series.setdefault((_DIGITS.sub("#", file.stem) + file.suffix).lower(), []).append(file)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}") from e
-    return [p for _, p in sorted(found, key=lambda item: [int(number) for number in item[0].groups()])]
+    files = series.get("#.png") or [file for group in series.values() for file in group]
+    if path.is_dir() and "#.png" not in series and len(series) > 1:
+        names = ", ".join(f"{name} ({len(group)})" for name, group in sorted(series.items())[:4])
+        raise InputError(f"{path} holds images of several names: {names}; name one sequence, as {path}/frame_%d.png")
+    return sorted(files, key=lambda file: [int(number) for number in _DIGITS.findall(file.stem)])
 
 
 def write_image(path: Path, frame: Frame, texts: dict[str, str], *, sync: bool = True) -> None:
@@ -236,10 +311,13 @@ def write_directory(path: Path, frames: Frames | FrameStream, fps: float, commen
 
 
 def _read_size(path: Path) -> tuple[int, int]:
-    """Height and width from the header of a PNG, before any rotation."""
+    """Height and width from the header of an image, before any rotation."""
     head = read_head(path, 24)
-    if len(head) < 24 or not head.startswith(PNG_SIGNATURE) or head[12:16] != b"IHDR":
-        raise InputError(f"cannot read {path}: its first bytes are not those of a PNG")
+    if not head.startswith(PNG_SIGNATURE):
+        with open_image(path, *FORMATS) as image:
+            return image.height, image.width
+    if len(head) < 24 or head[12:16] != b"IHDR":
+        raise InputError(f"cannot read {path}: it is a PNG without a header")
     width, height = struct.unpack(">II", head[16:])
     limits.check_size(path, height, width)
     return height, width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -21,6 +22,7 @@ _SPECIAL = {
 }
 _OPEN_PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """Of the shell, such as <(...): their writers are there, so that reading ends."""
+_ADDRESS = re.compile(r"(https?|ftp|file|s3|gs|hf):/", re.IGNORECASE)
 MARGIN = 64 * 2**20
 """Bytes to leave free."""
 
@@ -119,8 +121,8 @@ def expand_user(text: str | Path) -> Path:
     """A path whose leading ~ or ~user stands for a home directory.
 
     Raises:
-        InputError: there is no such user; or the path is empty, not UTF-8 text, or that of a pipe, a socket or a
-            device.
+        InputError: there is no such user; or the path is empty, not UTF-8 text, a URL, or that of a pipe, a socket or
+            a device.
     """
     if not str(text):
         raise InputError("a path is empty; give the name of a file or directory")
@@ -133,6 +135,8 @@ def expand_user(text: str | Path) -> Path:
         raise InputError(f"the path {str(text)!r} is not UTF-8 text; rename it") from e
     except RuntimeError as e:
         raise InputError(f"{text}: there is no home directory of that user; write the path out") from e
+    if _ADDRESS.match(str(text)) and not os.path.exists(path.parts[0]):
+        raise InputError(f"{text} is an address; download it first, and give the file")
     check_kind(path)
     return path
 

@@ -29,12 +29,13 @@ from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.gif import Gif, WebP, write_gif, write_webp
 from cogvideox_flax.io.images import (
     NUMBER,
-    PngSequence,
+    SUFFIXES,
+    ImageSequence,
     write_directory,
     write_image,
     write_sequence,
 )
-from cogvideox_flax.io.paths import check_name, check_writable
+from cogvideox_flax.io.paths import check_name, check_writable, expand_user
 from cogvideox_flax.io.source import DEMUXERS, EXPECTED, Frame, Frames, FrameStream, VideoInfo, VideoSource, format_of
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def save_video(
     if len(comment) > limits.MAX_METADATA_BYTES:
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
-    writer = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
+    writer: Callable[..., None] = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
     if sound is not None and has_sound(sound):
         if path.suffix.lower() in (".mp4", ".webm"):
             writer = partial(writer, sound=sound)
@@ -148,15 +149,16 @@ def open_video(path: str | Path, ground: str = "white") -> VideoSource:
 
     Args:
         path: a file of one of the formats `EXPECTED`, detected from its contents; or a sequence of images, as in
-            `PngSequence`.
+            `ImageSequence`.
         ground: the colour of transparent parts.
 
     Raises:
         InputError: there is no such video, or its contents have another format.
     """
-    path = Path(path)
-    if path.is_dir() or path.suffix.lower() == ".png":
-        return PngSequence(path, ground)
+    path = expand_user(path)
+    suffix = path.suffix.lower()
+    if path.is_dir() or suffix == ".png" or (suffix in SUFFIXES and NUMBER.search(path.name)):
+        return ImageSequence(path, ground)
     if not path.is_file():
         raise InputError(f"there is no video {path}")
     kind = format_of(path)

@@ -23,6 +23,8 @@ from jaxtyping import UInt8
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.contents import Contents, content_hashes
+from cogvideox_flax.io.images import SUFFIXES as IMAGE_SUFFIXES
+from cogvideox_flax.io.images import sequence_files
 from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.io.video import open_video
 
@@ -72,7 +74,7 @@ def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = [sorted(clip.path.glob("*.png")) if clip.path.is_dir() else [clip.path] for clip in clips]
+    files = [sorted(sequence_files(clip.path)) if clip.path.is_dir() else [clip.path] for clip in clips]
     hashes = iter(content_hashes([path for each in files for path in each]))
     return [Contents(clip.path, each, [next(hashes) for _ in each]) for clip, each in zip(clips, files, strict=True)]
 
@@ -137,7 +139,11 @@ def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str
 def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
     clips, faults = [], []
     for path in sorted(folder.iterdir()):
-        is_video = any(path.glob("*.png")) if path.is_dir() else path.suffix.lower() in SUFFIXES
+        is_video = (
+            any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
+            if path.is_dir()
+            else path.suffix.lower() in SUFFIXES
+        )
         if not is_video:
             continue
         text = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")

@@ -364,7 +364,7 @@ def test_images_named_as_videos_are_refused(tmp_path):
     for name, message in (
         ("jpeg.mp4", "its contents are none of"),
         ("png.mp4", "it is a PNG"),
-        ("eps.png", "not those of a PNG"),
+        ("eps.png", "it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF; convert it to PNG"),
     ):
         with pytest.raises(InputError, match=message):
             read_video(tmp_path / name)

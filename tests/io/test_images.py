@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageCms
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MASK, Media, describe_fit, resolve_media
@@ -100,6 +102,108 @@ def test_the_first_of_a_multi_picture_jpeg_is_the_image(tmp_path):
     with Image.open(tmp_path / "two.jpg") as image:
         assert (image.format, image.n_frames) == ("MPO", 2)
     np.testing.assert_array_equal(seen("image", tmp_path / "two.jpg"), seen("image", tmp_path / "one.jpg"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("a.bmp", {}),
+        ("a.tif", {}),
+        ("a.TIFF", {"compression": "tiff_lzw"}),
+        ("a.avif", {"quality": 100, "subsampling": "4:4:4"}),
+    ],
+)
+def test_images_of_other_formats(tmp_path, name, options):
+    pixels = smooth(1, 16, 32)
+    Image.fromarray(pixels).save(tmp_path / name, **options)
+    for field in ("image", MASK):
+        difference = np.abs(seen(field, tmp_path / name).astype(int) - pixels)
+        assert difference.max() <= (4 if name == "a.avif" else 0)  # lossy
+    with pytest.raises(InputError, match=f"{name} is one image, and a clip was expected"):
+        seen("video", tmp_path / name)
+
+
+def test_what_is_no_image_is_told_what_is_read(tmp_path):
+    (tmp_path / "a.psd").write_bytes(b"8BPS\0\1" + bytes(60))
+    with pytest.raises(InputError, match=r"a\.psd: it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF; convert it to PNG"):
+        seen("image", tmp_path / "a.psd")
+
+
+def test_heic_takes_a_package(tmp_path, monkeypatch):
+    """A stand-in for it, which reads a PNG behind the file's first bytes."""
+    (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(12))
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(InputError, match=r"a\.heic: it is HEIC, which takes pillow-heif: pip install pillow-heif; or"):
+        seen("image", tmp_path / "a.heic")
+    Image.init()
+    registered = dict(Image.OPEN)
+    monkeypatch.setattr(Image, "OPEN", registered)
+
+    def register():
+        registered["HEIF"] = (lambda file, _: Image.new("RGB", (32, 16), "red"), lambda head: head[8:12] == b"heic")
+
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
+    assert (seen("image", tmp_path / "a.heic") == [255, 0, 0]).all()
+
+
+def profile(red, green, blue, gamma=2.2) -> bytes:
+    """An ICC profile: the primaries' XYZ, adapted to D50, and a gamma."""
+    curve = b"curv" + struct.pack(">IIH", 0, 1, round(gamma * 256)) + bytes(2)
+    texts = {b"desc": b"desc" + struct.pack(">II", 0, 2) + b"x\0" + bytes(90), b"cprt": b"text" + bytes(8)}
+    places = {b"wtpt": (0.9642, 1, 0.8249), b"rXYZ": red, b"gXYZ": green, b"bXYZ": blue}
+    tags = texts | {
+        name: b"XYZ " + struct.pack(">I3i", 0, *(round(x * 65536) for x in xyz)) for name, xyz in places.items()
+    }
+    tags |= dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve)
+    table, data, at = struct.pack(">I", len(tags)), b"", 128 + 4 + 12 * len(tags)
+    for name, tag in tags.items():
+        tag += bytes(-len(tag) % 4)
+        table += name + struct.pack(">II", at + len(data), len(tag))
+        data += tag
+    head = struct.pack(">I4sI4s4s4s", at + len(data), b"lcms", 0x02400000, b"mntr", b"RGB ", b"XYZ ") + bytes(12)
+    head += b"acsp" + bytes(28) + struct.pack(">3i", 63190, 65536, 54061)
+    return head.ljust(128, b"\0") + table + data
+
+
+P3 = profile((0.51512, 0.24120, -0.00105), (0.29198, 0.69225, 0.04189), (0.15710, 0.06657, 0.78407))
+"""The primaries of Display P3 as its profile states them."""
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.tif", "a.avif", "pil"])
+def test_colour_profiles_are_applied(tmp_path, name):
+    """Orange of Display P3, by the matrix to sRGB."""
+    image = Image.new("RGB", (32, 16), (200, 120, 60))
+    linear = (np.array([200, 120, 60]) / 255) ** 2.2
+    linear = linear @ np.array([[1.2249, -0.2247, 0], [-0.0420, 1.0419, 0], [-0.0197, -0.0786, 1.0979]]).T
+    expected = 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    if name == "pil":
+        image.info["icc_profile"] = P3
+        found = seen("image", image)
+    else:
+        image.save(tmp_path / name, icc_profile=P3, quality=100)
+        found = seen("image", tmp_path / name)
+    assert np.abs(found - expected).max() <= (2 if name in ("a.png", "a.tif", "pil") else 4)
+    assert np.abs(expected - [200, 120, 60]).max() > 10
+
+
+def test_a_profile_goes_with_transparency_and_a_grey_one_with_greys(tmp_path):
+    layer = Image.new("RGBA", (32, 16), (200, 120, 60, 0))
+    layer.paste((200, 120, 60, 255), (16, 0, 32, 16))
+    layer.save(tmp_path / "a.png", icc_profile=P3)
+    layer.convert("RGB").save(tmp_path / "b.png", icc_profile=P3)
+    found, whole = seen("image", tmp_path / "a.png"), seen("image", tmp_path / "b.png")
+    assert (found[:, :16] == 255).all() and (found[:, 16:] == whole[:, 16:]).all()
+
+
+def test_images_in_srgb_stay_as_they_are_and_a_broken_profile_is_said(tmp_path, caplog):
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 32, 3), np.uint8)
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    Image.fromarray(pixels).save(tmp_path / "a.png", icc_profile=srgb)
+    np.testing.assert_array_equal(seen("image", tmp_path / "a.png"), pixels)
+    assert not caplog.messages
+    Image.fromarray(pixels).save(tmp_path / "a.png", icc_profile=b"no profile")
+    np.testing.assert_array_equal(seen("image", tmp_path / "a.png"), pixels)
+    assert "a colour profile that cannot be applied is left out" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B"])
