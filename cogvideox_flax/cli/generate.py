@@ -123,7 +123,7 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
         make_on_cluster(args, pipe, prepared.model, queue, [(run, todo) for run, (todo,) in missing], options, folder)
         missing = []
     count, total, started = 0, sum(len(items) for _, items in missing), time.monotonic()
-    queue.write_page()
+    queue.write_page(args.model and str(args.model))
     with run_dir_lock(folder, temporary=True):
         for batch, items in missing:
             run = items_of(batch, [todo.item for todo in items])
@@ -145,7 +145,7 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
                     print(path, flush=True)
                 remove_files(folder)
             count += len(items)
-            queue.write_page()
+            queue.write_page(args.model and str(args.model))
     if args.dir is None and hosts.is_first():
         with suppress(OSError):  # a run in the middle is there, too
             stages_folder(out).rmdir()

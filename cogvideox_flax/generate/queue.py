@@ -345,11 +345,11 @@ class Queue:
         return InputError("\n".join([first, *each]))
 
     @hosts.on_process_0
-    def write_page(self) -> None:
-        """Write the page of what is there, what failed, and what is still to be made."""
+    def write_page(self, model: str | None = None) -> None:
+        """Write the page of what is there, what failed, and what is still to be made; `model` is that of --model."""
         wrong = [PageRow(number, self.lines[number], fault=fault) for number, fault in self.faults.items()]
         others = [row for row in self._rows.values() if row.path is not None or row.line not in self.faults]
-        write_page(folder_of(self.out), self.out.name, sorted([*others, *wrong], key=lambda row: row.line))
+        write_page(folder_of(self.out), self.out.name, sorted([*others, *wrong], key=lambda row: row.line), model)
 
 
 def save_videos(

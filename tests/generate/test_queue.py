@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
 
 from cogvideox_flax.generate import journey
-from cogvideox_flax.generate.page import PAGE
+from cogvideox_flax.generate.page import PAGE, PageRow, write_page
 from cogvideox_flax.generate.queue import fields_of
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.runtime import compile as compile_module
@@ -221,11 +223,28 @@ def test_the_page(queue, tmp_path, cheap_decoder):
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; big" in page
     assert "ein größer Kreis" in page
-    assert re.search(r"[0-9.]+ s; seed 0, .*num_inference_steps 2", page)
+    assert re.search(r"[0-9.]+ s; seed 0<br>", page)
+    assert page.count("num_inference_steps 2") == 1, "the settings of all, once"
+    assert '<meta name="viewport" content="width=device-width' in page and page.count(" autoplay loop muted") == 3
     assert not re.search(r'(src|href)="(?!v-000)', page), "it loads nothing from elsewhere"
     assert [name for name in names if f'src="{name}"' in page] == names[:2]
     assert 'src="v-0003-ein-gr%C3%B6%C3%9Fer-kreis-seed0.mp4"' in page
     assert "3 of 3 videos" in page
+
+
+def test_a_page_says_in_what_videos_differ_and_how_each_is_made_again(tmp_path):
+    settings = [{"num_inference_steps": 2, "scheduler": name, "height": 48} for name in ("ddim", "dpm")]
+    rows = [
+        PageRow(i, "a", tmp_path / f"a {i}.mp4", {"seed": i, "settings": facts}) for i, facts in enumerate(settings)
+    ]
+    write_page(tmp_path, "v", [*rows, PageRow(3, "b")], "weights/my model")
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
+    assert "<small>num_inference_steps 2, height 48</small>" in page
+    assert "<small>seed 0, scheduler ddim<br>" in page and "<small>seed 1, scheduler dpm<br>" in page
+    for row in rows:
+        (command,) = re.findall(rf"<code>(.*{row.path.name}.*)</code>", page)
+        expected = ["cogvideox", "generate", "--like", str(row.path), "--model", "weights/my model"]
+        assert shlex.split(html.unescape(command)) == expected
 
 
 def test_a_page_of_somebody_else_stays(queue, tmp_path, monkeypatch):
