@@ -101,6 +101,10 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def architecture(self) -> Self:
+        """This config without what weights of the same architecture may differ in, such as nominal sizes."""
+        return self
+
     def check_dtype(self, dtype: str | None) -> None:
         """Refuse a dtype that the component does not survive.
 

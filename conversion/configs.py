@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.config import require
-from cogvideox_flax.conversion.source import components_of, contents_of, read_json
+from cogvideox_flax.conversion.source import class_names, components_of, contents_of, is_alone, read_json
 from cogvideox_flax.errors import ConversionError, InputError
-from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import Release, VideoModel
 from cogvideox_flax.models.registry import FAMILIES
 
@@ -23,48 +22,87 @@ def find_family(src: Path, preferred: str | None = None) -> type[VideoModel]:
     families = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
 
     def matches(family: type[VideoModel]) -> tuple[int, int]:
-        named = sum(not _class_names(src / name).isdisjoint(c.class_names) for name, c in family.components.items())
+        folders = folders_of(src, family)
+        named = sum(not class_names(folders[name]).isdisjoint(family.components[name].class_names) for name in folders)
         return named, sum((src / name).is_dir() for name in family.components)
 
     return max(families, key=matches)
 
 
-def _class_names(folder: Path) -> set[str]:
-    """The class names in a component's config.json; none if it cannot be read, which `read_configs` reports."""
-    try:
-        raw = load_json(folder / "config.json")
-        return {raw["_class_name"]} if "_class_name" in raw else set(raw.get("architectures") or ())
-    except (OSError, ValueError, TypeError, AttributeError):
-        return set()
+def folders_of(src: Path, family: type[VideoModel]) -> dict[str, Path]:
+    """Where each component lies: below `src`, or `src` itself, of which one component alone may be the contents.
+
+    A file, or a folder without config.json, may be any of them.
+    """
+    if not is_alone(src):
+        return {name: src / name for name in family.components}
+    names = class_names(src)
+    return {name: src for name, c in family.components.items() if not names or not names.isdisjoint(c.class_names)}
 
 
 def read_configs(
-    src: Path, family: type[VideoModel], wanted: Iterable[str], release: Release | None = None
+    src: Path,
+    family: type[VideoModel],
+    wanted: Iterable[str],
+    release: Release | None = None,
+    into: Manifest | None = None,
 ) -> Manifest:
     """The configs of some components in a directory, of its scheduler and its tokenizer.
 
     Args:
         release: use the configs of the components and the scheduler of this release instead.
+        into: of the checkpoint that the components become part of. What belongs to its denoiser and this directory
+            lacks is taken from it.
 
     Raises:
         ConversionError: a config file is missing or not supported.
     """
-    configs = {name: _component_config(src, family, name, release) for name in wanted}
+    into = into or Manifest(family=family.name)
+    configs = {name: _component_config(src, family, name, release, into.configs.get(name)) for name in wanted}
     if "image_encoder" in configs:
         _check_feature_extractor(src, configs["image_encoder"].image_size)
+    kept = into if family.denoiser in into.configs else Manifest(family=family.name)
     scheduler_file = src / "scheduler" / "scheduler_config.json"
     known = release or family.find_release(configs)
     if release is None and scheduler_file.is_file():
         configs["scheduler"] = _parse(scheduler_file, family.scheduler_config.from_hf)
+        kept = Manifest(family=family.name)  # a model of its own
+    elif release is None and "scheduler" in kept.configs:
+        configs["scheduler"] = kept.configs["scheduler"]
     elif known is not None and family.denoiser in configs:
         configs["scheduler"] = known.configs["scheduler"]
     tokenizer_file = src / "tokenizer" / "tokenizer_config.json"
     if tokenizer_file.is_file():
         configs["tokenizer"] = _parse(tokenizer_file, lambda raw: family.read_tokenizer(raw, configs))
     else:
-        configs["tokenizer"] = family.read_tokenizer({}, configs)
-    name = None if release is None else release.name
-    return Manifest(family=family.name, configs=configs, release_name=name, guidance_scale=_guidance_scale(src))
+        configs["tokenizer"] = kept.configs.get("tokenizer") or family.read_tokenizer({}, configs)
+    guidance_scale = _guidance_scale(src)
+    return Manifest(
+        family=family.name,
+        configs=configs,
+        release_name=kept.release_name if release is None else release.name,
+        guidance_scale=kept.guidance_scale if guidance_scale is None else guidance_scale,
+    )
+
+
+def kept_beside(there: Manifest, configs: Mapping[str, Any], dst: Path) -> Manifest:
+    """What a checkpoint keeps beside components with these configs: nothing of a model that they replace as a whole.
+
+    Raises:
+        ConversionError: a component is of another architecture than the one that it would replace.
+    """
+    faults = []
+    for name in configs.keys() & there.configs.keys() & there.model.components.keys():
+        new, old = (each[name].architecture().to_dict() for each in (configs, there.configs))
+        faults += [f"its {name} has {key} {new[key]}, not {old[key]}" for key in old if new[key] != old[key]]
+    if not faults:
+        return there
+    if there.weights.keys() <= configs.keys():
+        return Manifest(family=there.family, tokenizer_sha256=there.tokenizer_sha256)
+    raise ConversionError(
+        f"this is no part of the checkpoint in {dst}: {'; '.join(sorted(faults))}. Take one of the same architecture, "
+        "or convert the whole model into another directory"
+    )
 
 
 def check_complete(src: Path, family: type[VideoModel], release: Release | None = None) -> None:
@@ -116,10 +154,18 @@ def _check_feature_extractor(src: Path, side: int) -> None:
     )
 
 
-def _component_config(src: Path, family: type[VideoModel], name: str, release: Release | None) -> Any:
+def _component_config(src: Path, family: type[VideoModel], name: str, release: Release | None, replaced: Any) -> Any:
     if release is not None:
         return release.configs[name]
-    path = src / name / "config.json"
+    folder = folders_of(src, family)[name]
+    path = folder / "config.json"
+    if replaced is not None and (folder.is_file() or not path.is_file()):
+        return replaced
+    if folder.is_file():
+        raise ConversionError(
+            f"{folder} does not say what the weights are; convert it into a checkpoint that has a {name} already, "
+            "or name the model: cogvideox convert SRC DST --release NAME"
+        )
     if not path.is_file():
         raise ConversionError(
             f"{path} is missing; it says what the weights are. Download it too, "

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,9 +28,16 @@ from cogvideox_flax.checkpoint import (
     read_manifest,
     write_manifest,
 )
-from cogvideox_flax.conversion.configs import check_complete, find_family, read_configs
+from cogvideox_flax.conversion.configs import check_complete, find_family, folders_of, kept_beside, read_configs
 from cogvideox_flax.conversion.mapping import WeightMoves, weight_moves
-from cogvideox_flax.conversion.source import Source, check_against_hub, components_of, is_hf_layout
+from cogvideox_flax.conversion.source import (
+    Source,
+    check_against_hub,
+    class_names,
+    components_of,
+    is_alone,
+    is_hf_layout,
+)
 from cogvideox_flax.conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.atomic import file_lock, write_json
@@ -63,8 +70,9 @@ def convert(
     """Convert a Hugging Face layout directory to a native checkpoint.
 
     Args:
-        src: directory with any component's directory (and tokenizer/, scheduler/).
-        dst: the native checkpoint to make, or to add components to.
+        src: directory with any component's directory (and tokenizer/, scheduler/); or one component alone, as its own
+            directory or a file.
+        dst: the native checkpoint to make, or to add components to; what src lacks stays as it is there.
         components: which to convert; None for all that src has.
         whole: refuse a src that lacks a component, or a tokenizer that the model can use.
         dtype: "float32", "bfloat16" or "float16" to cast to; None keeps each tensor's own.
@@ -73,43 +81,73 @@ def convert(
         progress: called as bytes are read.
 
     Raises:
-        InputError: src is not such a directory, tensors do not match, dst cannot be written, the disk is too small,
-            or the model overflows in the dtype. What remains in dst does not load.
+        InputError: src is not such a directory, tensors do not match, a component does not fit those in dst, dst cannot
+            be written, the disk is too small, or the model overflows in the dtype. What remains in dst does not load.
     """
     src, dst = Path(src), Path(dst)
-    if not src.is_dir():
+    if not src.exists():
         raise InputError(f"{src} is not a directory; expected a checkpoint in the Hugging Face layout")
     if is_native(src):
         raise InputError(f"{src} is a native checkpoint already; there is nothing to convert")
-    if not is_hf_layout(src):
+    if not is_hf_layout(src) and not is_alone(src):
         names = ", ".join(component_names())
         raise InputError(f"{src} is not a checkpoint in the Hugging Face layout: it has none of {names} with weights")
     if dtype is not None and dtype not in FLOATS:
         raise InputError(f"unknown dtype {dtype!r}; known are {', '.join(FLOATS)}")
     family = family_of(src, dst, release, components)
-    wanted = list(components or components_of(src, family.components))
-    if not wanted:
-        raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
-
     known = get_release(release) if release else None
     if whole:
         check_complete(src, family, known)
-    manifest = read_configs(src, family, wanted, known)
+    wanted = list(components or _components_in(src, family))
+    folders = folders_of(src, family)
+    if absent := [name for name in wanted if name not in folders]:
+        raise ConversionError(f"{src} holds {' and '.join(folders) or 'no component'} alone, and no {absent[0]}")
+    there = _checkpoint_in(dst, family)
+    manifest = read_configs(src, family, wanted, known, there)
+    before = kept_beside(there, manifest.configs, dst)
+    if before is not there:
+        manifest = read_configs(src, family, wanted, known)
     for component in wanted:
         manifest.configs[component].check_dtype(dtype)
-    job = _Job(src, dst, dtype, manifest, _tokenizer_files(src, family, wanted), origin or {}, progress)
+    tokenizer = _tokenizer_files(src, family, wanted)
+    job = _Job(src, dst, dtype, manifest, before, folders, tokenizer, origin or {}, progress)
     # all tensors are matched and the disk space is checked before the first component is written
     moves = {component: job.moves(component) for component in wanted}
     check_free_space(dst, sum(job.space(component, moves[component]) for component in wanted))
     make_writable(dst, job.work)
     busy = f"another conversion is writing to {dst}; wait for it, or choose another destination"
     with file_lock(dst / LOCK_FILE, busy=busy):
+        if _checkpoint_in(dst, family) != there:
+            raise InputError(f"another conversion has changed {dst} meanwhile; run the same command again")
         try:
             job.run(moves)
         except OSError as e:
             raise InputError(
                 f"writing {dst} failed: {e.strerror}; free some space and run the same command again"
             ) from e
+
+
+def _checkpoint_in(dst: Path, family: type[VideoModel]) -> Manifest:
+    """The manifest of the checkpoint in dst, also of one that a killed attempt was moving into place."""
+    place = next((place for place in (dst / WORK_DIR, dst) if is_native(place)), None)
+    return Manifest(family=family.name) if place is None else read_manifest(place)
+
+
+def _components_in(src: Path, family: type[VideoModel]) -> list[str]:
+    """The components that src has.
+
+    Raises:
+        ConversionError: none, or it does not say which one it is.
+    """
+    names = list(folders_of(src, family)) if is_alone(src) else components_of(src, family.components)
+    if not names and is_alone(src):
+        kinds = ", ".join(sorted(class_names(src)))
+        raise ConversionError(f"{src} holds a {kinds}, which is no component of a model family that this version knows")
+    if not names:
+        raise ConversionError(f"{src} has a model_index.json but no weights; download the component directories too")
+    if len(names) > 1 and is_alone(src):
+        raise ConversionError(f"{src} does not say what it is; name it with --component, one of {', '.join(names)}")
+    return names
 
 
 def family_of(
@@ -137,6 +175,8 @@ class _Job:
     dst: Path
     dtype: str | None
     manifest: Manifest
+    before: Manifest
+    folders: Mapping[str, Path]
     tokenizer: Sequence[str]
     origin: dict[str, str]
     progress: Progress
@@ -150,7 +190,7 @@ class _Job:
         return self.dst / WORK_DIR
 
     def moves(self, component: str) -> WeightMoves:
-        with Source(self.src / component) as source:
+        with Source(self.folders[component]) as source:
             shapes = {name: source.info(name).shape for name in source.where}
             return weight_moves(self.family, component, self.manifest.configs[component], shapes)
 
@@ -161,7 +201,7 @@ class _Job:
             key = load_json(done / RECORD_FILE)["key"]
             if key == {**self.key(component, [], []), "files": key["files"]}:  # the files are hashed later
                 return 0
-        with Source(self.src / component) as source:
+        with Source(self.folders[component]) as source:
             targets = self.targets(source, todo)
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
@@ -176,44 +216,43 @@ class _Job:
         for path in self.work.iterdir():
             if path.name not in moves:
                 shutil.rmtree(path, ignore_errors=True)
-        before = read_manifest(self.dst) if is_native(self.dst) else Manifest(family=self.family.name)
         records = {component: self.convert(component, todo) for component, todo in moves.items()}
-        tokenizer = before.tokenizer_sha256 | _copy_tokenizer(self.src, self.work, self.tokenizer)
+        tokenizer = self.before.tokenizer_sha256 | _copy_tokenizer(self.src, self.work, self.tokenizer)
         manifest = replace(
-            before,
-            configs=self.configs(before, moves),
-            weights=before.weights | records,
+            self.before,
+            configs=self.configs(moves),
+            weights=self.before.weights | records,
             tokenizer_sha256=tokenizer,
-            **self.of_denoiser(before, moves),
+            **self.of_denoiser(moves),
         )
         write_manifest(self.work, manifest)
         _finish(self.dst)
 
-    def configs(self, before: Manifest, converted: Iterable[str]) -> dict[str, Any]:
+    def configs(self, converted: Iterable[str]) -> dict[str, Any]:
         """All configs of the checkpoint.
 
         The scheduler and the tokenizer are those of the denoiser's directory: other components may come from another
         release with another noise schedule.
         """
-        own, kept = self.manifest.configs, before.configs
+        own, kept = self.manifest.configs, self.before.configs
         shared = {name: own[name] for name in ("scheduler", "tokenizer") if name in own}
         if self.family.denoiser in converted:
             kept = {name: config for name, config in kept.items() if name in self.family.components}
         return shared | kept | {component: own[component] for component in converted}
 
-    def of_denoiser(self, before: Manifest, converted: Iterable[str]) -> dict[str, Any]:
+    def of_denoiser(self, converted: Iterable[str]) -> dict[str, Any]:
         """`release_name` and `guidance_scale`: as the scheduler, those of the denoiser's directory."""
 
         def choose(own: Any, kept: Any) -> Any:
             return own if kept is None or self.family.denoiser in converted else kept
 
         names = ("release_name", "guidance_scale")
-        return {name: choose(getattr(self.manifest, name), getattr(before, name)) for name in names}
+        return {name: choose(getattr(self.manifest, name), getattr(self.before, name)) for name in names}
 
     def convert(self, component: str, todo: WeightMoves) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
         done = self.work / component
-        with Source(self.src / component) as source:
+        with Source(self.folders[component]) as source:
             files = [file.path for file in source.files]
             for path in files:
                 check_against_hub(path)

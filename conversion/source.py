@@ -24,6 +24,20 @@ def is_hf_layout(where: Path) -> bool:
     return (where / "model_index.json").is_file() or bool(components_of(where, component_names()))
 
 
+def is_alone(where: Path) -> bool:
+    """Whether it is one component without the rest of a model: what its own `save_pretrained` wrote, or a file."""
+    return where.is_file() or (not is_hf_layout(where) and bool(class_names(where) or _weight_files(where)))
+
+
+def class_names(folder: Path) -> set[str]:
+    """The class names in a component's config.json; none if it cannot be read, which is reported later."""
+    try:
+        raw = load_json(folder / "config.json")
+        return {raw["_class_name"]} if "_class_name" in raw else set(raw.get("architectures") or ())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return set()
+
+
 def components_of(where: Path, names: Iterable[str]) -> list[str]:
     """The components among `names` that have a directory with weight files, readable or not."""
     return [name for name in names if (where / name).is_dir() and _weight_files(where / name)]
@@ -83,12 +97,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_paths(folder: Path) -> list[Path]:
-    """The safetensors files of one component: those in the index, or without an index all of them.
+    """The safetensors files of one component: those in the index, or without an index all of them; or this one file.
 
     Raises:
         ConversionError: none, only pickled ones, several variants, or an index that names a file outside the directory
             or a missing one.
     """
+    if folder.is_file():
+        return [folder]
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; expected a component's directory with safetensors weights")
     files = _weight_files(folder)

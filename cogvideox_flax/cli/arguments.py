@@ -321,7 +321,8 @@ def _add_serve(sub: Parser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b"
+    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b; or the directory or file of "
+    what += "one component, for a DST that has the rest"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
     what = "components such as transformer, vae or text_encoder; default: all, which SRC must have"

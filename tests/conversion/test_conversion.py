@@ -21,6 +21,7 @@ from cogvideox_flax.conversion import convert as conversion_module
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.conversion.mapping import weight_moves
 from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
+from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -35,6 +36,7 @@ from tests.support.reference import (
     make_text_encoder,
     make_transformer,
     make_vae,
+    save_layout,
 )
 
 KEYS = SHARED / "spec" / "keys"
@@ -472,3 +474,77 @@ def test_command_line(transformer, tmp_path, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert "Traceback" not in message
+
+
+# --- one component into a finished checkpoint
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A native checkpoint that runs, with a noise schedule of its own; a test takes a copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    layout = save_layout(folder / "hf", "cogvideox-5b")
+    make_scheduler("dpm", 2.0).save_pretrained(layout / "scheduler")
+    convert(layout, folder / "native", whole=True)
+    return folder / "native"
+
+
+@pytest.fixture
+def native(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "native")
+
+
+def fine_tune(folder: Path, **changes) -> Path:
+    """Another transformer of the checkpoint's architecture, as `save_pretrained` alone writes it."""
+    make_transformer("cogvideox-5b", seed=1, **changes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["layout", "folder", "without config", "file"])
+def test_a_transformer_alone_goes_into_a_finished_checkpoint(form, native, tmp_path):
+    """The checkpoint still runs, and what the source lacks is as it was."""
+    before, components = read_manifest(native), None
+    src = fine_tune(tmp_path / "checkpoint-500" / "transformer", sample_height=8)
+    if form == "layout":
+        src = src.parent
+    elif form != "folder":
+        (src / "config.json").unlink()
+        src, components = (src if form == "without config" else next(src.iterdir())), ["transformer"]
+        with pytest.raises(ConversionError, match="does not say what it is; name it with --component, one of text_"):
+            convert(src, native)
+    convert(src, native, components=components)
+    after = read_manifest(native)
+    assert after.configs["scheduler"] == before.configs["scheduler"]
+    kept = before.configs["transformer"].sample_height
+    assert after.configs["transformer"].sample_height == (8 if components is None else kept)
+    assert {**after.weights, "transformer": None} == {**before.weights, "transformer": None}
+    expected = convert_component("transformer", make_transformer("cogvideox-5b", seed=1), tmp_path / "expected")
+    new, old = (load_transformer(path) for path in (native, expected))
+    assert all((np.asarray(parameters(new)[name]) == np.asarray(x)).all() for name, x in parameters(old).items())
+    verify(native)
+    Pipeline.from_pretrained(native)
+
+
+@pytest.mark.parametrize("changes", [{"num_layers": 3}, {"in_channels": 32}, {"patch_size_t": 2}])
+def test_a_transformer_of_another_architecture_is_refused_before_anything_is_written(changes, native, tmp_path):
+    src = fine_tune(tmp_path / "src", **changes)
+    stated = {path: path.read_bytes() for path in native.rglob("*") if path.is_file()}
+    with pytest.raises(ConversionError, match=r"this is no part of the checkpoint in .*its transformer has .*, not "):
+        convert(src, native)
+    assert stated == {path: path.read_bytes() for path in native.rglob("*") if path.is_file()}
+
+
+def test_a_transformer_alone_is_not_another_component(native, tmp_path):
+    src = fine_tune(tmp_path / "src")
+    with pytest.raises(ConversionError, match="src holds transformer alone, and no vae"):
+        convert(src, native, components=["vae"])
+    (src / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
+    with pytest.raises(ConversionError, match="holds a WanTransformer3DModel, which is no component"):
+        convert(src, native)
+
+
+def test_a_whole_model_still_replaces_one_of_another_architecture(native, tmp_path):
+    convert(save_layout(tmp_path / "hf", "cogvideox-2b"), native)
+    assert not read_manifest(native).configs["transformer"].rotary
+    assert read_manifest(native).configs["scheduler"].kind == "ddim"
+    Pipeline.from_pretrained(native)

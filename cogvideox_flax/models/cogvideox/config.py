@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from cogvideox_flax.config import Config, check_compression, require
@@ -118,6 +118,11 @@ class TransformerConfig(Config):
         if self.in_channels != 2 * self.out_channels:
             return None
         return "image" if self.learned_positions or self.ofs_width is not None else "control"
+
+    def architecture(self) -> Self:
+        """The `sample_*` fields do not count: the 1.5 configs were re-uploaded with another nominal size."""
+        unused = {"add_noise_in_inpaint_model": False}  # by all releases
+        return replace(self, sample_height=1, sample_width=1, sample_frames=1, **unused)
 
     def check_dtype(self, dtype: str | None) -> None:
         """Refuse float16 for the rotary releases (5b and 1.5): trained in bfloat16, they overflow in float16."""

@@ -186,7 +186,7 @@ class CogVideoX(VideoModel):
 
     @classmethod
     def is_release(cls, release: Release, configs: Configs) -> bool:
-        return releases.architecture(configs["transformer"]) == releases.architecture(release.configs["transformer"])
+        return configs["transformer"].architecture() == release.configs["transformer"].architecture()
 
     @property
     def transformer(self) -> TransformerConfig:

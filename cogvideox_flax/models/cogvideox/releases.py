@@ -57,15 +57,6 @@ RELEASES: dict[str, Release] = {
 }
 
 
-def architecture(config: TransformerConfig) -> TransformerConfig:
-    """A transformer's config without what does not tell releases apart.
-
-    The `sample_*` fields do not count: the 1.5 configs were re-uploaded with another nominal size.
-    """
-    unused = {"add_noise_in_inpaint_model": False}  # by all releases
-    return dataclasses.replace(config, sample_height=1, sample_width=1, sample_frames=1, **unused)
-
-
 PREVIEW = (
     (42.2, 45.6, 38.7),
     (0.8, 2.5, 3.8),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from cogvideox_flax.config import DEFAULT_MAX, Config, check_compression, require
@@ -70,6 +70,10 @@ class TransformerConfig(Config):
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    def architecture(self) -> Self:
+        """Trained at another size or not, the weights are those of one architecture."""
+        return replace(self, target_size=1)
 
     def check_dtype(self, dtype: str | None) -> None:
         """Refuse float16: the model was trained in bfloat16."""
