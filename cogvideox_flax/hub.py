@@ -1,12 +1,13 @@
-"""find(where): the native checkpoint of a directory, a hub id, or the embedded model."""
+"""find(where): the native checkpoint of a directory, a hub id, or the embedded model; with another transformer."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from cogvideox_flax.checkpoint import (
     is_native,
     read_manifest,
     weights_file,
+    write_manifest,
 )
-from cogvideox_flax.conversion.configs import find_family, read_configs
+from cogvideox_flax.conversion.configs import find_family, kept_beside, read_configs
 from cogvideox_flax.conversion.convert import LOCK_FILE, WORK_DIR, convert
 from cogvideox_flax.conversion.download import Download, download, download_model, files_read
 from cogvideox_flax.conversion.progress import progress_bar
+from cogvideox_flax.conversion.source import is_alone
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
@@ -49,7 +52,13 @@ EMBEDDED_MODELS: dict[Any, Path] = {
 """The checkpoints that come with the package, by the names that `where` may have."""
 
 
-def find(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Path:
+def find(
+    where: str | Path | None,
+    revision: str | None = None,
+    transformer: str | Path | None = None,
+    *,
+    progress: bool = True,
+) -> Path:
     """The native checkpoint that `where` names.
 
     A native directory is returned as it is. A directory in the Hugging Face layout, or a hub id ("owner/name"),
@@ -60,11 +69,19 @@ def find(where: str | Path | None, revision: str | None = None, *, progress: boo
         where: directory or hub id; None or "embedded" for the embedded checkpoint, "embedded-image-to-video" for the
             one that takes a first frame.
         revision: for a hub id: branch, tag or commit.
+        transformer: one in place of the checkpoint's own: the directory or file of one alone, or of a model that has
+            one, native or not; or a hub id. It is converted once, into a checkpoint that refers to the other's files.
         progress: progress bars on stderr.
 
     Raises:
-        InputError: it does not exist, is not a checkpoint, or cannot be downloaded or converted.
+        InputError: it does not exist, is not a checkpoint, or cannot be downloaded or converted; the transformer is of
+            another architecture.
     """
+    native = _find(where, revision, progress)
+    return native if transformer is None else _with_transformer(native, transformer, progress)
+
+
+def _find(where: str | Path | None, revision: str | None, progress: bool) -> Path:
     path = _local(where, revision)
     if path is not None and is_native(path):
         return path
@@ -88,11 +105,108 @@ def find(where: str | Path | None, revision: str | None = None, *, progress: boo
     return target
 
 
-def peek(where: str | Path | None, revision: str | None = None, *, progress: bool = True) -> Manifest:
+def _with_transformer(native: Path, where: str | Path, progress: bool) -> Path:
+    """A checkpoint in the cache, of this transformer and of links to the other files of a native checkpoint."""
+    base = read_manifest(native)
+    component, source = base.model.denoiser, _transformer_source(where, base, progress)
+    config = _transformer_config(source.folder, base, native)
+    if is_native(source.folder):
+        made_of: Any = read_manifest(source.folder).weights[component]["sha256"]
+    else:
+        made_of = source.origin or content_hashes(_files_alone(source.folder))
+    name = f"{native.name}+{expand_user(where).name}-{fingerprint(base.to_json(), made_of)[:16]}"
+    target = cache_dir() / f"{name}-v{FORMAT_VERSION}"
+    if _is_intact(target):
+        return target
+    with _locked(target):
+        if not _is_intact(target):
+            _remove_damaged(target)
+            others = {name: record for name, record in base.weights.items() if name != component}
+            manifest = replace(base, weights=others, configs=base.configs | {component: config})
+            tokenizer = [Path(name) for name in base.model.tokenizer_files if (native / name).exists()]
+            _link([*tokenizer, *(weights_file("", name) for name in others)], native, target)
+            if is_native(source.folder):
+                record = read_manifest(source.folder).weights[component]
+                _link([weights_file("", component)], source.folder, target)
+                write_manifest(target, replace(manifest, weights=others | {component: record}))
+                return target
+            if source.origin:
+                download(
+                    str(where), source.origin["revision"], _transformer_files(source, component), progress=progress
+                )
+            write_manifest(target, manifest)
+            with progress_bar(progress) as report:
+                convert(source.folder, target, components=[component], origin=source.origin, progress=report)
+    return target
+
+
+def _link(files: Iterable[Path], source: Path, target: Path) -> None:
+    """Links to files of another checkpoint, in the same places."""
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        (target / file).symlink_to((source / file).resolve())
+
+
+def _transformer_source(where: str | Path, base: Manifest, progress: bool) -> Download:
+    """Where a transformer lies: a native checkpoint, or the transformer's own directory or file. Of a hub id, the
+    configs are downloaded."""
+    path = expand_user(where)
+    source = Download(path, {}) if os.path.exists(path) else download(str(where), progress=progress)
+    below = source.folder / base.model.denoiser
+    return source._replace(folder=below) if below.is_dir() and not is_native(source.folder) else source
+
+
+def _transformer_config(folder: Path, base: Manifest, where: object) -> Any:
+    """The config of a transformer that a checkpoint can have.
+
+    Raises:
+        InputError: it is no transformer, or of another architecture.
+    """
+    component = base.model.denoiser
+    if is_native(folder):
+        manifest = read_manifest(folder)
+        if manifest.family != base.family or component not in manifest.weights:
+            raise InputError(f"{folder} has no {component} of the family {base.family}; name one that has")
+        config = manifest.configs[component]
+    elif not is_alone(folder):
+        raise InputError(f"{folder} holds no {component}; expected its directory with config.json and safetensors")
+    else:
+        config = read_configs(folder, type(base.model), [component], into=base).configs[component]
+    kept_beside(base, {component: config}, where)
+    return config
+
+
+def _files_alone(place: Path) -> list[Path]:
+    """The files that are read of a component alone."""
+    return [place] if place.is_file() else [p for p in sorted(place.iterdir()) if p.suffix in (".json", ".safetensors")]
+
+
+def _transformer_files(source: Download, component: str) -> tuple[str, ...]:
+    """Patterns of a transformer's files in a repository of its own, or of a model."""
+    stem = f"{component}/*" if source.folder.name == component else "diffusion_pytorch_model*"
+    return (f"{stem}.safetensors", f"{stem}.safetensors.index*.json")
+
+
+def peek(
+    where: str | Path | None,
+    revision: str | None = None,
+    transformer: str | Path | None = None,
+    *,
+    progress: bool = True,
+) -> Manifest:
     """A model's manifest from its config files alone: converts nothing, and downloads only the configs of a hub id.
 
     Arguments and errors as for `find`; `weights` is empty for a model that is not converted.
     """
+    base = _peek(where, revision, progress)
+    if transformer is None:
+        return base
+    component = base.model.denoiser
+    folder = _transformer_source(transformer, base, progress).folder
+    return replace(base, configs=base.configs | {component: _transformer_config(folder, base, where or EMBEDDED)})
+
+
+def _peek(where: str | Path | None, revision: str | None, progress: bool) -> Manifest:
     path = _local(where, revision)
     if path is None:
         path = _configs(str(where), revision, progress).folder
@@ -142,6 +256,8 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
         raise InputError(f"cannot read {path}: {e.strerror}") from e
     if (path / CONFIG_FILE).is_file():
         refuse_stand_in(path / CONFIG_FILE)
+    if is_alone(path):
+        raise _not_a_model(path, "; one component alone goes with a model that has the rest: see --transformer")
     raise _not_a_model(path, f". Did you mean {above}?" if above else "")
 
 

@@ -85,7 +85,7 @@ def read_configs(
     )
 
 
-def kept_beside(there: Manifest, configs: Mapping[str, Any], dst: Path) -> Manifest:
+def kept_beside(there: Manifest, configs: Mapping[str, Any], dst: object) -> Manifest:
     """What a checkpoint keeps beside components with these configs: nothing of a model that they replace as a whole.
 
     Raises:
@@ -97,7 +97,7 @@ def kept_beside(there: Manifest, configs: Mapping[str, Any], dst: Path) -> Manif
         faults += [f"its {name} has {key} {new[key]}, not {old[key]}" for key in old if new[key] != old[key]]
     if not faults:
         return there
-    if there.weights.keys() <= configs.keys():
+    if there.configs.keys() & there.model.components.keys() <= configs.keys():
         return Manifest(family=there.family, tokenizer_sha256=there.tokenizer_sha256)
     raise ConversionError(
         f"this is no part of the checkpoint in {dst}: {'; '.join(sorted(faults))}. Take one of the same architecture, "
@@ -157,7 +157,11 @@ def _check_feature_extractor(src: Path, side: int) -> None:
 def _component_config(src: Path, family: type[VideoModel], name: str, release: Release | None, replaced: Any) -> Any:
     if release is not None:
         return release.configs[name]
-    folder = folders_of(src, family)[name]
+    folders = folders_of(src, family)
+    if name not in folders:
+        found = ", ".join(folders or sorted(class_names(src)))
+        raise ConversionError(f"{src} holds {found} alone; expected the {name} of a {family.name} model")
+    folder = folders[name]
     path = folder / "config.json"
     if replaced is not None and (folder.is_file() or not path.is_file()):
         return replaced

@@ -99,9 +99,6 @@ def convert(
     if whole:
         check_complete(src, family, known)
     wanted = list(components or _components_in(src, family))
-    folders = folders_of(src, family)
-    if absent := [name for name in wanted if name not in folders]:
-        raise ConversionError(f"{src} holds {' and '.join(folders) or 'no component'} alone, and no {absent[0]}")
     there = _checkpoint_in(dst, family)
     manifest = read_configs(src, family, wanted, known, there)
     before = kept_beside(there, manifest.configs, dst)
@@ -110,6 +107,7 @@ def convert(
     for component in wanted:
         manifest.configs[component].check_dtype(dtype)
     tokenizer = _tokenizer_files(src, family, wanted)
+    folders = folders_of(src, family)
     job = _Job(src, dst, dtype, manifest, before, folders, tokenizer, origin or {}, progress)
     # all tensors are matched and the disk space is checked before the first component is written
     moves = {component: job.moves(component) for component in wanted}

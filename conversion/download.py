@@ -17,6 +17,7 @@ from cogvideox_flax.models.registry import RELEASES
 
 CONFIGS = (
     "model_index.json",
+    "config.json",
     "*/config.json",
     "scheduler/scheduler_config.json",
     "guider/guider_config.json",

@@ -126,6 +126,8 @@ def _shared_options() -> dict[str, Any]:
     prompt.add_argument("prompt", nargs="*", metavar='"PROMPT"', help="one or more prompts, each in quotes")
     model.add_argument("--model", help=_MODEL)
     rarely(model.add_argument("--revision", help="branch, tag or commit of a hub id"))
+    what = "a transformer in place of the model's: its directory or file, or a model that has one; or a hub id"
+    rarely(model.add_argument("--transformer", metavar="WHERE", help=what))
     model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     model.add_argument(
         "--mesh",
@@ -321,8 +323,8 @@ def _add_serve(sub: Parser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b; or the directory or file of "
-    what += "one component, for a DST that has the rest"
+    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b; or the directory or file "
+    what += "of one component, for a DST that has the rest"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
     what = "components such as transformer, vae or text_encoder; default: all, which SRC must have"

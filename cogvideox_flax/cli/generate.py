@@ -243,9 +243,8 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         latents = read_latents_npz(args.latents, len(settings["prompt"]), channels)
     else:
         latents = read_latents(args.dir, settings, channels)
-        made_of = {
-            name: x for name, x in settings.items() if name not in ("fingerprints", "asked", "model_id", "revision")
-        }
+        of_model = ("fingerprints", "asked", "model_id", "revision", "transformer")
+        made_of = {name: x for name, x in settings.items() if name not in of_model}
         made_by = recipe(made_of, manifest, "", settings.get("fingerprints"))
     fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
     more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks}

@@ -61,14 +61,15 @@ EMBEDDED = "embedded"
 class ModelChoice:
     """Which model a command runs, and where.
 
-    where: as `hub.find` takes it; None: the embedded model.
-    model_id: the same, as a run remembers it.
+    where, transformer: as `hub.find` takes them; None: the embedded model, and its own transformer.
+    model_id: `where`, as a run remembers it.
     mesh: as --mesh; None: one device.
     """
 
     where: str | None
     model_id: str
     revision: str | None
+    transformer: str | None
     dtype: str
     mesh: str | None
 
@@ -117,7 +118,8 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
         decided = Prepared(**decided | {"model": ModelChoice(**decided["model"])})
     prepared: Prepared = decided
     model, mesh = prepared.model, explicit_mesh(prepared.model.mesh)
-    pipe = Pipeline.open_on_hosts(model.where, model.dtype, mesh, revision=model.revision, progress=not args.quiet)
+    which: Any = {"revision": model.revision, "transformer": model.transformer}
+    pipe = Pipeline.open_on_hosts(model.where, model.dtype, mesh, **which, progress=not args.quiet)
     pipe.profiling = profiling_options(args)
     if len(prepared.runs) < len(prepared.requests):
         runs = [resolve(request_of_json(each), pipe.manifest, pipe.dtype) for each in prepared.requests]
@@ -129,8 +131,11 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
 
 def directory_of(pipe: Pipeline, model: ModelChoice, folder: Path) -> RunDirectory:
     """The run directory of an open model."""
-    fingerprints = pipe.fingerprints()
-    return RunDirectory(folder=folder, model_id=model.model_id, revision=model.revision, fingerprints=fingerprints)
+    return replace(_directory_of(model, folder), fingerprints=pipe.fingerprints())
+
+
+def _directory_of(model: ModelChoice, folder: Path) -> RunDirectory:
+    return RunDirectory(folder=folder, model_id=model.model_id, revision=model.revision, transformer=model.transformer)
 
 
 # --- the model
@@ -140,22 +145,27 @@ def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) ->
     """Read the configs of the model that a command names, and check that it can be run; nothing is converted.
 
     Args:
-        recorded: `model_id`, `revision` and `dtype` of an earlier stage or of a recipe, as far as it says them; they
-            stand where the command names no model, or no dtype.
+        recorded: `model_id`, `revision`, `transformer` and `dtype` of an earlier stage or of a recipe, as far as it
+            says them; they stand where the command names no model, or no dtype.
     """
     recorded = {} if recorded is None else recorded
-    where, revision = args.model, args.revision
+    where, revision, transformer = args.model, args.revision, args.transformer
     if where is None and "model_id" in recorded:
         where = None if recorded["model_id"] == EMBEDDED else recorded["model_id"]
-        revision = revision or recorded.get("revision")
+        revision, transformer = revision or recorded.get("revision"), transformer or recorded.get("transformer")
     elif where is None and getattr(args, "image", None):
         where = hub.EMBEDDED_IMAGE_TO_VIDEO
-    manifest = hub.peek(where, revision, progress=not args.quiet)
-    path = expand_user(where or EMBEDDED)
-    model_id = os.path.abspath(path) if where is not None and os.path.exists(path) else where or EMBEDDED
+    manifest = hub.peek(where, revision, transformer, progress=not args.quiet)
+    model_id, transformer = EMBEDDED if where is None else _absolute(where), transformer and _absolute(transformer)
     dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)
-    model = ModelChoice(where, model_id, revision, dtype, None)
+    model = ModelChoice(where, model_id, revision, transformer, dtype, None)
     return model.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
+
+
+def _absolute(where: str) -> str:
+    """A path that is there as it is named from any directory; a hub id stays."""
+    path = expand_user(where)
+    return os.path.abspath(path) if os.path.exists(path) else where
 
 
 def explicit_mesh(text: str | None) -> Mesh | None:
@@ -262,7 +272,7 @@ def prepare_denoise(args: argparse.Namespace) -> Prepared:
     refuse_unrepeatable(settings, args.dir, "go on with it there")
     model, manifest = look(args, settings)
     run = _resolve(args, store.asked_settings(settings), model, manifest)
-    RunDirectory(folder=args.dir, model_id=model.model_id, revision=model.revision).read_features(run)
+    _directory_of(model, args.dir).read_features(run)
     return check_runs(args, model, manifest, [run], args.dir)
 
 
@@ -420,6 +430,7 @@ def _choose_output(args: argparse.Namespace) -> list[Any]:
     count = len(prompts) if isinstance(prompts, list) else 1
     videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
     where = {name: getattr(args, name) for name in ("prompt", "model", "revision", "dtype")}
+    where |= {} if args.transformer is None else {"transformer": args.transformer}
     asked = json.dumps({**where, **given_options(args), "like": like}, default=str, sort_keys=True)
     first = Path("video.mp4")
     for path in itertools.chain([first], (first.with_stem(f"{first.stem}-{i}") for i in itertools.count(2))):

@@ -103,6 +103,7 @@ class OpenModel:
         mesh: Mesh | None = None,
         *,
         revision: str | None = None,
+        transformer: str | Path | None = None,
         progress: bool = True,
         **others: Any,
     ) -> Self:
@@ -115,6 +116,8 @@ class OpenModel:
                 dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
             mesh: from `sharding.make_mesh`; None for one device.
             revision: for a hub id: branch, tag or commit.
+            transformer: one in place of the checkpoint's own, such as a fine-tuned one: its directory or file, a model
+                that has one, or a hub id; converted once. A module is set afterwards: `pipe.transformer = module`.
             progress: progress bars of downloads and conversions on stderr.
 
         Raises:
@@ -124,21 +127,33 @@ class OpenModel:
             TypeError: another keyword; diffusers' torch_dtype is answered with the name to use.
         """
         for name in others:
-            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision and progress")
+            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision, transformer and progress")
             raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
         if mesh is not None and not isinstance(mesh, Mesh):
             raise InputError(
                 f"mesh is {short_repr(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device"
             )
+        if not isinstance(transformer, str | Path | None):
+            raise InputError(
+                f"transformer is {short_repr(transformer)}; expected a directory, file or hub id. A module is set "
+                "afterwards: pipe.transformer = module"
+            )
         libtpu.quiet_without_tpu()
-        manifest = hub.peek(where, revision, progress=progress)
+        manifest = hub.peek(where, revision, transformer, progress=progress)
         dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
-        return cls(hub.find(where, revision, progress=progress), dtype, mesh)
+        return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
 
     @classmethod
     def open_on_hosts(
-        cls, where: str | Path | None, dtype: str, mesh: Mesh | None, *, revision: str | None, progress: bool
+        cls,
+        where: str | Path | None,
+        dtype: str,
+        mesh: Mesh | None,
+        *,
+        revision: str | None,
+        transformer: str | None,
+        progress: bool,
     ) -> Self:
         """`from_pretrained`, of a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and
         converts it for all that share its disk.
@@ -148,7 +163,7 @@ class OpenModel:
         """
 
         def open_here() -> Any:
-            return cls(hub.find(where, revision, progress=progress), dtype, mesh)
+            return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
 
         hosts.check_mesh(mesh)
         return hosts.process_0_then_others(open_here, "the checkpoints", cls.fingerprints)

@@ -17,10 +17,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from cogvideox_flax.checkpoint import read_manifest
+from cogvideox_flax.conversion.convert import convert
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.io.video import read_metadata, read_video
 from tests.support import processes
-from tests.support.commands import PROMPT, ROOT, generate, python
+from tests.support.commands import PROMPT, QUICK, ROOT, generate, python
+from tests.support.reference import make_transformer
 
 pytest_plugins = ["tests.support.commands"]
 
@@ -210,6 +213,46 @@ def test_the_module_and_the_command_convert_alike(run, layout, tmp_path):
         for folder in (tmp_path / "native", tmp_path / "same")
     )
     assert one == other and len(one) > 3
+
+
+def test_a_transformer_in_place_of_the_models(paths, run, layout, native, tmp_path):
+    """In the shell, in Python and in stages: the video is that of a model which has it, and its recipe names it."""
+    src = tmp_path / "checkpoint-500" / "transformer"
+    make_transformer("cogvideox-2b", seed=1).save_pretrained(src)
+    tuned = shutil.copytree(native, tmp_path / "tuned")
+    convert(src, tuned)
+    expected = CogVideoXPipeline.from_pretrained(tuned, "float32").fingerprints()
+
+    def made(*where):
+        paths("generate", PROMPT, *where, *QUICK, "--out", out := tmp_path / "latents.npz")
+        with np.load(out) as file:
+            return file["latents"], json.loads(str(file["metadata"]))["checkpoint"]
+
+    latents, parts = made("--model", tuned)
+    assert parts == {name: value[:12] for name, value in expected.items()}
+    assert not np.array_equal(made("--model", native)[0], latents)
+    (file,) = src.glob("*.safetensors")
+    for model, transformer in ((native, src), (layout, src.parent), (native, file), (native, tuned)):
+        found, stated = made("--model", model, "--transformer", transformer)
+        np.testing.assert_array_equal(found, latents)
+        assert stated == parts
+    pipe = CogVideoXPipeline.from_pretrained(native, "float32", transformer=src)
+    assert pipe.fingerprints() == expected
+    paths("encode", PROMPT, "--model", native, "--transformer", src, "--dir", tmp_path / "run", "--dtype", "float32")
+    (path,) = paths("denoise", "--dir", tmp_path / "run", *QUICK[:-2])
+    np.testing.assert_array_equal(load_file(path)["latents"].transpose(0, 2, 3, 4, 1), latents)
+
+    make_transformer("cogvideox-5b").save_pretrained(other := tmp_path / "other")
+    for wrong, message in (
+        (other, f"error: this is no part of the checkpoint in {native}: its transformer has rotary True, not False."),
+        (layout / "vae", f"error: {layout / 'vae'} holds vae alone; expected the transformer of"),
+    ):
+        code, _, err = run("generate", PROMPT, "--model", native, "--transformer", wrong, *QUICK, "--out", "x.npz")
+        assert (code, err[: len(message)]) == (2, message)
+    code, _, err = run("generate", PROMPT, "--model", src, *QUICK, "--out", "x.npz")
+    assert (code, "one component alone goes with a model that has the rest: see --transformer" in err) == (2, True)
+    with pytest.raises(InputError, match=r"A module is set afterwards: pipe\.transformer = module"):
+        CogVideoXPipeline.from_pretrained(native, transformer=pipe.transformer)
 
 
 def test_quiet_also_while_converting(layout, tmp_path):

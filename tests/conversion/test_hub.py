@@ -193,12 +193,12 @@ from cogvideox_flax import hub
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.lora import find_adapter
 answers = []
-for name, where, revision in json.loads(sys.argv[1]):
+for name, where, *more in json.loads(sys.argv[1]):
     try:
         if name == "find_adapter":
             answers.append(str(find_adapter(where)))
             continue
-        answer = getattr(hub, name)(where, revision)
+        answer = getattr(hub, name)(where, *more)
         answers.append(str(answer) if name == "find" else answer.to_json())
     except InputError as e:
         answers.append("error: " + str(e))
@@ -301,6 +301,28 @@ def test_revisions(server, client, sources):
     one, two = (read_manifest(native).weights for native in (main, dev))
     assert one["transformer"]["sha256"] != two["transformer"]["sha256"]
     assert one["vae"]["sha256"] == two["vae"]["sha256"]
+
+
+def test_a_transformer_of_a_repository_in_place_of_the_models(server, client, sources, tmp_path):
+    """Of a model, or alone in its own repository: only its files are downloaded, and it is converted once."""
+    server.repos["tuned/alone"] = {"main": sources / "two" / "transformer"}
+    server.repos["tuned/model"] = {"main": sources / "two"}
+    (base,) = client(("find", MODEL, "main"))
+    (expected,) = client(("find", MODEL, "dev"))
+    wanted = read_manifest(expected).weights["transformer"]["sha256"]
+    for name, file in (("tuned/alone", "diffusion_pytorch_model.safetensors"), ("tuned/model", None)):
+        server.asked.clear()
+        (native,) = client(("find", MODEL, "main", name))
+        downloaded = [path for path in server.files() if path.endswith("safetensors")]
+        assert downloaded == [file or "transformer/diffusion_pytorch_model.safetensors"]
+        weights = read_manifest(native).weights
+        assert weights["transformer"]["sha256"] == wanted
+        assert weights["transformer"]["source"]["hub_id"] == name
+        assert weights["vae"] == read_manifest(base).weights["vae"]
+        verify(native)
+        assert client(("find", MODEL, "main", name), HF_HUB_OFFLINE="1") == [native]
+    (error,) = client(("peek", MODEL, None, "other/model"))
+    assert "holds vae alone; expected the transformer of a cogvideox model" in error
 
 
 def test_refusals_say_what_to_do(server, client):
