@@ -64,6 +64,7 @@ def convert(
     whole: bool = False,
     dtype: str | None = None,
     release: str | None = None,
+    variant: str | None = None,
     origin: dict[str, str] | None = None,
     progress: Progress = lambda component, done, total: None,
 ) -> None:
@@ -77,6 +78,7 @@ def convert(
         whole: refuse a src that lacks a component, or a tokenizer that the model can use.
         dtype: "float32", "bfloat16" or "float16" to cast to; None keeps each tensor's own.
         release: use the configs of this release instead of src's config.json files.
+        variant: of the weight files, as `save_pretrained(variant=...)` names them; None: the plain or the only one.
         origin: where src came from (hub id, revision), stored in the checkpoint.
         progress: called as bytes are read.
 
@@ -108,7 +110,7 @@ def convert(
         manifest.configs[component].check_dtype(dtype)
     tokenizer = _tokenizer_files(src, family, wanted)
     folders = folders_of(src, family)
-    job = _Job(src, dst, dtype, manifest, before, folders, tokenizer, origin or {}, progress)
+    job = _Job(src, dst, dtype, variant, manifest, before, folders, tokenizer, origin or {}, progress)
     # all tensors are matched and the disk space is checked before the first component is written
     moves = {component: job.moves(component) for component in wanted}
     check_free_space(dst, sum(job.space(component, moves[component]) for component in wanted))
@@ -172,6 +174,7 @@ class _Job:
     src: Path
     dst: Path
     dtype: str | None
+    variant: str | None
     manifest: Manifest
     before: Manifest
     folders: Mapping[str, Path]
@@ -188,7 +191,7 @@ class _Job:
         return self.dst / WORK_DIR
 
     def moves(self, component: str) -> WeightMoves:
-        with Source(self.folders[component]) as source:
+        with Source(self.folders[component], self.variant) as source:
             shapes = {name: source.info(name).shape for name in source.where}
             return weight_moves(self.family, component, self.manifest.configs[component], shapes)
 
@@ -199,7 +202,7 @@ class _Job:
             key = load_json(done / RECORD_FILE)["key"]
             if key == {**self.key(component, [], []), "files": key["files"]}:  # the files are hashed later
                 return 0
-        with Source(self.folders[component]) as source:
+        with Source(self.folders[component], self.variant) as source:
             targets = self.targets(source, todo)
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
@@ -250,7 +253,7 @@ class _Job:
     def convert(self, component: str, todo: WeightMoves) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
         done = self.work / component
-        with Source(self.folders[component]) as source:
+        with Source(self.folders[component], self.variant) as source:
             files = [file.path for file in source.files]
             for path in files:
                 check_against_hub(path)

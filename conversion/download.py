@@ -36,7 +36,7 @@ class Download(NamedTuple):
 def files_read(family: type[VideoModel], components: Iterable[str] | None = None) -> tuple[str, ...]:
     """Patterns of the files that conversion reads for some components of a family, by default all."""
     names = family.components if components is None else components
-    weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index.json")]
+    weights = [f"{c}/{name}" for c in names for name in ("*.safetensors", "*.safetensors.index*.json")]
     return (*CONFIGS, *weights, *family.tokenizer_files)
 
 

@@ -53,7 +53,36 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _is_index(path: Path) -> bool:
-    return path.name.endswith(".safetensors.index.json")
+    return re.fullmatch(r".*\.safetensors\.index(\.\w+)?\.json", path.name) is not None
+
+
+_VARIANT = re.compile(
+    r"(?:diffusion_pytorch_model|model)(?:\.(?P<single>\w+))?(?:-\d+-of-\d+)?(?:\.(?P<shard>\w+))?\.safetensors"
+    r"(?:\.index(?:\.(?P<index>\w+))?\.json)?"
+)
+"""The names that `save_pretrained(variant=...)` of diffusers and transformers gives, of now and of earlier."""
+
+
+def _variant_of(path: Path) -> str:
+    """The variant in a file's name, such as "fp16"; "" for the plain one."""
+    found = _VARIANT.fullmatch(path.name)
+    return next(filter(None, found.groups()), "") if found else ""
+
+
+def _of_variant(folder: Path, files: list[Path], variant: str | None) -> list[Path]:
+    """The files of this variant; None: of the plain one, or of the only one.
+
+    Raises:
+        ConversionError: there is none, or several.
+    """
+    known = {_variant_of(path) for path in files if path.suffix not in PICKLED} or {""}
+    if variant is None and "" not in known and len(known) > 1:
+        raise ConversionError(f"{folder} holds the variants {', '.join(sorted(known))}; name one with --variant")
+    if variant is not None and variant not in known:
+        there = ", ".join(sorted(name or "the plain one" for name in known))
+        raise ConversionError(f"{folder} has no variant {variant}; it holds {there}")
+    chosen = variant if variant is not None else "" if "" in known else known.pop()
+    return [path for path in files if path.suffix in PICKLED or _variant_of(path) == chosen]
 
 
 def check_against_hub(path: Path) -> None:
@@ -96,18 +125,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def weight_paths(folder: Path) -> list[Path]:
+def weight_paths(folder: Path, variant: str | None = None) -> list[Path]:
     """The safetensors files of one component: those in the index, or without an index all of them; or this one file.
 
+    Args:
+        variant: as it was saved with `save_pretrained(variant=...)`; None: the plain one, or the only one.
+
     Raises:
-        ConversionError: none, only pickled ones, several variants, or an index that names a file outside the directory
-            or a missing one.
+        ConversionError: none, only pickled ones, several, or an index that names a file outside the directory or a
+            missing one, or is older than a file beside it that holds everything.
     """
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; expected a component's directory with safetensors weights")
-    files = _weight_files(folder)
+    files = _of_variant(folder, _weight_files(folder), variant)
     indexes = [p for p in files if _is_index(p)]
     if len(indexes) > 1:
         raise ConversionError(f"{folder} has several indexes ({', '.join(p.name for p in indexes)}); keep one variant")
@@ -124,6 +156,14 @@ def weight_paths(folder: Path) -> list[Path]:
                 "Do not trust this checkpoint; download it again from its author."
             )
         absent = [n for n in shards if not (folder / n).is_file()]
+        single = folder / re.sub(r"\.safetensors\.index(\.\w+)?\.json", r"\1.safetensors", indexes[0].name)
+        # in the hub's cache, whose files are links, times say when they were downloaded
+        is_newer = not single.is_symlink() and single.is_file() and _time_of(single) > _time_of(indexes[0])
+        if single.is_file() and (absent or is_newer):
+            raise ConversionError(
+                f"{folder} holds {single.name} beside {indexes[0].name}, which is older or lacks its shards: one "
+                "of them is left from an earlier save. Remove the index with its shards, or the file"
+            )
         if absent:
             raise ConversionError(f"{folder} lacks {len(absent)} of {len(shards)} shards: {', '.join(absent)}")
         return [folder / n for n in shards]
@@ -145,15 +185,19 @@ def weight_paths(folder: Path) -> list[Path]:
     return found
 
 
+def _time_of(path: Path) -> float:
+    return path.stat().st_mtime
+
+
 class Source:
     """All tensors of one component, from all its files."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, variant: str | None = None):
         self.files: list[TensorFile] = []
         self.where: dict[str, TensorFile] = {}
         faults = []
         try:
-            for path in weight_paths(folder):
+            for path in weight_paths(folder, variant):
                 self.files.append(TensorFile(path))
                 for name in self.files[-1].tensors:
                     if name in self.where:

@@ -332,6 +332,8 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", choices=DTYPES, help="dtype to cast to; default: SRC's")
     what = "the model, such as cogvideox-5b, where SRC's config.json files are missing or wrong"
     sub.add_argument("--release", metavar="NAME", help=what)
+    what = "of SRC's weight files, such as fp16; default: the plain one, or the only one"
+    sub.add_argument("--variant", metavar="NAME", help=what)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 

@@ -34,6 +34,7 @@ def convert(args: argparse.Namespace) -> None:
                 whole=args.component is None and not is_native(args.dst),
                 dtype=args.dtype,
                 release=args.release,
+                variant=args.variant,
                 origin=source.origin,
                 progress=progress,
             )

@@ -409,10 +409,81 @@ def test_pickled_weights(transformer, tmp_path):
     assert "safe_serialization=True" in message
 
 
-def test_several_variants(transformer, tmp_path):
+def test_several_files_without_an_index(transformer, tmp_path):
     src = save(transformer, tmp_path / "src")
-    shutil.copy(weights_of(src), src / "transformer" / "diffusion_pytorch_model.fp16.safetensors")
+    shutil.copy(weights_of(src), src / "transformer" / "copy.safetensors")
     assert "has 2 safetensors files and no index" in faults(src, tmp_path / "dst")
+
+
+def test_an_index_that_an_earlier_save_left_is_named(transformer, tmp_path):
+    src = save(transformer, tmp_path / "src", max_shard_size="100KB")
+    shards = sorted((src / "transformer").glob("*.safetensors"))
+    (index,) = (src / "transformer").glob("*.index.json")
+    tensors = {name: x for path in shards for name, x in load_file(path).items()}
+    save_file(tensors, weights_of(src))
+    message = f"{weights_of(src).name} beside {index.name}, which is older or lacks its shards"
+    os.utime(index, (1, 1))
+    assert message in faults(src, tmp_path / "dst")
+    os.utime(index)
+    os.utime(weights_of(src), (1, 1))
+    convert(src, tmp_path / "shards")  # an older file does not matter
+    shards[0].unlink()
+    assert message in faults(src, tmp_path / "dst")
+    index.unlink()
+    assert "safetensors files and no index" in faults(src, tmp_path / "dst")
+    for path in shards[1:]:
+        path.unlink()
+    convert(src, tmp_path / "single")
+    one, other = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in ("shards", "single"))
+    assert one == other
+
+
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "100KB"}], ids=["one file", "shards"])
+def test_variants(shards, transformer, tmp_path):
+    """Weights as diffusers and transformers save them with `variant`: the only ones, or beside the plain ones."""
+
+    def converted(*names, **kwargs):
+        dst = tmp_path / "-".join(("dst", *names))
+        convert(tmp_path / "src", dst, **kwargs)
+        return {name: record["sha256"] for name, record in read_manifest(dst).weights.items()}
+
+    def save_all(seed, **variant):
+        for name, make in (("transformer", make_transformer), ("text_encoder", make_text_encoder)):
+            module = make("cogvideox-5b", seed) if name == "transformer" else make(seed)
+            module.save_pretrained(tmp_path / "new" / name, **shards, **variant)
+        # each by itself, since transformers removes the shards of other variants
+        shutil.copytree(tmp_path / "new", tmp_path / "src", dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "new")
+
+    save_all(0, variant="fp16")
+    only = converted("only")
+    assert only.keys() == {"transformer", "text_encoder"}
+    assert converted("named", variant="fp16") == only
+    save_all(1, variant="bf16")
+    with pytest.raises(ConversionError, match="holds the variants bf16, fp16; name one with --variant"):
+        converted("none")
+    assert converted("one", variant="fp16") == only
+    save_all(1)
+    plain = converted("plain")
+    assert plain == converted("other", variant="bf16")
+    assert all(plain[name] != only[name] for name in only)
+    assert converted("again", variant="fp16") == only
+    with pytest.raises(ConversionError, match="has no variant fp8; it holds bf16, fp16, the plain one"):
+        converted("unknown", variant="fp8")
+
+
+def test_shards_of_a_variant_as_diffusers_named_them_before(transformer, tmp_path):
+    """diffusion_pytorch_model-00001-of-00002.fp16.safetensors, until diffusers 0.29."""
+    src = save(transformer, tmp_path / "src", max_shard_size="100KB", variant="fp16")
+    convert(src, tmp_path / "new")
+    folder = src / "transformer"
+    for path in folder.glob("*.safetensors"):
+        path.rename(folder / re.sub(r"\.fp16(-\d+-of-\d+)", r"\1.fp16", path.name))
+    (index,) = folder.glob("*.index.fp16.json")
+    index.write_text(re.sub(r"\.fp16(-\d+-of-\d+)", r"\1.fp16", index.read_text()))
+    convert(src, tmp_path / "old")
+    new, old = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in ("new", "old"))
+    assert new == old
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"num_layers": "two"}', '{"activation_fn": "relu"}'])
