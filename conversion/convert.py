@@ -192,7 +192,9 @@ class _Job:
 
     def moves(self, component: str) -> WeightMoves:
         with Source(self.folders[component], self.variant) as source:
-            shapes = {name: source.info(name).shape for name in source.where}
+            if source.changes:
+                log.info("%s of %s: %s", component, self.folders[component], "; ".join(source.changes))
+            shapes = {name: source.info(name).shape for name in source.names}
             return weight_moves(self.family, component, self.manifest.configs[component], shapes)
 
     def space(self, component: str, todo: WeightMoves) -> int:

@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from cogvideox_flax.conversion.wrapped import FLOAT8, dequantized, scales_of, unwrapped
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
-from cogvideox_flax.io.tensor_file import TensorFile, TensorInfo
+from cogvideox_flax.io.tensor_file import DTYPES, TensorFile, TensorInfo
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.registry import component_names
 
@@ -190,30 +191,51 @@ def _time_of(path: Path) -> float:
 
 
 class Source:
-    """All tensors of one component, from all its files."""
+    """All tensors of one component, from all its files, by their own names; weights in float8 are dequantized.
+
+    names: of the component's tensors.
+    changes: what is stripped, left out or dequantized, a phrase each.
+    """
 
     def __init__(self, folder: Path, variant: str | None = None):
         self.files: list[TensorFile] = []
         self.where: dict[str, TensorFile] = {}
-        faults = []
+        self.infos: dict[str, TensorInfo] = {}
+        self._stored: dict[str, str] = {}  # name -> as it is in the file
         try:
             for path in weight_paths(folder, variant):
                 self.files.append(TensorFile(path))
-                for name in self.files[-1].tensors:
-                    if name in self.where:
-                        faults.append(f"  twice    {name} (in {self.where[name].path.name} and {path.name})")
-                    self.where[name] = self.files[-1]
-            if faults:
-                raise ConversionError(f"{folder} holds tensors twice:\n" + "\n".join(faults))
+            self._find_tensors(folder)
         except InputError:
             self.close()
             raise
 
+    def _find_tensors(self, folder: Path) -> None:
+        names, self.changes = unwrapped({name for file in self.files for name in file.tensors})
+        faults = []
+        for file in self.files:
+            for stored, name in ((stored, names[stored]) for stored in file.tensors if stored in names):
+                if name in self.where:
+                    faults.append(f"  twice    {name} (in {self.where[name].path.name} and {file.path.name})")
+                self.where[name], self._stored[name], self.infos[name] = file, stored, file.tensors[stored]
+        if faults:
+            raise ConversionError(f"{folder} holds tensors twice:\n" + "\n".join(faults))
+        scales = scales_of(self.infos)
+        self._scales = {weight: name for name, weight in scales.items() if weight is not None}
+        self.names = [name for name in self.where if name not in scales]
+        if narrow := [name for name in self.names if self.infos[name].dtype in FLOAT8]:
+            self.changes.append(f"{len(narrow)} weights in float8 are dequantized")
+
     def info(self, name: str) -> TensorInfo:
-        return self.where[name].tensors[name]
+        """What a tensor is when it is read; a dequantized one is at most as precise as bfloat16."""
+        info = self.infos[name]
+        return info._replace(dtype=DTYPES["BF16"]) if info.dtype in FLOAT8 else info
 
     def read(self, name: str) -> np.ndarray:
-        return self.where[name].read(name)
+        value = self.where[name].read(self._stored[name])
+        if value.dtype not in FLOAT8:
+            return value
+        return dequantized(value, self.read(self._scales[name]) if name in self._scales else None)
 
     def check_unchanged(self) -> None:
         """Raise if a file has changed, or was replaced, since it was opened."""

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
 from cogvideox_flax.cli import main
@@ -436,6 +437,92 @@ def test_an_index_that_an_earlier_save_left_is_named(transformer, tmp_path):
     convert(src, tmp_path / "single")
     one, other = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in ("shards", "single"))
     assert one == other
+
+
+def renamed(names):
+    return lambda tensors: {new: x for name, x in tensors.items() for new in names(name)}
+
+
+BLOCK_0 = "transformer_blocks.0."
+WRAPPED = {
+    "module": (renamed(lambda name: [f"module.{name}"]), "the prefix module. is stripped"),
+    "compiled": (renamed(lambda name: [f"_orig_mod.{name}"]), "the prefix _orig_mod. is stripped"),
+    "compiled blocks": (
+        renamed(lambda name: [name.replace(BLOCK_0, f"{BLOCK_0}_orig_mod.")]),
+        "the prefix _orig_mod. is stripped",
+    ),
+    "several": (
+        renamed(lambda name: [f"module._orig_mod.{name.replace(BLOCK_0, BLOCK_0 + '_fsdp_wrapped_module.')}"]),
+        "the prefix _orig_mod. is stripped; the prefix _fsdp_wrapped_module. is stripped; the prefix module. is",
+    ),
+    "one file for other programs": (
+        renamed(lambda name: [f"model.diffusion_model.{name}"]),
+        "the prefix model.diffusion_model. is stripped",
+    ),
+    "averaged alone": (renamed(lambda name: [f"ema_model.module.{name}"]), "the prefix ema_model. is stripped"),
+    "averaged beside": (
+        lambda tensors: (
+            renamed(lambda name: [f"module.{name}"])(tensors)
+            | {f"ema.module.{name}": x + 1 for name, x in tensors.items()}
+        ),
+        "tensors of an EMA copy are left out; the prefix module. is stripped",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+def test_prefixes_and_averaged_copies(form, transformer, tmp_path, caplog):
+    wrap, said = WRAPPED[form]
+    src = save(transformer, tmp_path / "src")
+    convert(src, tmp_path / "plain")
+    save_file(wrap(load_file(weights_of(src))), weights_of(src))
+    with caplog.at_level("INFO", "cogvideox_flax"):
+        convert(src, tmp_path / "dst")
+    assert [said in record.message for record in caplog.records if "prefix" in record.message] == [True]
+    plain, found = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in ("plain", "dst"))
+    assert plain == found
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("form", ["plain", "scale_weight", "weight_scale", "rows"])
+def test_weights_in_float8_are_dequantized(form, dtype, tmp_path, caplog):
+    """As torch dequantizes them; what else is in the file keeps its dtype."""
+    module, stored, exact = make_transformer("cogvideox-2b"), {}, {}
+    for name, x in module.state_dict().items():
+        stored[name] = exact[name] = x
+        if name.endswith("weight") and x.ndim == 2:
+            scale = x.abs().amax(1, keepdim=True) / 448 if form == "rows" else x.abs().max() / 448
+            scale = torch.ones(()) if form == "plain" else scale
+            stored[name] = (x / scale).to(torch.float8_e4m3fn)
+            exact[name] = (stored[name].float() * scale).to(getattr(torch, dtype or "bfloat16"))
+            if form != "plain":
+                layer = name.removesuffix(".weight")
+                stored[f"{layer}.{'weight_scale' if form == 'rows' else form}"] = scale
+                stored[f"{layer}.{'scale_input' if form == 'scale_weight' else 'input_scale'}"] = torch.ones(())
+    if form == "scale_weight":
+        stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    folders = [save(module, tmp_path / name) for name in ("stored", "exact")]
+    for folder, tensors in zip(folders, (stored, exact), strict=True):
+        save_torch_file({name: x.contiguous() for name, x in tensors.items()}, weights_of(folder))
+    with caplog.at_level("INFO", "cogvideox_flax"):
+        convert(folders[0], tmp_path / "a", dtype=dtype)
+    count = sum(x.dtype == torch.float8_e4m3fn and x.ndim == 2 for x in stored.values())
+    said = f"transformer of {folders[0] / 'transformer'}: {count} weights in float8 are dequantized"
+    assert [record.message for record in caplog.records if "dequantized" in record.message] == [said]
+    convert(folders[1], tmp_path / "b", dtype=dtype)
+    found, expected = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in "ab")
+    assert found == expected
+
+
+def test_scales_of_blocks_are_refused(tmp_path):
+    src = save(make_transformer("cogvideox-2b"), tmp_path / "src")
+    tensors = {name: torch.from_numpy(x) for name, x in load_file(weights_of(src)).items()}
+    name = f"{BLOCK_0}ff.net.2.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{BLOCK_0}ff.net.2.weight_scale": torch.ones(2, 2)}
+    save_torch_file(tensors, weights_of(src))
+    assert "has a scale of shape (2, 2); expected one number, or one for each of its 64 rows" in faults(
+        src, tmp_path / "dst"
+    )
 
 
 @pytest.mark.parametrize("shards", [{}, {"max_shard_size": "100KB"}], ids=["one file", "shards"])
