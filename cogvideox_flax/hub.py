@@ -123,7 +123,7 @@ def _with_transformer(native: Path, where: str | Path, progress: bool) -> Path:
             _remove_damaged(target)
             others = {name: record for name, record in base.weights.items() if name != component}
             manifest = replace(base, weights=others, configs=base.configs | {component: config})
-            tokenizer = [Path(name) for name in base.model.tokenizer_files if (native / name).exists()]
+            tokenizer = map(Path, base.model.tokenizer_files_in(native))
             _link([*tokenizer, *(weights_file("", name) for name in others)], native, target)
             if is_native(source.folder):
                 record = read_manifest(source.folder).weights[component]

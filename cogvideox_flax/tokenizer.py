@@ -1,4 +1,4 @@
-"""Prompts to token ids, with the released SentencePiece model.
+"""Prompts to token ids, with the released SentencePiece model or what transformers 5 saves in its place.
 
 Source: the released `T5Tokenizer` (transformers), a unigram SentencePiece model (arXiv 1808.06226) with pad 0, end of
 sequence 1, unknown 2 and 100 sentinels after the last piece.
@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 SPIECE_FILE = "tokenizer/spiece.model"
 """In a checkpoint of either layout."""
+
+JSON_FILE = "tokenizer/tokenizer.json"
+"""What transformers 5 saves in its place."""
 
 PAD, EOS, UNKNOWN = 0, 1, 2
 MAX_SENTINELS = 100
@@ -77,6 +80,51 @@ def check_ids(ids: Sequence[int], vocab_size: int, folder: Path) -> None:
         )
 
 
+class _SentencePiece:
+    """The ids of a text by SentencePiece itself; special tokens are cut out before."""
+
+    def __init__(self, path: Path, vocab_size: int):
+        self._model = _load(path)
+        extra_ids = max(0, min(MAX_SENTINELS, vocab_size - len(self._model)))
+        last = len(self._model) + extra_ids - 1
+        self._special = {"<pad>": PAD, "</s>": EOS, "<unk>": UNKNOWN}
+        self._special |= {f"<extra_id_{i}>": last - i for i in range(extra_ids)}
+        self._names = {i: token for token, i in self._special.items()}
+        self._split = re.compile(f"({'|'.join(map(re.escape, self._special))})")
+
+    def encode(self, prompt: str) -> list[int]:
+        ids: list[int] = []
+        for part in self._split.split(prompt):
+            ids += [self._special[part]] if part in self._special else self._model.EncodeAsIds(part)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        pieces = [self._names.get(i) or self._model.IdToPiece(i) for i in ids]
+        return "".join(pieces).replace("▁", " ").strip()
+
+
+class _TokenizerJson:
+    """The ids of a text by the tokenizers library, which has the special tokens in its file."""
+
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer
+
+        refuse_stand_in(path)
+        try:
+            self._model = Tokenizer.from_file(str(path))
+        except Exception as e:  # the library raises no other type
+            raise InputError(f"cannot read the tokenizer {path}: {e}; download it again") from e
+        self._model.no_padding()
+        self._model.no_truncation()
+        _check_special(path, *map(self._model.token_to_id, ("<pad>", "</s>", "<unk>")))
+
+    def encode(self, prompt: str) -> list[int]:
+        return list(self._model.encode(prompt, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._model.decode(ids, skip_special_tokens=False))
+
+
 class Tokenizer:
     """A list of prompts to ids, int32 [B, max_length].
 
@@ -85,27 +133,23 @@ class Tokenizer:
     become those tokens, and the text on either side is encoded by itself.
 
     transformers 5 re-implements SentencePiece. Where the two differ, this is SentencePiece itself, as the released
-    tokenizer was: among equally likely splits of a run such as "AAAAA", and for the control character U+0085.
+    tokenizer was: among equally likely splits of a run such as "AAAAA", and for the control character U+0085. With the
+    tokenizer.json that transformers 5 saves, ids are those of transformers 5.
 
     Args:
-        spiece_model_path: the file `tokenizer/spiece.model`.
+        spiece_model_path: the file `tokenizer/spiece.model`, or `tokenizer/tokenizer.json`.
         max_length: ids per prompt, end of sequence included.
         vocab_size: rows of the text encoder's embedding; what the pieces leave over holds up to 100 sentinels.
 
     Raises:
-        InputError: the file is missing, damaged, or not a T5 SentencePiece model.
+        InputError: the file is missing, damaged, or not a T5 tokenizer.
     """
 
     def __init__(self, spiece_model_path: str | Path, max_length: int = 226, *, vocab_size: int = 32128):
         self.max_length = max_length
-        self._vocab_size, self._folder = vocab_size, Path(spiece_model_path).parent
-        self._model = _load(Path(spiece_model_path))
-        extra_ids = max(0, min(MAX_SENTINELS, vocab_size - len(self._model)))
-        last = len(self._model) + extra_ids - 1
-        self._special = {"<pad>": PAD, "</s>": EOS, "<unk>": UNKNOWN}
-        self._special |= {f"<extra_id_{i}>": last - i for i in range(extra_ids)}
-        self._names = {i: token for token, i in self._special.items()}
-        self._split = re.compile(f"({'|'.join(map(re.escape, self._special))})")
+        path = Path(spiece_model_path)
+        self._vocab_size, self._folder = vocab_size, path.parent
+        self._text = _TokenizerJson(path) if path.suffix == ".json" else _SentencePiece(path, vocab_size)
 
     def __call__(self, prompts: Sequence[str]) -> Int32[np.ndarray, "B L"]:
         """Encode prompts; a prompt that is too long is cut before its end of sequence, and a warning names the rest.
@@ -116,7 +160,7 @@ class Tokenizer:
         """
         ids = np.full((len(prompts), self.max_length), PAD, np.int32)
         for row, prompt in zip(ids, check_prompts(prompts), strict=True):
-            tokens = self._encode(prompt)
+            tokens = self._text.encode(prompt)
             kept, cut = tokens[: self.max_length - 1], tokens[self.max_length - 1 :]
             if cut:
                 log.warning(
@@ -124,21 +168,11 @@ class Tokenizer:
                     len(tokens),
                     self.max_length - 1,
                     len(cut),
-                    short_repr(self._decode(cut), 200),
+                    short_repr(self._text.decode(cut), 200),
                 )
             check_ids(kept, self._vocab_size, self._folder)
             row[: len(kept) + 1] = [*kept, EOS]
         return ids
-
-    def _encode(self, prompt: str) -> list[int]:
-        ids: list[int] = []
-        for part in self._split.split(prompt):
-            ids += [self._special[part]] if part in self._special else self._model.EncodeAsIds(part)
-        return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        pieces = [self._names.get(i) or self._model.IdToPiece(i) for i in ids]
-        return "".join(pieces).replace("▁", " ").strip()
 
 
 def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -147,8 +181,8 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
             raw = file.read()
     except OSError as e:
         raise InputError(
-            f"cannot read the tokenizer {path}: {e.strerror}. It is tokenizer/spiece.model (transformers 5 saves "
-            "another file in its place); all releases share it: copy it from any released checkpoint"
+            f"cannot read the tokenizer {path}: {e.strerror}. It is tokenizer/spiece.model, or the tokenizer.json that "
+            "transformers 5 saves in its place; all releases share it: copy it from any released checkpoint"
         ) from e
     refuse_stand_in(path)
     model = sentencepiece.SentencePieceProcessor()
@@ -159,12 +193,15 @@ def _load(path: Path) -> sentencepiece.SentencePieceProcessor:
         complete = False
     if not complete:
         raise InputError(f"{path} ({len(raw):,} bytes) is not a whole SentencePiece model; download it again")
-    special = model.pad_id(), model.eos_id(), model.unk_id()
-    if special != (PAD, EOS, UNKNOWN):
-        raise InputError(
-            f"{path} has pad, end of sequence, unknown at {special}; expected {PAD, EOS, UNKNOWN} as in a T5 tokenizer"
-        )
+    _check_special(path, model.pad_id(), model.eos_id(), model.unk_id())
     return model
+
+
+def _check_special(path: Path, *ids: int | None) -> None:
+    if ids != (PAD, EOS, UNKNOWN):
+        raise InputError(
+            f"{path} has pad, end of sequence, unknown at {ids}; expected {PAD, EOS, UNKNOWN} as in a T5 tokenizer"
+        )
 
 
 def _top_level_fields(raw: bytes) -> set[int]:

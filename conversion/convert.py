@@ -345,9 +345,8 @@ def _tokenizer_files(src: Path, family: type[VideoModel], components: Iterable[s
     """The tokenizer's files that are to be copied: none without a component that encodes."""
     if all(family.components[component].stage != "encode" for component in components):
         return []
-    names = [name for name in family.tokenizer_files if (src / name).is_file()]
-    if not names:
-        expected = ", ".join(family.tokenizer_files)
+    if not (names := family.tokenizer_files_in(src)):
+        expected = " or ".join(family.tokenizer_files)
         log.warning("%s has no tokenizer (%s): the checkpoint will encode ids but not prompts", src, expected)
     for name in names:
         refuse_stand_in(src / name)

@@ -268,9 +268,8 @@ def fingerprints(native_dir: str | Path, manifest: Manifest) -> dict[str, str]:
         Component, "tokenizer" or "scheduler" -> fingerprint.
     """
     contents: dict[str, Any] = {name: [record["sha256"]] for name, record in manifest.weights.items()}
-    tokenizer = [Path(native_dir) / name for name in manifest.model.tokenizer_files]
-    if found := [file for file in tokenizer if file.exists()]:
-        contents["tokenizer"] = content_hashes(found)
+    if files := manifest.model.tokenizer_files_in(Path(native_dir)):
+        contents["tokenizer"] = content_hashes([Path(native_dir) / name for name in files])
     contents["scheduler"] = []
     configs = {name: config.to_dict() for name, config in manifest.configs.items()}
     return {name: fingerprint(RESULTS, configs[name], *found) for name, found in contents.items() if name in configs}

@@ -53,14 +53,13 @@ def quantize_checkpoint(
     kinds = {name: kind if name in components else manifest.quantized(name) for name in manifest.weights}
     checkpoint.check_contents(src, manifest)
     check_free_space(dst, sum(_stored_bytes(manifest, name, kinds[name]) for name in kinds))
-    tokenizer = {name: src / name for name in manifest.model.tokenizer_files}
     checkpoint.save(
         dst,
         manifest,
         _Modules(src, manifest, dict.fromkeys(components, kind)),
         {component: record["dtype"] for component, record in manifest.weights.items()},
         {"path": str(src.absolute())},
-        tokenizer={name: file for name, file in tokenizer.items() if file.exists()},
+        tokenizer={name: src / name for name in manifest.model.tokenizer_files_in(src)},
     )
 
 

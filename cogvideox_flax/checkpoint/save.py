@@ -67,8 +67,7 @@ def save(
                 weights_file(work, component).parent.mkdir()
                 _link(weights_file(kept, component), weights_file(work, component))
                 records[component] = manifest.weights[component]
-            own = {name: Path(kept) / name for name in manifest.model.tokenizer_files}
-            files = {name: file for name, file in own.items() if file.exists()} | files
+            files = {name: Path(kept) / name for name in manifest.model.tokenizer_files_in(Path(kept))} | files
         for name, file in files.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, work / name)

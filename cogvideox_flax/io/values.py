@@ -165,7 +165,7 @@ MAX_BYTES = 64 * 2**20
 
 
 def load_json(path: Path) -> Any:
-    """The value of a JSON file in UTF-8.
+    """The value of a JSON file in UTF-8, with or without a byte order mark.
 
     Raises:
         ValueError: it is not JSON, nested too deeply, or larger than `MAX_BYTES`.
@@ -176,7 +176,7 @@ def load_json(path: Path) -> Any:
     if len(data) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
     try:
-        return json.loads(data.decode("utf-8"))
+        return json.loads(data.decode("utf-8-sig"))
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
     except ValueError as e:

@@ -307,6 +307,11 @@ class VideoModel(ABC):
         return cls.tokenizer.from_hf(raw)
 
     @classmethod
+    def tokenizer_files_in(cls, folder: Path) -> list[str]:
+        """Those of `tokenizer_files` that the tokenizer of a checkpoint reads."""
+        return [name for name in cls.tokenizer_files if (folder / name).exists()]
+
+    @classmethod
     def find_release(cls, configs: Configs, guidance_scale: float | None = None) -> Release | None:
         """The release with these configs, or None; among several, the one with this guidance scale."""
         found = [each for each in cls.releases.values() if cls.denoiser in configs and cls.is_release(each, configs)]

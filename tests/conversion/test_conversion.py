@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch_file
+from transformers import T5Tokenizer
 
 from cogvideox_flax.checkpoint import check_weights, load_transformer, load_vae, parameters, read_manifest, verify
 from cogvideox_flax.cli import main
@@ -580,6 +581,16 @@ def test_bad_config(text, transformer, tmp_path):
     assert "config" in faults(src, tmp_path / "dst")
 
 
+def test_a_byte_order_mark_before_json_is_read(transformer, tmp_path):
+    """As editors on Windows write it: config.json, the scheduler's config, the index of shards."""
+    src = save(transformer, tmp_path / "src", max_shard_size="100KB")
+    make_scheduler("dpm", 2.0).save_pretrained(src / "scheduler")
+    for path in src.rglob("*.json"):
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    convert(src, tmp_path / "dst")
+    assert read_manifest(tmp_path / "dst").configs["scheduler"].snr_shift_scale == 2.0
+
+
 def test_missing_config_names_the_way_out(transformer, tmp_path):
     src = save(transformer, tmp_path / "src")
     (src / "transformer" / "config.json").unlink()
@@ -632,6 +643,23 @@ def test_command_line(transformer, tmp_path, capsys):
     message = capsys.readouterr().err
     assert message.startswith("error: ")
     assert "Traceback" not in message
+
+
+def test_a_model_whose_tokenizer_transformers_5_saved(tmp_path):
+    """tokenizer.json in place of spiece.model; where both are there, spiece.model."""
+    layout = save_layout(tmp_path / "hf", "cogvideox-2b")
+    folder = layout / "tokenizer"
+    T5Tokenizer.from_pretrained(folder).save_pretrained(folder)
+    convert(layout, tmp_path / "both", whole=True)
+    (folder / "spiece.model").unlink()
+    convert(layout, tmp_path / "json", whole=True)
+    both, json_alone = (Pipeline.from_pretrained(tmp_path / name) for name in ("both", "json"))
+    for pipe, file in ((both, "spiece.model"), (json_alone, "tokenizer.json")):
+        assert list(pipe.manifest.tokenizer_sha256) == [f"tokenizer/{file}"]
+    prompts = ["a small red circle moves to the left", "on the white square"]
+    assert (both.tokenizer(prompts) == json_alone.tokenizer(prompts)).all()
+    assert both.fingerprints()["tokenizer"] != json_alone.fingerprints()["tokenizer"]
+    verify(tmp_path / "json")
 
 
 # --- one component into a finished checkpoint

@@ -133,6 +133,40 @@ def test_small_model_equals_reference(small):
     assert_same(small, ["a small red circle moves left"] * 2, max_length=4)
 
 
+@pytest.mark.parametrize("source", [pytest.param(RELEASED, marks=needs_released), None], ids=["released", "small"])
+def test_what_transformers_5_saves_equals_reference(source, small, tmp_path):
+    """tokenizer.json alone: without it, and with what it has, the ids are transformers' own."""
+    T5Tokenizer.from_pretrained(source or small).save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    prompts = [*ODD_PROMPTS, "A" * 30, "a\x85b"]
+    prompts += [line for path in PROMPTS.glob("*.txt") for line in path.read_text().splitlines()]
+    for length in (226, 60):
+        ours = Tokenizer(tmp_path / "tokenizer.json", max_length=length)(prompts)
+        theirs = reference_ids(tmp_path, prompts, max_length=length)
+        differing = [prompt for prompt, a, b in zip(prompts, ours, theirs, strict=True) if a.tolist() != b.tolist()]
+        assert differing == []
+
+
+def test_cut_text_of_a_tokenizer_json_is_reported(small, tmp_path, caplog):
+    T5Tokenizer.from_pretrained(small).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        Tokenizer(tmp_path / "tokenizer.json", max_length=4)(["the red circle moves left"])
+    assert "the last 2 are cut: 'moves left'" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "half", "not T5"])
+def test_bad_tokenizer_json(damage, small, tmp_path):
+    T5Tokenizer.from_pretrained(small).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    text = path.read_text()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_text({"empty": "", "half": text[: len(text) // 2], "not T5": text.replace("</s>", "<eos>")}[damage])
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        Tokenizer(path)
+
+
 def test_padding_truncation_and_empty(small):
     tokenizer = Tokenizer(small / "spiece.model", max_length=6)
     ids = tokenizer(["", "red circle", "the " * 5, "the " * 6])

@@ -37,7 +37,7 @@ from cogvideox_flax.models.model import (
 from cogvideox_flax.models.sizes import Size, SizeRule
 from cogvideox_flax.schedulers import SCHEDULERS
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from cogvideox_flax.tokenizer import SPIECE_FILE, Tokenizer, TokenizerConfig
+from cogvideox_flax.tokenizer import JSON_FILE, SPIECE_FILE, Tokenizer, TokenizerConfig
 
 LORA = LoRALayout(
     component="transformer",
@@ -171,7 +171,7 @@ class CogVideoX(VideoModel):
     scheduler_config = SchedulerConfig
     schedulers = SCHEDULERS
     tokenizer = TokenizerConfig
-    tokenizer_files = (SPIECE_FILE,)
+    tokenizer_files = (SPIECE_FILE, JSON_FILE)
     releases = releases.RELEASES
     lora = LORA
     distillations = DISTILLATIONS
@@ -183,6 +183,11 @@ class CogVideoX(VideoModel):
         """The transformer's text length wins over the tokenizer's own limit."""
         transformer = configs.get("transformer")
         return TokenizerConfig.from_hf(raw, transformer.text_length if transformer else None)
+
+    @classmethod
+    def tokenizer_files_in(cls, folder: Path) -> list[str]:
+        """The first alone: each is a whole tokenizer."""
+        return super().tokenizer_files_in(folder)[:1]
 
     @classmethod
     def is_release(cls, release: Release, configs: Configs) -> bool:
@@ -198,7 +203,8 @@ class CogVideoX(VideoModel):
 
     def make_tokenizer(self, folder: Path) -> Tokenizer:
         ids, words = self.configs["tokenizer"], self.configs["text_encoder"].vocab_size
-        return Tokenizer(folder / SPIECE_FILE, ids.max_length, vocab_size=words)
+        file = next(iter(self.tokenizer_files_in(folder)), SPIECE_FILE)
+        return Tokenizer(folder / file, ids.max_length, vocab_size=words)
 
     def check(self) -> None:
         text = self.configs["text_encoder"].width
