@@ -9,10 +9,58 @@ from typing import Any, Self
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
 
+DIFFUSERS_NAMES = {
+    "CogVideoXDDIMScheduler": "ddim",
+    "CogVideoXDPMScheduler": "dpm",
+    "DDIMScheduler": "ddim",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "EulerAncestralDiscreteScheduler": "euler_ancestral",
+    "EulerDiscreteScheduler": "euler",
+    "LCMScheduler": "lcm",
+    "UniPCMultistepScheduler": "uni_pc",
+}
+"""diffusers' class -> our scheduler on a diffusion schedule."""
+
+_SDE = {"algorithm_type": "sde-dpmsolver++"}
+
+
+def is_general(raw: Mapping[str, Any]) -> bool:
+    """Whether it is the config of one of diffusers' solvers for any model, not of one that was released with ours."""
+    return not raw.get("_class_name", "CogVideoX").startswith(("CogVideoX", "FlowMatch"))
+
+
+def solver_kind(raw: Mapping[str, Any], known: Mapping[str, str]) -> str:
+    """The name of our scheduler for a config of diffusers' general solvers; with their options as ours have them.
+
+    Args:
+        known: diffusers' class -> name.
+
+    Raises:
+        CheckpointError: another class, or an option that ours does not have.
+    """
+    name = raw.get("_class_name", next(iter(known)))
+    if name not in known:
+        raise CheckpointError(
+            f"scheduler config names {name}, which has no counterpart here; expected one of {', '.join(known)}. Save "
+            "the pipeline with one of these, or name the model with --release, whose schedule is then taken"
+        )
+    if not is_general(raw):
+        return known[name]
+    is_sde = known[name] == "dpmpp_2m" and raw.get("algorithm_type") == _SDE["algorithm_type"]
+    solver: dict[str, Any] = {
+        "dpmpp_2m": {"algorithm_type": "dpmsolver++", "solver_type": "midpoint"} | (_SDE if is_sde else {}),
+        "uni_pc": {"predict_x0": True, "solver_type": "bh2", "disable_corrector": [], "solver_p": None},
+    }.get(known[name], {})
+    off = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "thresholding")
+    off += ("euler_at_final", "use_dynamic_shifting")
+    solver |= dict.fromkeys(off, False) | {"interpolation_type": "linear", "final_sigmas_type": "zero"}
+    require("scheduler", raw, solver_order=2, lower_order_final=True, variance_type=None, **solver)
+    return "dpmpp_2m_sde" if is_sde else known[name]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Config):
-    """The noise schedule (diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`)."""
+    """The noise schedule (diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`; see `DIFFUSERS_NAMES`)."""
 
     kind: str = "ddim"
     num_train_timesteps: int = 1000
@@ -31,24 +79,26 @@ class SchedulerConfig(Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        kinds = {"CogVideoXDDIMScheduler": "ddim", "CogVideoXDPMScheduler": "dpm"}
-        name = raw.get("_class_name", "CogVideoXDDIMScheduler")
-        if name not in kinds:
-            raise CheckpointError(f"scheduler config names {name}; expected one of {sorted(kinds)}")
+        kind = solver_kind(raw, DIFFUSERS_NAMES)
+        defaults = {"prediction_type": "epsilon", "timestep_spacing": "leading", "snr_shift_scale": 3.0}
+        if is_general(raw):  # which have other defaults
+            defaults |= {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "snr_shift_scale": 1.0}
+        raw = defaults | dict(raw)
         require(
             "scheduler",
-            {"prediction_type": "epsilon", "timestep_spacing": "leading"} | dict(raw),
+            raw,
             beta_schedule="scaled_linear",
             prediction_type="v_prediction",
             timestep_spacing="trailing",
+            use_flow_sigmas=False,
             trained_betas=None,  # the reference ignores clip_sample and steps_offset
         )
         return cls(
-            kind=kinds[name],
+            kind=kind,
             num_train_timesteps=raw.get("num_train_timesteps", 1000),
             beta_start=raw.get("beta_start", 0.00085),
             beta_end=raw.get("beta_end", 0.012),
-            snr_shift_scale=raw.get("snr_shift_scale", 3.0),
+            snr_shift_scale=raw["snr_shift_scale"],
             rescale_betas_zero_snr=raw.get("rescale_betas_zero_snr", False),
             set_alpha_to_one=raw.get("set_alpha_to_one", True),
         )

@@ -11,8 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.config import Config, require
-from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.schedulers.base import Scheduler, StepTable
+from cogvideox_flax.schedulers.config import solver_kind
+
+DIFFUSERS_NAMES = {
+    "FlowMatchEulerDiscreteScheduler": "flow_match",
+    "DPMSolverMultistepScheduler": "dpmpp_2m",
+    "UniPCMultistepScheduler": "uni_pc",
+}
+"""diffusers' class -> our scheduler on a flow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +32,14 @@ class FlowMatchConfig(Config):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        name = raw.get("_class_name", "FlowMatchEulerDiscreteScheduler")
-        if name != "FlowMatchEulerDiscreteScheduler":
-            raise CheckpointError(f"scheduler config names {name}; expected FlowMatchEulerDiscreteScheduler")
+        if (kind := solver_kind(raw, DIFFUSERS_NAMES)) != "flow_match":
+            defaults = {"use_flow_sigmas": False, "prediction_type": "epsilon"}
+            require("scheduler", defaults | dict(raw), use_flow_sigmas=True, prediction_type="flow_prediction")
+            raw = {"shift": raw.get("flow_shift", 1.0)} | dict(raw)
         unsupported = ("dynamic_shifting", "karras_sigmas", "exponential_sigmas", "beta_sigmas")
         off = {f"use_{name}": False for name in unsupported} | {"invert_sigmas": False, "stochastic_sampling": False}
         require("scheduler", raw, shift_terminal=None, **off)
-        return cls(num_train_timesteps=raw.get("num_train_timesteps", 1000), shift=raw.get("shift", 1.0))
+        return cls(kind=kind, num_train_timesteps=raw.get("num_train_timesteps", 1000), shift=raw.get("shift", 1.0))
 
 
 class FlowMatchScheduler(Scheduler):

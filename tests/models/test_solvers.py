@@ -162,6 +162,65 @@ def test_trajectory_on_a_flow(kind, n, monkeypatch):
     assert np.abs(found - expected).max() < TOLERANCE * expected.std()
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "ddim"])
+def test_a_config_of_another_class_of_diffusers_is_mapped(kind, tmp_path, monkeypatch):
+    """scheduler_config.json as diffusers writes it; the trajectory is that of the class that it names."""
+    cls, options = KINDS.get(kind, (diffusers.DDIMScheduler, {"clip_sample": False}))
+    options = options | ({"clip_sample": False, "original_inference_steps": 1000} if kind == "lcm" else {})
+    schedule = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+    schedule |= {"prediction_type": "v_prediction", "timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+    cls(**schedule, **options).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "scheduler_config.json").read_text())
+    config = SchedulerConfig.from_hf(raw)
+    assert (config.kind, config.snr_shift_scale) == (kind, 1.0)
+    scheduler, reference = SCHEDULERS[config.kind](config), cls.from_pretrained(tmp_path)
+    plan = scheduler.plan(7)
+    reference.set_timesteps(timesteps=plan.timesteps.tolist()) if kind == "lcm" else reference.set_timesteps(7)
+    assert plan.timesteps.tolist() == [int(t) for t in reference.timesteps]
+    if kind.startswith("euler"):
+        reference.sigmas = reference.sigmas.double()
+        in_float64(monkeypatch)
+    scale = float(getattr(reference, "init_noise_sigma", 1.0))
+    found, expected = ours(scheduler, plan, 7), theirs(reference, plan.timesteps, 7, monkeypatch, scale)
+    if kind.startswith("euler"):
+        expected = expected / np.sqrt(1 + reference.sigmas.numpy()[1:].reshape(-1, *[1] * len(SHAPE)) ** 2)
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize("kind", ["dpmpp_2m", "dpmpp_2m_sde", "uni_pc"])
+def test_a_config_of_another_class_on_a_flow_is_mapped(kind, tmp_path, monkeypatch):
+    cls, options = KINDS[kind]
+    cls(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=7.0, **options).save_pretrained(tmp_path)
+    config = FlowMatchConfig.from_hf(json.loads((tmp_path / "scheduler_config.json").read_text()))
+    assert (config.kind, config.shift) == (kind, 7.0)
+    scheduler, reference = FLOW_SCHEDULERS[config.kind](config), cls.from_pretrained(tmp_path)
+    reference.set_timesteps(7)
+    plan = scheduler.plan(7)
+    found, expected = ours(scheduler, plan, 7), theirs(reference, plan.timesteps, 7, monkeypatch, 1.0)
+    assert np.abs(found - expected).max() < TOLERANCE * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (
+            "EDMEulerScheduler",
+            {},
+            "names EDMEulerScheduler, which has no counterpart here; expected one of CogVideoXDDIM",
+        ),
+        ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}, "use_karras_sigmas: got True, supported is False"),
+        ("DPMSolverMultistepScheduler", {"solver_order": 3}, "solver_order: got 3, supported is 2"),
+        ("UniPCMultistepScheduler", {"solver_type": "bh1"}, "solver_type: got 'bh1', supported is 'bh2'"),
+        ("DDIMScheduler", {"beta_schedule": "linear"}, "beta_schedule: got 'linear'"),
+        ("UniPCMultistepScheduler", {"use_flow_sigmas": True}, "use_flow_sigmas: got True, supported is False"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(cls, options, message):
+    schedule = {"beta_schedule": "scaled_linear", "prediction_type": "v_prediction", "timestep_spacing": "trailing"}
+    with pytest.raises(InputError, match=message):
+        SchedulerConfig.from_hf({"_class_name": cls, **schedule, **options})
+
+
 def test_ancestral_steps_on_a_flow_keep_the_noise_level():
     """Of x0 = 0 and a perfect model, each sample is noise of the level of its timestep."""
     scheduler = FLOW_SCHEDULERS["euler_ancestral"](FlowMatchConfig(shift=3.0))
