@@ -23,7 +23,7 @@ from cogvideox_flax.checkpoint import (
 )
 from cogvideox_flax.conversion.configs import find_family, kept_beside, read_configs
 from cogvideox_flax.conversion.convert import LOCK_FILE, WORK_DIR, convert
-from cogvideox_flax.conversion.download import Download, download, download_model, files_read
+from cogvideox_flax.conversion.download import Download, download, download_model, files_read, names_of
 from cogvideox_flax.conversion.progress import progress_bar
 from cogvideox_flax.conversion.source import is_alone
 from cogvideox_flax.errors import CheckpointError, InputError
@@ -272,7 +272,9 @@ def _not_a_model(where: object, hint: str = "") -> InputError:
 def _cache_name(source: Download, family: type[VideoModel]) -> str:
     """The cache name of a converted checkpoint: from the hub id's commit, or from the contents of the source files."""
     if source.origin:
-        return f"{source.origin['hub_id'].replace('/', '--')}-{source.origin['revision'][:16]}"
+        hub_ids = names_of(source.origin["hub_id"])
+        names = [f"{hub_id.replace('/', '--')}-{source.origin['revision'][:16]}" for hub_id in hub_ids]
+        return next((name for name in names if is_native(cache_dir() / f"{name}-v{FORMAT_VERSION}")), names[0])
     folder = source.folder.resolve()
     files = sorted({p for pattern in files_read(family) for p in folder.glob(pattern) if p.is_file()})
     names = [str(p.relative_to(folder)) for p in files]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub import errors as hub_errors
 
 from cogvideox_flax.errors import InputError
@@ -26,11 +27,30 @@ CONFIGS = (
 )
 
 
+RENAMED_OWNERS = {"THUDM": "zai-org"}
+"""Earlier -> present owner of the same repositories; the hub answers to both names."""
+
+
 class Download(NamedTuple):
     """A checkpoint's files on this machine. origin: hub_id and revision, a commit; empty for a local directory."""
 
     folder: Path
     origin: dict[str, str]
+
+
+def names_of(hub_id: str) -> list[str]:
+    """The names of one repository: by its present owner, and by earlier ones."""
+    owner, _, name = hub_id.partition("/")
+    present = RENAMED_OWNERS.get(owner, owner)
+    return [f"{each}/{name}" for each in (present, *(old for old, new in RENAMED_OWNERS.items() if new == present))]
+
+
+def _name_in_cache(hub_id: str) -> str:
+    """The name under which the hub's cache has a repository: this one, else another of it; else the present one."""
+    names = names_of(hub_id)
+    cache = Path(constants.HF_HUB_CACHE)
+    folders = {name: cache / f"models--{name.replace('/', '--')}" for name in (hub_id, *names)}
+    return next((name for name, folder in folders.items() if folder.is_dir()), names[0])
 
 
 def files_read(family: type[VideoModel], components: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -87,6 +107,7 @@ def download(
         raise InputError(
             f"{hub_id} does not exist; expected a directory, or a hub id (owner/name) such as zai-org/CogVideoX-2b"
         )
+    hub_id = _name_in_cache(hub_id)
     from huggingface_hub.utils import tqdm  # here, since it warns in a notebook without ipywidgets
 
     class NoBar(tqdm):
@@ -103,7 +124,7 @@ def download(
     except Exception as e:  # the hub's client also raises errors of its HTTP library and of its caches
         raise InputError(_explain(e, hub_id, revision)) from e
     # snapshots are named by their commit
-    return Download(Path(folder), {"hub_id": hub_id, "revision": Path(folder).name})
+    return Download(Path(folder), {"hub_id": names_of(hub_id)[0], "revision": Path(folder).name})
 
 
 def download_file(hub_id: str, name: str, usual: str, suffix: str) -> Path:

@@ -33,6 +33,7 @@ from cogvideox_flax.version import __version__
 
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
+    "revision": ("--revision", "branch, tag or commit of the model's hub id"),
     "clips": ("--clips", "the folder of clips"),
     "out": ("--out", "the folder that the run writes to"),
     "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
@@ -282,6 +283,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     which = sub.add_mutually_exclusive_group()
     which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help=_MODEL)
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
     sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: the fastest of all meshes")
     for name, each in options("encode", "denoise", "decode").items():

@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace) -> None:
     find_devices()
     check_price(args.price)
     progress = not args.quiet
-    manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model)
+    manifest = Manifest.of_release(get_release(args.release)) if args.release else hub.peek(args.model, args.revision)
     needed: dict[str, Any] = {s.input: [UNSEEN] for s in manifest.model.visual if s.required}
     if (scheduler := manifest.model.schedulers.get(args.scheduler)) is not None and scheduler.needs_video:
         needed["video"] = [UNSEEN]

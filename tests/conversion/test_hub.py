@@ -270,6 +270,28 @@ def test_download_once_convert_once_then_offline(server, client, sources, tmp_pa
     assert server.asked == []
 
 
+def test_the_earlier_owner_of_a_repository_is_the_same_model(server, client, sources, tmp_path):
+    """THUDM's are zai-org's: downloaded once, converted once, under either name and from either's cache."""
+    old, new = "THUDM/Tiny", "zai-org/Tiny"
+    server.repos |= {old: server.repos[MODEL], new: server.repos[MODEL]}
+    (native,) = client(("find", old, None))
+    assert Path(native).name.startswith("zai-org--Tiny-")
+    assert read_manifest(native).weights["vae"]["source"]["hub_id"] == new
+    server.asked.clear()
+    assert client(("find", new, None), ("find", old, None), HF_HUB_OFFLINE="1") == [native, native]
+    # what was downloaded and converted before under the other name
+    caches = tmp_path / "hf" / "hub", tmp_path / "home"
+    for cache, before, after in (
+        (caches[0], "models--zai-org--", "models--THUDM--"),
+        (caches[1], "zai-org--", "THUDM--"),
+    ):
+        for path in cache.glob(f"{before}Tiny*"):
+            path.rename(path.with_name(path.name.replace(before, after)))
+    moved = native.replace("zai-org--", "THUDM--")
+    assert client(("find", new, None), ("find", old, None), HF_HUB_OFFLINE="1") == [moved, moved]
+    assert server.asked == []
+
+
 def test_a_server_that_is_down_does_not_matter_once_cached(server, client):
     (native,) = client(("find", MODEL, None))
     server.shutdown()
@@ -462,6 +484,17 @@ def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
     assert (config["model_id"], config["revision"]) == (MODEL, "dev")
     (native,) = (tmp_path / "home").glob("*/config.json")  # main was never made
     assert json.loads(native.read_text())["weights"]["vae"]["source"]["revision"] == commit_of(sources / "two")
+
+
+@pytest.mark.parametrize("command", ["plan", "train", "info", "encode"])
+def test_every_command_that_opens_a_model_takes_its_revision(server, environment, tmp_path, command):
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "run.toml").write_text('clips = "clips"\nout = "out"\n[loop]\nsteps = 1\n')
+    more = {"train": ["--config", "run.toml", "--check"], "encode": ["a", "--dir", "run"]}.get(command, [])
+    named = ["--model", MODEL] if command != "info" else [MODEL]
+    done = run(environment, tmp_path, "cogvideox_flax", command, *more, *named, "--revision", "v9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{MODEL} has no revision 'v9'; expected a branch, a tag or a commit" in done.stderr
 
 
 def test_bad_options_download_no_weights(server, environment, tmp_path):
