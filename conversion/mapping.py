@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,12 @@ from cogvideox_flax.models.model import Family, VideoModel
 
 Shape = tuple[int, ...]
 MAX_FAULTS = 20
+
+OTHER_NAMINGS = {
+    "double_blocks.": "Tencent's own and ComfyUI's files",
+    ".attention.query_key_value.": "SAT, the code in which CogVideoX was trained,",
+}
+"""Part of a tensor's name -> whose names have it; no table maps these."""
 
 
 class WeightMove(NamedTuple):
@@ -41,6 +47,7 @@ def weight_moves(family: type[VideoModel], component: str, config: Any, tensors:
     """
     moves, shapes, faults = _match(family, component, config, tensors)
     if faults:
+        _refuse_other_naming(family, component, tensors)
         more = [f"  ... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         others = {name: r.configs[component] for name, r in family.releases.items()}
         others = {name: other for name, other in others.items() if other != config}
@@ -53,6 +60,17 @@ def weight_moves(family: type[VideoModel], component: str, config: Any, tensors:
             )
         )
     return WeightMoves(moves, shapes)
+
+
+def _refuse_other_naming(family: type[VideoModel], component: str, tensors: Iterable[str]) -> None:
+    """Raise where the tensors have the names of a layout that is known and not read."""
+    for part, whose in OTHER_NAMINGS.items():
+        if found := next((name for name in tensors if part in f".{name}"), None):
+            released = ", ".join(release.hub_id for release in family.releases.values())
+            raise ConversionError(
+                f"the {component} has the names of {whose} such as {found}; expected those of diffusers. Take the model "
+                f"in diffusers' layout ({released}), or convert the file with diffusers' scripts/ first"
+            )
 
 
 def source_moves(family: Family, component: str, config: Any) -> dict[str, WeightMove]:

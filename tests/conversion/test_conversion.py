@@ -515,6 +515,22 @@ def test_weights_in_float8_are_dequantized(form, dtype, tmp_path, caplog):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "whose"),
+    [
+        ("double_blocks.0.img_attn_q.weight", "Tencent's own and ComfyUI's files"),
+        ("model.diffusion_model.double_blocks.0.img_attn.qkv.weight", "Tencent's own and ComfyUI's files"),
+        ("model.diffusion_model.transformer.layers.0.attention.query_key_value.weight", "SAT, the code"),
+    ],
+)
+def test_the_names_of_other_layouts_are_refused_in_one_line(name, whose, transformer, tmp_path):
+    src = save(transformer, tmp_path / "src")
+    save_file({name: np.zeros(3, np.float32)}, weights_of(src))
+    message = faults(src, tmp_path / "dst")
+    assert message.startswith(f"the transformer has the names of {whose}") and "\n" not in message
+    assert "Take the model in diffusers' layout (zai-org/CogVideoX-2b" in message
+
+
 def test_scales_of_blocks_are_refused(tmp_path):
     src = save(make_transformer("cogvideox-2b"), tmp_path / "src")
     tensors = {name: torch.from_numpy(x) for name, x in load_file(weights_of(src)).items()}
