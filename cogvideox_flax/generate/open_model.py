@@ -152,7 +152,7 @@ class OpenModel:
         mesh: Mesh | None,
         *,
         revision: str | None,
-        transformer: str | None,
+        transformer: str | None = None,
         progress: bool,
     ) -> Self:
         """`from_pretrained`, of a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and
