@@ -178,7 +178,11 @@ def _transformer_config(folder: Path, base: Manifest, where: object) -> Any:
 
 def _files_alone(place: Path) -> list[Path]:
     """The files that are read of a component alone."""
-    return [place] if place.is_file() else [p for p in sorted(place.iterdir()) if p.suffix in (".json", ".safetensors")]
+    return (
+        [place]
+        if place.is_file()
+        else [p for p in sorted(place.iterdir()) if p.suffix in (".json", ".safetensors", ".gguf")]
+    )
 
 
 def _transformer_files(source: Download, component: str) -> tuple[str, ...]:

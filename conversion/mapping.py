@@ -68,8 +68,8 @@ def _refuse_other_naming(family: type[VideoModel], component: str, tensors: Iter
         if found := next((name for name in tensors if part in f".{name}"), None):
             released = ", ".join(release.hub_id for release in family.releases.values())
             raise ConversionError(
-                f"the {component} has the names of {whose} such as {found}; expected those of diffusers. Take the model "
-                f"in diffusers' layout ({released}), or convert the file with diffusers' scripts/ first"
+                f"the {component} has the names of {whose} such as {found}; expected those of diffusers. Take the "
+                f"model in diffusers' layout ({released}), or convert the file with diffusers' scripts/ first"
             )
 
 

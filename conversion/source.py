@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from cogvideox_flax.conversion.gguf_file import GGUFFile
 from cogvideox_flax.conversion.wrapped import FLOAT8, dequantized, scales_of, unwrapped
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
@@ -18,6 +19,9 @@ from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.registry import component_names
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+GGUF = ".gguf"
+WEIGHTS = (".safetensors", GGUF, *PICKLED)
+"""Suffixes of files of weights, whether they are read or refused."""
 
 
 def is_hf_layout(where: Path) -> bool:
@@ -27,7 +31,9 @@ def is_hf_layout(where: Path) -> bool:
 
 def is_alone(where: Path) -> bool:
     """Whether it is one component without the rest of a model: what its own `save_pretrained` wrote, or a file."""
-    return where.is_file() or (not is_hf_layout(where) and bool(class_names(where) or _weight_files(where)))
+    if where.is_file():
+        return where.suffix in WEIGHTS
+    return not is_hf_layout(where) and bool(class_names(where) or _weight_files(where))
 
 
 def class_names(folder: Path) -> set[str]:
@@ -50,7 +56,7 @@ def contents_of(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return [p for p in sorted(folder.iterdir()) if p.suffix in (".safetensors", *PICKLED) or _is_index(p)]
+    return [p for p in sorted(folder.iterdir()) if p.suffix in WEIGHTS or _is_index(p)]
 
 
 def _is_index(path: Path) -> bool:
@@ -169,6 +175,11 @@ def weight_paths(folder: Path, variant: str | None = None) -> list[Path]:
             raise ConversionError(f"{folder} lacks {len(absent)} of {len(shards)} shards: {', '.join(absent)}")
         return [folder / n for n in shards]
     found = [p for p in files if p.suffix == ".safetensors"]
+    quantized = [p for p in files if p.suffix == GGUF]
+    if not found and len(quantized) > 1:
+        raise ConversionError(f"{folder} holds {', '.join(p.name for p in quantized)}; name one of these files")
+    if not found and quantized:
+        return quantized
     if len(found) > 1:
         raise ConversionError(
             f"{folder} has {len(found)} safetensors files and no index: {', '.join(p.name for p in found)}. "
@@ -198,13 +209,13 @@ class Source:
     """
 
     def __init__(self, folder: Path, variant: str | None = None):
-        self.files: list[TensorFile] = []
-        self.where: dict[str, TensorFile] = {}
+        self.files: list[TensorFile | GGUFFile] = []
+        self.where: dict[str, TensorFile | GGUFFile] = {}
         self.infos: dict[str, TensorInfo] = {}
         self._stored: dict[str, str] = {}  # name -> as it is in the file
         try:
             for path in weight_paths(folder, variant):
-                self.files.append(TensorFile(path))
+                self.files.append((GGUFFile if path.suffix == GGUF else TensorFile)(path))
             self._find_tensors(folder)
         except InputError:
             self.close()
@@ -225,6 +236,8 @@ class Source:
         self.names = [name for name in self.where if name not in scales]
         if narrow := [name for name in self.names if self.infos[name].dtype in FLOAT8]:
             self.changes.append(f"{len(narrow)} weights in float8 are dequantized")
+        if kinds := [kind for file in self.files if isinstance(file, GGUFFile) for kind in file.quantized]:
+            self.changes.append(f"weights in {', '.join(kinds)} are dequantized")
 
     def info(self, name: str) -> TensorInfo:
         """What a tensor is when it is read; a dequantized one is at most as precise as bfloat16."""

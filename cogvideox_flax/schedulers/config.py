@@ -47,12 +47,13 @@ def solver_kind(raw: Mapping[str, Any], known: Mapping[str, str]) -> str:
     if not is_general(raw):
         return known[name]
     is_sde = known[name] == "dpmpp_2m" and raw.get("algorithm_type") == _SDE["algorithm_type"]
-    solver: dict[str, Any] = {
+    solvers: dict[str, dict[str, Any]] = {
         "dpmpp_2m": {"algorithm_type": "dpmsolver++", "solver_type": "midpoint"} | (_SDE if is_sde else {}),
         "uni_pc": {"predict_x0": True, "solver_type": "bh2", "disable_corrector": [], "solver_p": None},
-    }.get(known[name], {})
-    off = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "thresholding")
-    off += ("euler_at_final", "use_dynamic_shifting")
+    }
+    solver = solvers.get(known[name], {})
+    off = ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "thresholding"]
+    off += ["euler_at_final", "use_dynamic_shifting"]
     solver |= dict.fromkeys(off, False) | {"interpolation_type": "linear", "final_sigmas_type": "zero"}
     require("scheduler", raw, solver_order=2, lower_order_final=True, variance_type=None, **solver)
     return "dpmpp_2m_sde" if is_sde else known[name]
@@ -80,7 +81,7 @@ class SchedulerConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         kind = solver_kind(raw, DIFFUSERS_NAMES)
-        defaults = {"prediction_type": "epsilon", "timestep_spacing": "leading", "snr_shift_scale": 3.0}
+        defaults: dict[str, Any] = {"prediction_type": "epsilon", "timestep_spacing": "leading", "snr_shift_scale": 3.0}
         if is_general(raw):  # which have other defaults
             defaults |= {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "snr_shift_scale": 1.0}
         raw = defaults | dict(raw)

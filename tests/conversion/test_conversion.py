@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -515,6 +516,66 @@ def test_weights_in_float8_are_dequantized(form, dtype, tmp_path, caplog):
     assert found == expected
 
 
+def write_gguf(path: Path, module, of_others: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """Write a module in several forms of GGUF. Returns the values that the package reads back, in `of_others` where
+    they are neither float32 nor float16."""
+    writer, exact = gguf.GGUFWriter(path, "cogvideox"), {}
+    kinds = [gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q4_0", "BF16", "F16")]
+    for i, (name, x) in enumerate(module.state_dict().items()):
+        x, kind = x.numpy(), gguf.GGMLQuantizationType.F32
+        if x.ndim == 2 and x.shape[1] % 32 == 0:
+            kind = kinds[i // 2 % len(kinds)]  # weights and biases take turns
+        data = gguf.quants.quantize(x, kind)
+        value = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind)).reshape(x.shape))
+        exact[name] = value.to({"F32": torch.float32, "F16": torch.float16}.get(kind.name, of_others))
+        if x.ndim == 4:  # as ComfyUI's tools do with tensors of more axes than GGUF has
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(x.shape))
+            data = data.reshape(x.shape[0], -1)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return exact
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_gguf(dtype, tmp_path, caplog):
+    """Read through the gguf package, whose dequantized values are those of a plain file."""
+    module = make_transformer("cogvideox-2b", text_embed_dim=64)
+    folders = [save(module, tmp_path / name) for name in ("stored", "exact")]
+    weights_of(folders[0]).unlink()
+    exact = write_gguf(
+        folders[0] / "transformer" / "model-Q4_0.gguf", module, torch.float32 if dtype else torch.bfloat16
+    )
+    save_torch_file({name: x.contiguous() for name, x in exact.items()}, weights_of(folders[1]))
+    with caplog.at_level("INFO", "cogvideox_flax"):
+        convert(folders[0], tmp_path / "a", dtype=dtype)
+    assert "weights in Q4_0, Q8_0 are dequantized" in caplog.text
+    convert(folders[1], tmp_path / "b", dtype=dtype)
+    found, expected = (read_manifest(tmp_path / x).weights["transformer"]["sha256"] for x in "ab")
+    assert found == expected
+    # the file alone, into a checkpoint that says what it is
+    convert(folders[0] / "transformer" / "model-Q4_0.gguf", tmp_path / "b", components=["transformer"], dtype=dtype)
+    assert read_manifest(tmp_path / "b").weights["transformer"]["sha256"] == expected
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "text"])
+def test_bad_gguf(damage, tmp_path, monkeypatch):
+    src = save(make_transformer("cogvideox-2b", text_embed_dim=64), tmp_path / "src")
+    path = weights_of(src).with_suffix(".gguf")
+    weights_of(src).unlink()
+    write_gguf(path, make_transformer("cogvideox-2b", text_embed_dim=64))
+    raw = path.read_bytes()
+    path.write_bytes({"half": raw[: len(raw) // 2], "empty": b"", "text": b"hello world\n" * 100}[damage])
+    assert f"{path} is not a valid GGUF file" in faults(src, tmp_path / "dst")
+    shutil.copy(path, path.with_stem("other"))
+    assert "diffusion_pytorch_model.gguf, other.gguf; name one of these files" in faults(src, tmp_path / "dst")
+    path.with_stem("other").unlink()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "which takes the gguf package to read: pip install 'cogvideox-flax[gguf]'" in faults(src, tmp_path / "dst")
+
+
 @pytest.mark.parametrize(
     ("name", "whose"),
     [
@@ -626,7 +687,9 @@ def test_values_beyond_float16(tmp_path):
 def test_not_a_checkpoint(tmp_path):
     assert "not a directory" in faults(tmp_path / "nowhere", tmp_path / "dst")
     (tmp_path / "empty").mkdir()
-    assert "not a checkpoint in the Hugging Face layout" in faults(tmp_path / "empty", tmp_path / "dst")
+    (tmp_path / "video.mp4").touch()
+    for name in ("empty", "video.mp4"):
+        assert "not a checkpoint in the Hugging Face layout" in faults(tmp_path / name, tmp_path / "dst")
 
 
 def test_destination_with_other_files(transformer, tmp_path):
