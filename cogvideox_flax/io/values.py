@@ -42,6 +42,11 @@ def short_repr(value: Any, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def text_lines(text: str) -> list[str]:
+    """The lines of a text. Unlike those of `str.splitlines`, U+2028 and its kin, which stand in prompts, end none."""
+    return re.split("\r\n|\r|\n", text)
+
+
 _UNSEEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but for tabs and line feeds, what ends a line or turns its direction, and lone surrogates."""
 

@@ -1,18 +1,24 @@
 """A folder of clips with captions: finding and checking them, and loading one in the model's size and frame rate.
 
-clips/a.mp4  clips/a.txt            a video and its caption beside it; .gif, .mov, .mkv and .webm too
+clips/a.mp4  clips/a.txt            a video of any kind that `open_video` reads, and its caption beside it
 clips/b/0000.png ...  clips/b.txt   a directory of PNGs is a video
-clips/captions.jsonl                or all captions in one file (or metadata.jsonl), a line per clip:
+clips/more/d.mov  clips/more/d.txt  subfolders too; names with a leading dot are skipped
+clips/videos/a.mp4  clips/labels/a.txt     or captions in a folder of their own
+clips/captions.jsonl                or all captions in one file, a line per clip (or metadata.jsonl):
                                     {"file": "a.mp4", "caption": "a red kite over the sea"}
+clips/metadata.csv                  or the same as columns, with a first line of their names
+clips/videos.txt  clips/prompts.txt        or a line per clip in both
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +30,28 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import Resampled
 from cogvideox_flax.io.contents import Contents, content_hashes
 from cogvideox_flax.io.images import SUFFIXES as IMAGE_SUFFIXES
-from cogvideox_flax.io.images import sequence_files
 from cogvideox_flax.io.paths import read_text
+from cogvideox_flax.io.values import text_lines
 from cogvideox_flax.io.video import open_video
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".mp4", ".gif", ".mov", ".mkv", ".webm")
-CAPTION_FILES = ("captions.jsonl", "metadata.jsonl")
+SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".mpg", ".mpeg", ".flv", ".wmv", ".ogv")
+SUFFIXES += (".ts", ".m2ts", ".m2v", ".dv")
+"""Of files that are clips whether they have a caption or not; with one, a file of any name is."""
+
+TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
+"""Files of all captions: JSON lines, or columns."""
+
+VIDEOS, PROMPTS = "videos.txt", "prompts.txt"
+"""The same as two files, a line per clip in each."""
+
+FILE_KEYS = ("file", "file_name", "file_path", "video")
+CAPTION_KEYS = ("caption", "text", "prompt")
+"""Names in a table; the first of them that is there counts."""
+
+MAX_NAMED = 5
+"""Files that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +75,11 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
     """
     if not folder.is_dir():
         raise InputError(f"there is no folder of clips {folder}; expected videos with a caption each (NAME.txt)")
-    tables = [folder / name for name in CAPTION_FILES if (folder / name).exists()]
+    tables = [name for name in TABLES if (folder / name).exists()]
+    if (folder / VIDEOS).exists() and (folder / PROMPTS).exists():
+        tables.append(f"{VIDEOS} with {PROMPTS}")
     if len(tables) > 1:
-        raise InputError(f"{folder} holds both {' and '.join(CAPTION_FILES)}; keep one")
+        raise InputError(f"{folder} holds both {' and '.join(tables[:2])}; keep one")
     clips, faults = _read_caption_table(folder, tables[0]) if tables else _read_caption_files(folder)
     for clip in clips:
         faults += _video_faults(clip, num_frames, fps)
@@ -74,7 +96,7 @@ def clip_contents(clips: Sequence[Clip]) -> list[Contents]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    files = [sorted(sequence_files(clip.path)) if clip.path.is_dir() else [clip.path] for clip in clips]
+    files = [sorted(open_video(clip.path).files) for clip in clips]
     hashes = iter(content_hashes([path for each in files for path in each]))
     return [Contents(clip.path, each, [next(hashes) for _ in each]) for clip, each in zip(clips, files, strict=True)]
 
@@ -104,23 +126,20 @@ def load_clip(path: Path, num_frames: int, height: int, width: int, fps: float) 
     return clip.read(range(start, start + num_frames), height, width)
 
 
-def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str]]:
+def _read_caption_table(folder: Path, table: str) -> tuple[list[Clip], list[str]]:
     clips: dict[str, Clip] = {}
     faults = []
     try:
-        lines = read_text(table).splitlines()
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"cannot read {table}: {e}; expected UTF-8 text") from e
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"  {table.name} line {number}"
-        try:
-            entry: Any = json.loads(line)
-            name, caption = entry["file"], entry["caption"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        entries = list(_table_entries(folder, table))
+    except (OSError, UnicodeDecodeError, csv.Error) as e:
+        raise InputError(f"cannot read {folder / table}: {e}; expected UTF-8 text") from e
+    for number, entry in entries:
+        place = f"  {table} line {number}"
+        keys = [next((key for key in names if key in entry), None) for names in (FILE_KEYS, CAPTION_KEYS)]
+        if None in keys:
             faults.append(f'{place}: expected {{"file": ..., "caption": ...}}')
             continue
+        name, caption = (entry[key] for key in keys if key is not None)
         if not isinstance(name, str) or not isinstance(caption, str) or not name or "\0" in name:
             faults.append(f"{place}: file and caption must be text; got {name!r} and {caption!r}")
             continue
@@ -132,32 +151,108 @@ def _read_caption_table(folder: Path, table: Path) -> tuple[list[Clip], list[str
         else:
             clips[inside] = Clip(folder / inside, inside, caption.strip())
             if not caption.strip():
-                faults.append(f"  {inside}: its caption in {table.name} is empty")
+                faults.append(f"  {inside}: its caption in {table} is empty")
+    there = [path for path in _visible(folder) if path.is_dir() or path.suffix.lower() in SUFFIXES]
+    left_out = [path for path in there if str(path.relative_to(folder)) not in clips]
+    _warn(folder, f"clips without a caption in {table}, which are left out", left_out)
     return list(clips.values()), faults
 
 
-def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
-    clips, faults = [], []
-    for path in sorted(folder.iterdir()):
-        is_video = (
-            any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
-            if path.is_dir()
-            else path.suffix.lower() in SUFFIXES
+def _table_entries(folder: Path, table: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The number of each line of a table of captions, and what it says; nothing of one that is no table."""
+    if table.endswith(".csv"):
+        rows = csv.DictReader(io.StringIO(read_text(folder / table), newline=""))
+        for row in rows:
+            yield rows.line_num, {key: value for key, value in row.items() if value is not None}
+    elif table.endswith(".jsonl"):
+        for number, line in enumerate(text_lines(read_text(folder / table)), 1):
+            if line.strip():
+                try:
+                    entry = json.loads(line)
+                except (ValueError, RecursionError):
+                    entry = None
+                yield number, entry if isinstance(entry, dict) else {}
+    else:
+        names, captions = (
+            [line.strip() for line in text_lines(read_text(folder / file))] for file in (VIDEOS, PROMPTS)
         )
-        if not is_video:
-            continue
-        text = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
-        caption = ""
+        for lines in (names, captions):
+            while lines and not lines[-1]:
+                lines.pop()
+        if len(names) != len(captions):
+            counts = f"{folder / VIDEOS} has {len(names)} lines and {PROMPTS} {len(captions)}"
+            raise InputError(f"{counts}; expected a line per clip in both")
+        for number, (name, caption) in enumerate(zip(names, captions, strict=True), 1):
+            if name or caption:
+                yield number, {"file": name, "caption": caption}
+
+
+def _read_caption_files(folder: Path) -> tuple[list[Clip], list[str]]:
+    videos, labels = folder / "videos", folder / "labels"
+    if not (videos.is_dir() and labels.is_dir()):
+        videos = labels = folder
+    captions = {path.relative_to(labels).with_suffix(""): path for path in _visible(labels) if path.suffix == ".txt"}
+    named: dict[Path, list[Path]] = {}  # by the name of their caption
+    others: dict[Path, list[Path]] = {}
+    for path in _visible(videos):
+        inside = path.relative_to(videos)
+        stem = inside if path.is_dir() else inside.with_suffix("")
+        if path.is_dir() or path.suffix.lower() in SUFFIXES:
+            named.setdefault(stem, []).append(path)
+        elif path.suffix != ".txt":
+            others.setdefault(stem, []).append(path)
+    for stem in captions.keys() & others.keys() - named.keys():
+        named[stem] = [path for path in others[stem] if _is_video(path)]
+    clips, faults = [], []
+    for stem, path in [(stem, path) for stem, paths in named.items() for path in paths]:
+        name, text, caption = str(path.relative_to(folder)), labels / f"{stem}.txt", ""
+        about = f"  {name}: its caption {text.relative_to(folder)}"
         try:
             caption = read_text(text).strip()
             if not caption:
-                faults.append(f"  {path.name}: its caption {text.name} is empty")
+                faults.append(f"{about} is empty")
         except FileNotFoundError:
-            faults.append(f"  {path.name}: no caption {text.name}")
+            faults.append(f"  {name}: no caption {text.relative_to(folder)}")
         except (OSError, UnicodeDecodeError) as e:
-            faults.append(f"  {path.name}: its caption {text.name} cannot be read ({e})")
-        clips.append(Clip(path, path.name, caption))
+            faults.append(f"{about} cannot be read ({e})")
+        clips.append(Clip(path, name, caption))
+    _warn(folder, "captions without a clip", [path for stem, path in captions.items() if not named.get(stem)])
     return clips, faults
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    """The files of a folder and of its subfolders, and the directories that are videos themselves; no dot files."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if not path.is_dir() or _is_frames(path):
+            yield path
+        elif not folder.resolve().is_relative_to(path.resolve()):  # a link to a folder above has no end
+            yield from _visible(path)
+
+
+def _is_frames(folder: Path) -> bool:
+    """Whether a directory holds the frames of one video: images, and neither captions nor videos."""
+    suffixes = {path.suffix.lower() for path in folder.iterdir() if not path.name.startswith(".")}
+    return not suffixes.isdisjoint(IMAGE_SUFFIXES) and not suffixes & {".txt", *SUFFIXES}
+
+
+def _is_video(path: Path) -> bool:
+    """Whether a file is a video by its contents; one image is none."""
+    if path.suffix.lower() in IMAGE_SUFFIXES and path.suffix.lower() != ".webp":
+        return False
+    try:
+        open_video(path)
+    except InputError:
+        return False
+    return True
+
+
+def _warn(folder: Path, what: str, paths: Sequence[Path]) -> None:
+    if paths:
+        names = ", ".join(str(path.relative_to(folder)) for path in paths[:MAX_NAMED])
+        more = f" and {len(paths) - MAX_NAMED} more" if len(paths) > MAX_NAMED else ""
+        log.warning("%s holds %s: %s%s", folder, what, names, more)
 
 
 def _video_faults(clip: Clip, num_frames: int, fps: float) -> list[str]:

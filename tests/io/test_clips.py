@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,81 @@ def test_captions_may_be_in_one_file(clips, tmp_path):
     lines = [{"file": "b.gif", "caption": "second"}, {"file": "./c", "caption": "third"}]
     (folder / "captions.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     assert [(clip.name, clip.caption) for clip in find_clips(folder, 9, 8)] == [("b.gif", "second"), ("c", "third")]
+
+
+CLIP = "testsrc=size=32x32:rate=8:duration=2"
+
+
+def test_clips_of_every_kind_that_is_read_are_found(tmp_path):
+    kinds = {"a.avi": "avi", "b.m4v": "mp4", "c.MOV": "mov", "d.webm": "webm", "sub/e.mkv": "matroska", "g.dat": "mp4"}
+    for name, container in kinds.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        encode(path, CLIP, "libvpx-vp9" if container == "webm" else "mpeg4", container=container)
+        path.with_suffix(".txt").write_text(f"caption of {path.stem}")
+    (tmp_path / "sub" / "._e.mp4").write_bytes(b"what macOS leaves beside a file")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "f.mp4").write_bytes(b"")
+    (tmp_path / "sub" / "again").symlink_to(tmp_path)  # no end
+    found = [(clip.name, clip.caption) for clip in find_clips(tmp_path, 9, 8)]
+    assert found == [(name, f"caption of {Path(name).stem}") for name in sorted(kinds)]
+    (tmp_path / "b.m4v").rename(tmp_path / "b.mpg")
+    (tmp_path / "b.mpg").write_bytes(b"none that is read")
+    with pytest.raises(InputError, match=r"b\.mpg: cannot read .* its contents are none of"):
+        find_clips(tmp_path, 9, 8)
+
+
+def test_captions_without_a_clip_are_named(clips, tmp_path, caplog):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    (folder / "more").mkdir()
+    for name in ("gone", "README", "more/also"):
+        (folder / f"{name}.txt").write_text("something")
+    (folder / "README.md").write_text("not a clip")
+    assert len(find_clips(folder, 9, 8)) == 3
+    (warning,) = caplog.messages
+    assert warning == f"{folder} holds captions without a clip: README.txt, gone.txt, more/also.txt"
+
+
+LINES = ['{"file": "b.gif", "caption": "two\u2028lines"}', '{"file": "a.mp4", "caption": "x, \\"y\\""}']
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"captions.jsonl": "\n\n".join(LINES) + "\n"},
+        {"metadata.jsonl": "\r\n".join(LINES).replace("file", "file_name").replace("caption", "text")},
+        {"metadata.csv": 'file_name,width,text\r\nb.gif,48,two\u2028lines\r\n./a.mp4,90,"x, ""y"""\r\n'},
+        {"metadata.csv": '\ufeffvideo,prompt\nb.gif,two\u2028lines\na.mp4,"x, ""y"""\n'},
+        {"videos.txt": "b.gif\na.mp4\n\n", "prompts.txt": 'two\u2028lines\nx, "y"\n'},
+    ],
+    ids=["captions.jsonl", "metadata.jsonl", "metadata.csv", "metadata.csv of other names", "videos.txt"],
+)
+def test_tables_of_captions_as_other_tools_write_them(clips, tmp_path, caplog, files):
+    folder = shutil.copytree(clips, tmp_path / "clips", ignore=shutil.ignore_patterns("*.txt"))
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode())
+    found = [(clip.name, clip.caption) for clip in find_clips(folder, 9, 8)]
+    assert found == [("a.mp4", 'x, "y"'), ("b.gif", "two\u2028lines")]
+    (warning,) = caplog.messages
+    assert f"{folder} holds clips without a caption in" in warning and warning.endswith(", which are left out: c")
+
+
+def test_captions_may_be_in_a_folder_of_their_own(clips, tmp_path):
+    shutil.copytree(clips, tmp_path / "videos", ignore=shutil.ignore_patterns("*.txt"))
+    shutil.copytree(clips, tmp_path / "labels", ignore=shutil.ignore_patterns("*.mp4", "*.gif", "c"))
+    found = [(clip.name, clip.caption) for clip in find_clips(tmp_path, 9, 8)]
+    assert found == [("videos/a.mp4", CAPTION), ("videos/b.gif", "a large blue square"), ("videos/c", "a white circle")]
+    (tmp_path / "labels" / "c.txt").unlink()
+    with pytest.raises(InputError, match=r"videos/c: no caption labels/c\.txt"):
+        find_clips(tmp_path, 9, 8)
+
+
+def test_lists_of_videos_and_prompts_must_be_equally_long(clips, tmp_path):
+    folder = shutil.copytree(clips, tmp_path / "clips")
+    (folder / "videos.txt").write_text("a.mp4\nb.gif\n")
+    (folder / "prompts.txt").write_text("one\n")
+    with pytest.raises(InputError, match=r"videos\.txt has 2 lines and prompts\.txt 1; expected a line per clip"):
+        find_clips(folder, 9, 8)
 
 
 @pytest.mark.parametrize(("count", "fps"), [(9, 8), (30, 30), (81, 16), (1, 8)])
