@@ -124,7 +124,11 @@ def _shared_options() -> dict[str, Any]:
     """Groups of options that several commands have."""
     groups = {name: argparse.ArgumentParser(add_help=False) for name in ("prompt", "model", "profiling", "profile")}
     prompt, model, profiling, profile = groups.values()
-    prompt.add_argument("prompt", nargs="*", metavar='"PROMPT"', help="one or more prompts, each in quotes")
+    prompt.add_argument(
+        "prompt", nargs="*", action="extend", metavar='"PROMPT"', help="one or more prompts, each in quotes"
+    )
+    what = "the same as an option, once for each prompt"
+    rarely(prompt.add_argument("--prompt", nargs=1, action="extend", metavar="TEXT", help=what))
     model.add_argument("--model", help=_MODEL)
     rarely(model.add_argument("--revision", help="branch, tag or commit of a hub id"))
     what = "a transformer in place of the model's: its directory or file, or a model that has one; or a hub id"
@@ -219,7 +223,7 @@ def _parse(kind: Any, words: str, text: str) -> Any:
 def _add_run_commands(command: Callable[..., Parser]) -> None:
     request = [f"request {stage}" for stage in ("encode", "denoise", "decode", "generate")]
     sub = command("generate", "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts")
-    what = "a video for each line: a prompt, or a JSON object with prompt and any of these options; see docs/queue.md"
+    what = "a video for each line: a prompt, or JSON with prompt and any of these options; see docs/queue.md; -: stdin"
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "number of lines with equal options to make at once; default: 1"
     rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
@@ -229,6 +233,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     rarely(sub.add_argument("--ray-worker", metavar="NAME=AMOUNT,...", help=what))
     sub.add_argument(
         "--out",
+        "-o",
         type=_Path,
         help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a folder of PNGs, .npz (latents); default: video.mp4, "
         "video-2.mp4",
@@ -245,7 +250,8 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     what = "stage 1: prompts to embeddings, images and clips to latents"
     groups = ("prompt", "model", "request encode", "media", "profiling", "hosts")
     sub = command("encode", what, *groups)
-    sub.add_argument("--prompt-file", type=_Path, help="a text file with one prompt per line")
+    what = "a text file with one prompt per line; # begins a comment; -: standard input"
+    sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     sub.add_argument("--dir", type=_Path, required=True, help="directory of the stages' files")
     what = "stage 2: embeddings to latents; default: the settings in DIR"
     sub = command("denoise", what, "model", "request denoise", "profiling", "profile", "hosts")
@@ -258,14 +264,14 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub = command("decode", what, "model", "request decode", "profiling", "hosts")
     sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="file of `generate --out x.npz`")
     sub.add_argument("--dir", type=_Path, help="directory with stage 2's files")
-    sub.add_argument("--out", type=_Path, help="output file; default: output_video.mp4 in DIR, or beside the npz")
+    sub.add_argument("--out", "-o", type=_Path, help="output file; default: output_video.mp4 in DIR, or beside the npz")
     sub.add_argument("--overwrite", **overwrite)
 
 
 def _add_upscale(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("clip", type=_Path, metavar="CLIP", help="a video file or a folder of images")
     what = ".mp4, .webm, .gif, .webp, frames/%%04d.png or a directory of PNGs"
-    sub.add_argument("--out", type=_Path, required=True, help=what)
+    sub.add_argument("--out", "-o", type=_Path, required=True, help=what)
     sub.add_argument("--overwrite", action="store_true", help="replace a file that this program did not write")
     for name, each in options_of(UpscaleOptions).items():
         add_option(sub, name, each, UpscaleOptions)

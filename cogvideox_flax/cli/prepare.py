@@ -30,6 +30,7 @@ from cogvideox_flax.generate.distilled import SETTINGS
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
+from cogvideox_flax.generate.queue import read_lines
 from cogvideox_flax.generate.recipe import UNREPEATABLE, fields_of, read_recipe, short_fingerprints
 from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
@@ -303,13 +304,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     if args.prompt_file is not None:
-        try:
-            lines = args.prompt_file.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"cannot read prompts from {args.prompt_file}: {e}; expected UTF-8 text") from e
-        if not any(line.strip() for line in lines):
-            raise InputError(f"{args.prompt_file} holds no prompt; expected one per line")
-        prompts += [line for line in lines if line.strip()]
+        prompts += read_lines(args.prompt_file).values()
     if not prompts:
         raise InputError('no prompt was given; write one in quotes ("" is one too) or name a --prompt-file')
     if len(prompts) > 1 and not any(" " in prompt.strip() for prompt in prompts):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +34,7 @@ from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.result import logging_replaced, save_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import request_json
-from cogvideox_flax.io.values import short_repr, typed
+from cogvideox_flax.io.values import short_repr, text_lines, typed
 from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
@@ -80,18 +81,21 @@ def folder_of(out: Path) -> Path:
 
 
 def read_lines(path: Path) -> dict[int, str]:
-    """The lines of a file of prompts that are not blank, by their numbers from 1.
+    """The lines of a file of prompts that are neither blank nor comments (#), by their numbers from 1; of "-", those of
+    standard input.
 
     Raises:
         InputError: it cannot be read, is not UTF-8, or holds none.
     """
+    is_stdin = str(path) == "-"
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = (sys.stdin.buffer.read() if is_stdin else path.read_bytes()).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"cannot read prompts from {path}: {e}; expected UTF-8 text") from e
-    found = {number: line for number, line in enumerate(lines, 1) if line.strip()}
+    lines = dict(enumerate(text_lines(text), 1))
+    found = {number: line for number, line in lines.items() if line.strip() and not line.lstrip().startswith("#")}
     if not found:
-        raise InputError(f"{path} holds no prompt; expected one per line")
+        raise InputError(f"{'standard input' if is_stdin else path} holds no prompt; expected one per line")
     return found
 
 

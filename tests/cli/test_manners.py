@@ -79,6 +79,14 @@ def test_a_mistake_is_one_line(run, argv, message):
     assert err.count("\n") == 1
 
 
+def test_prompts_may_be_options():
+    read = make_parser().read
+    for argv in (["a", "b c"], ["--prompt", "a", "--prompt", "b c"], ["a", "--prompt", "b c"]):
+        assert read(["generate", *argv, "-o", "x.mp4"]).prompt == ["a", "b c"]
+    assert read(["generate"]).prompt == []
+    assert read(["encode", "--prompt=-a", "--dir", "x"]).prompt == ["-a"]
+
+
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_an_image_is_no_video(run, native, tmp_path, suffix):
     Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / f"beach{suffix}")

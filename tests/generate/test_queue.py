@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import html
+import io
 import json
 import re
 import shlex
+import sys
 
 import numpy as np
 import pytest
 
+from cogvideox_flax.cli.prepare import read_prompts
 from cogvideox_flax.generate import journey
 from cogvideox_flax.generate.page import PAGE, PageRow, write_page
 from cogvideox_flax.generate.queue import fields_of
@@ -262,6 +266,24 @@ def test_other_formats(queue, tmp_path, cheap_decoder):
     assert name == "g-0001-a-seed0.gif"
     assert read_video(tmp_path / "out" / name)[0].shape == (9, 32, 48, 3)
     assert queue("a", "b", out="g.gif")[1] == [], "they are there"
+
+
+def test_comments_and_separators_of_a_prompt_file(queue, cheap_decoder, tmp_path):
+    lines = ["# red things", "a\u2028red circle", "  # blue things", '{"prompt": "# of circles: 2"}']
+    _, names, _ = queue(*lines)
+    assert names == ["v-0002-a-red-circle-seed0.mp4", "v-0004-of-circles-2-seed0.mp4"]
+    prompts = [read_metadata(tmp_path / "out" / name)["prompt"] for name in names]
+    assert prompts == ["a\u2028red circle", "# of circles: 2"]
+    assert read_prompts(argparse.Namespace(prompt=[], prompt_file=write(tmp_path, *lines[:3]))) == lines[1:2]
+
+
+def test_prompts_from_standard_input(run, native, tmp_path, cheap_decoder, monkeypatch):
+    argv = ["generate", "--prompt-file", "-", "--model", native, "-o", tmp_path / "v.mp4", *QUICK]
+    for data, expected in ((b"\xef\xbb\xbfa\r\n\r\nb\r\n", (0, 2)), (b"# nothing\n", (2, 0))):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code, out, err = run(*argv)
+        assert (code, out.count("\n")) == expected, err
+    assert "standard input holds no prompt" in err
 
 
 def test_wrong_ways(run, native, tmp_path):
