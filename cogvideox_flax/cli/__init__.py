@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.cli.arguments import MODULES, TRAINING_OPTIONS, make_parser, with_paths
+from cogvideox_flax.cli.arguments import MODULES, TRAINING_OPTIONS, make_parser, with_drawn_seed, with_paths
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt, loaded
 from cogvideox_flax.io.values import printable
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = with_paths(args)
         with hosts.joined(_place(args), _same_on_all(args), _outcome) as is_first:
-            _run(args if is_first else _only_computing(args))
+            _run(with_drawn_seed(args) if is_first else _only_computing(args))
     except BaseException as e:
         if isinstance(e, BrokenPipeError) and _reader_is_gone():
             return CLOSED_PIPE

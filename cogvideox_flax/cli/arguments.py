@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import re
+import secrets
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 from cogvideox_flax.cli.parser import Parser, rarely
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import (
     DTYPES,
+    MAX_SEED,
     MAX_VIDEOS,
+    RANDOM,
     STAGES,
     GenerationRequest,
     Option,
@@ -30,6 +35,8 @@ from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.values import is_count, short_repr, typed
 from cogvideox_flax.runtime.multihost.rendezvous import JOIN_TIMEOUT_S
 from cogvideox_flax.version import __version__
+
+log = logging.getLogger("cogvideox_flax")
 
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
@@ -60,6 +67,21 @@ def with_paths(args: argparse.Namespace) -> argparse.Namespace:
     """
     values = vars(args).items()
     return argparse.Namespace(**{name: expand_user(x) if isinstance(x, _Path) else x for name, x in values})
+
+
+def with_drawn_seed(args: argparse.Namespace) -> argparse.Namespace:
+    """The options, with a number for `--seed random`; it is logged.
+
+    Raises:
+        InputError: it is for a queue, which goes on by what its videos were made of.
+    """
+    if getattr(args, "seed", None) != RANDOM:
+        return args
+    if getattr(args, "prompt_file", None) is not None and args.command == "generate":
+        raise InputError(f"--seed {RANDOM} beside --prompt-file would make all videos again; give the lines seeds")
+    seed = secrets.randbelow(MAX_SEED - MAX_VIDEOS)  # videos of one prompt count up from it
+    log.info("--seed %d was drawn", seed)
+    return argparse.Namespace(**vars(args) | {"seed": seed})
 
 
 def make_parser() -> Parser:
@@ -196,7 +218,7 @@ def add_option(
     else:
         kind_of_value = {int: "N", float: "X"}.get(of_one, "TEXT")
         how |= {
-            "type": option.parse or partial(_parse, of_one, expected(option, of_one)),
+            "type": option.parse or partial(_parse, of_one, expected(option, of_one), option.words),
             "metavar": option.metavar or kind_of_value,
         }
         how |= {"action": "append"} if option.repeat else {}
@@ -211,13 +233,15 @@ def _without_none(kind: Any) -> Any:
     return parts[0] if typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
 
 
-def _parse(kind: Any, words: str, text: str) -> Any:
-    """A value of this type: "3", or "3,4" for tuples and lists; `words` say what is expected."""
+def _parse(kind: Any, what: str, words: Collection[str], text: str) -> Any:
+    """A value of this type: "3", or "3,4" for tuples and lists; or one of the words. `what` says what is expected."""
+    if text in words:
+        return text
     parts = typing.get_args(kind)
     try:
         return typed(kind, [parts[0](part.strip()) for part in text.split(",")] if parts else kind(text))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {words}; got {short_repr(text)}") from None
+        raise argparse.ArgumentTypeError(f"expected {what}; got {short_repr(text)}") from None
 
 
 def _add_run_commands(command: Callable[..., Parser]) -> None:

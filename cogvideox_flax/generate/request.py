@@ -68,6 +68,9 @@ STEP_CACHES = {
 
 MAX_SEED = 2**32 - 1
 
+RANDOM = "random"
+"""In place of a seed on the command line."""
+
 MAX_VIDEOS = 10_000
 """Videos of one request."""
 
@@ -124,6 +127,7 @@ class Option:
     flags: other names of the flag.
     parse: text -> value; ValueError or InputError where it cannot be; None: by the field's type.
     choices: text -> value, for options of few values.
+    words: texts that the command line takes in place of a value and resolves itself.
     common: whether the short help shows it.
     for_media: whether encoding images and clips needs it too.
     affects_forecast: whether a forecast depends on it.
@@ -142,6 +146,7 @@ class Option:
     flags: tuple[str, ...] = ()
     parse: Callable[[str], Any] | None = None
     choices: Mapping[str, Any] | None = None
+    words: tuple[str, ...] = ()
     metavar: str | None = None
     repeat: bool = False
     common: bool = False
@@ -292,7 +297,15 @@ class GenerationRequest:
         common=True,
         affects_forecast=True,
     )
-    seed: int = option(0, "seed of all noise", range=Range(0, MAX_SEED), group=SAMPLING, common=True, for_media=True)
+    seed: int = option(
+        0,
+        "seed, or random",
+        range=Range(0, MAX_SEED),
+        group=SAMPLING,
+        words=(RANDOM,),
+        common=True,
+        for_media=True,
+    )
     latents: Float[Any, "B T h w C"] | None = dataclasses.field(default=None, compare=False)
     output_type: Literal["uint8", "float", "latent"] = "uint8"
     _: KW_ONLY

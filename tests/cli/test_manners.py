@@ -87,6 +87,20 @@ def test_prompts_may_be_options():
     assert read(["encode", "--prompt=-a", "--dir", "x"]).prompt == ["-a"]
 
 
+def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
+    seeds = []
+    for name in ("a.mp4", "b.mp4"):
+        argv = ["generate", PROMPT, "--model", native, "-o", tmp_path / name, *QUICK, "--seed", "random"]
+        assert run(*argv)[0] == 0
+        seeds.append(read_metadata(tmp_path / name)["seed"])
+        assert f"--seed {seeds[-1]} was drawn" in caplog.text
+    assert seeds[0] != seeds[1]
+    (tmp_path / "prompts.txt").write_text("a")
+    code, _, err = run("generate", "--prompt-file", tmp_path / "prompts.txt", "--seed", "random")
+    assert code == 2 and "--seed random beside --prompt-file" in err
+    assert run("upscale", tmp_path / "a.mp4", "--out", "x.mp4", "--seed", "random")[0] == 2
+
+
 @pytest.mark.parametrize("suffix", [".png", ".jpg", ".webp"])
 def test_an_image_is_no_video(run, native, tmp_path, suffix):
     Image.fromarray(np.zeros((32, 48, 3), np.uint8)).save(tmp_path / f"beach{suffix}")
