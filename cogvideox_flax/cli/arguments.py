@@ -247,7 +247,7 @@ def _parse(kind: Any, what: str, words: Collection[str], text: str) -> Any:
 def _add_run_commands(command: Callable[..., Parser]) -> None:
     request = [f"request {stage}" for stage in ("encode", "denoise", "decode", "generate")]
     sub = command("generate", "prompt to video", "prompt", "model", *request, "profiling", "profile", "hosts")
-    what = "a video for each line: a prompt, or JSON with prompt and any of these options; see docs/queue.md; -: stdin"
+    what = "a video for each line, a prompt or JSON with any of these options (docs/queue.md); -: stdin"
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "number of lines with equal options to make at once; default: 1"
     rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
@@ -259,12 +259,12 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
         "--out",
         "-o",
         type=_Path,
-        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a folder of PNGs, .npz (latents); default: video.mp4, "
-        "video-2.mp4",
+        help=".mp4, .webm, .gif, .webp, frames/%%04d.png, a folder of PNGs, .npz (latents); with {prompt}, {seed}, "
+        "{n} in its name; default: video.mp4",
     )
     what = "directory of the stages' files; default: beside OUT, removed at the end"
     rarely(sub.add_argument("--dir", type=_Path, help=what))
-    what = "take prompt, seed and settings from a video or npz of ours, where no others are given"
+    what = "take what is not given from a video or npz of ours"
     sub.add_argument("--like", type=_Path, metavar="FILE", help=what)
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace files that this program did not write"}
     sub.add_argument("--overwrite", **overwrite)

@@ -30,6 +30,7 @@ from cogvideox_flax.cli.prepare import (
     prepare_generate,
     preview_of,
     stages_folder,
+    stages_of,
     warn_of_other_model,
     with_automatic_mesh,
 )
@@ -74,8 +75,9 @@ def generate(args: argparse.Namespace) -> None:
         pipe, prepared = open_prepared(args, partial(prepare_generate, args, out))
         if args.like is not None and hosts.is_first():
             warn_of_other_model(pipe, read_recipe(args.like), args.like)
-        (run,), folder = prepared.runs, args.dir or stages_folder(out)
-        paths = output_paths(out, run.batch, run.request.num_videos)
+        (run,) = prepared.runs
+        folder = args.dir or stages_of(out, run.request.prompt, run.request.seed)
+        paths = output_paths(out, run.request.prompt, run.request.seed, run.request.num_videos)
         with run_dir_lock(folder, temporary=args.dir is None):
             _make(args, pipe, run, directory_of(pipe, prepared.model, folder), paths)
         print("\n".join(map(str, paths)))

@@ -30,7 +30,7 @@ from cogvideox_flax.generate.distilled import SETTINGS
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
-from cogvideox_flax.generate.queue import read_lines
+from cogvideox_flax.generate.queue import fill, is_template, read_lines
 from cogvideox_flax.generate.recipe import UNREPEATABLE, fields_of, read_recipe, short_fingerprints
 from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
@@ -250,8 +250,9 @@ def prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
     like = {} if args.like is None else read_like(args)
     prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
     videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
-    check_output(output_paths(out, len(prompts), videos), args.overwrite, args.preview, latents=is_latents(out))
-    check_folder(folder := args.dir or stages_folder(out))
+    seed = like.get("seed", 0) if args.seed is None else args.seed
+    check_output(output_paths(out, prompts, seed, videos), args.overwrite, args.preview, latents=is_latents(out))
+    check_folder(folder := args.dir or stages_of(out, prompts, seed))
     model, manifest = look(args, like)
     run = _resolve(args, like | {"prompt": prompts}, model, manifest)
     if args.like is not None:
@@ -384,9 +385,26 @@ def is_latents(out: Path) -> bool:
     return out.suffix.lower() == ".npz"
 
 
-def output_paths(out: Path, prompts: int, videos: int) -> list[Path]:
-    """A path for each video of each prompt; an npz holds those of all prompts."""
-    return item_paths(out, (1 if is_latents(out) else prompts) * videos)
+def output_paths(out: Path, prompts: Sequence[str], seed: int, videos: int) -> list[Path]:
+    """A path for each video of each prompt, those of one seed after those of the one before; an npz holds those of all
+    prompts.
+
+    Raises:
+        InputError: the fields of its name do not tell the videos apart.
+    """
+    prompts = prompts[:1] if is_latents(out) else prompts
+    if not is_template(out):
+        return item_paths(out, len(prompts) * videos)
+    each = [(prompt, seed + i) for i in range(videos) for prompt in prompts]
+    paths = [fill(out, *values, n) for n, values in enumerate(each, 1)]
+    if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
+        raise InputError(f"--out {out} gives two videos the name {twice}; put {{n}} into it")
+    return paths
+
+
+def stages_of(out: Path, prompts: Sequence[str], seed: int) -> Path:
+    """The `stages_folder` of a run, named after its first video where the output's name has fields."""
+    return stages_folder(fill(out, prompts[0], seed, 1) if is_template(out) else out)
 
 
 @contextmanager

@@ -63,21 +63,52 @@ class Job:
     run: Run
 
 
-def path_of(out: Path, line: int, request: GenerationRequest) -> Path:
-    """Where a job's video goes: `out` with the line, the first words of the prompt and the seed in its name.
+FIELD = re.compile(r"\{(prompt|seed|n)\}")
+"""A field in the name of an output."""
 
-    Without a suffix, `out` is the folder of the videos, which are mp4s.
+
+def is_template(out: Path) -> bool:
+    """Whether the name of an output has fields.
+
+    Raises:
+        InputError: its folder has.
     """
-    slug = "-".join(re.findall(r"\w+", request.prompt[0].lower()))
-    if len(slug) > MAX_SLUG:
-        slug = slug[: MAX_SLUG + 1].rpartition("-")[0] or slug[:MAX_SLUG]
-    parts = [f"{line:04}", *([slug] if slug else []), f"seed{request.seed}"]
+    if FIELD.search(str(out.parent)):
+        raise InputError(
+            f"--out {out}: {{prompt}}, {{seed}} and {{n}} may stand in the name of the file, not in folders"
+        )
+    return FIELD.search(out.name) is not None
+
+
+def slug_of(prompt: str) -> str:
+    """The first words of a prompt, as part of a file's name."""
+    slug = "-".join(re.findall(r"\w+", prompt.lower()))
+    return slug if len(slug) <= MAX_SLUG else slug[: MAX_SLUG + 1].rpartition("-")[0] or slug[:MAX_SLUG]
+
+
+def fill(out: Path, prompt: str, seed: int, n: int) -> Path:
+    """An output with the fields of its name filled: the prompt's first words, the seed, and the number of the video."""
+    values = {"prompt": slug_of(prompt) or "no-prompt", "seed": str(seed), "n": f"{n:04}"}
+    return out.with_name(FIELD.sub(lambda field: values[field[1]], out.name))
+
+
+def path_of(out: Path, line: int, request: GenerationRequest) -> Path:
+    """Where a job's video goes: `out` with its fields filled, or with the line, the first words of the prompt and the
+    seed in its name.
+
+    Without a suffix, `out` is the folder of the videos, which are mp4s, or the name of one.
+    """
+    prompt, seed = request.prompt[0], request.seed
+    if is_template(out):
+        path = fill(out, prompt, seed, line)
+        return path if out.suffix else path.with_name(f"{path.name}.mp4")
+    parts = [f"{line:04}", *([slug] if (slug := slug_of(prompt)) else []), f"seed{seed}"]
     return out.with_stem("-".join([out.stem, *parts])) if out.suffix else out / ("-".join(parts) + ".mp4")
 
 
 def folder_of(out: Path) -> Path:
     """The folder of the videos and of their page."""
-    return (out.parent if out.suffix else out).absolute()
+    return (out.parent if out.suffix or is_template(out) else out).absolute()
 
 
 def read_lines(path: Path) -> dict[int, str]:
@@ -174,7 +205,8 @@ def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> li
     found = [(path, own) if _key(own) == key else None for (path, _), own, key in zip(wanted, made, keys, strict=True)]
     if None not in found:
         return found
-    pattern = f"{glob.escape(out.stem)}-*{glob.escape(out.suffix)}" if out.suffix else "*.mp4"
+    stem = FIELD.sub("*", glob.escape(out.stem)) if is_template(out) else f"{glob.escape(out.stem)}-"
+    pattern = re.sub(r"\*\*+", "*", f"{stem}*{glob.escape(out.suffix)}") if out.suffix else "*.mp4"
     others = sorted({*folder_of(out).glob(pattern)} - {path.absolute() for path, _ in filter(None, found)})
     free: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in others:

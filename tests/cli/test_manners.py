@@ -87,6 +87,29 @@ def test_prompts_may_be_options():
     assert read(["encode", "--prompt=-a", "--dir", "x"]).prompt == ["-a"]
 
 
+def test_names_by_template(run, native, tmp_path, cheap_decoder):
+    def names(out, *argv):
+        code, printed, err = run("generate", *argv, "--model", native, "-o", tmp_path / out, *QUICK)
+        return code, [line.rpartition("/")[2] for line in printed.splitlines()], err
+
+    word = "ß/" * 300
+    assert names("{prompt}-{seed}.gif", word, "--seed", 7)[:2] == (0, ["-".join("ß" * 20) + "-7.gif"])
+    two = ["a red circle", "a blue square", "--num-videos", 2]
+    expected = [
+        f"{n:04} {words} {seed}.gif"
+        for n, (seed, words) in enumerate(
+            [(0, "a-red-circle"), (0, "a-blue-square"), (1, "a-red-circle"), (1, "a-blue-square")], 1
+        )
+    ]
+    assert names("{n} {prompt} {seed}.gif", *two)[:2] == (0, expected)
+    for name, path in zip(expected, sorted(tmp_path.glob("0*.gif")), strict=True):
+        assert path.name == name and str(read_metadata(path)["seed"]) == path.stem[-1]
+    assert names("{seed}-{prompt}.npz", *two)[:2] == (0, ["0-a-red-circle.npz", "1-a-red-circle.npz"])
+    code, _, err = names("{prompt}.gif", *two)
+    assert code == 2 and "gives two videos the name" in err
+    assert not list(tmp_path.glob("*.stages"))
+
+
 def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
     seeds = []
     for name in ("a.mp4", "b.mp4"):

@@ -64,6 +64,19 @@ def test_names_lines_and_metadata(queue, tmp_path, cheap_decoder):
     assert not (tmp_path / "out" / "v.mp4.stages").exists()
 
 
+def test_names_by_template(queue, tmp_path, cheap_decoder):
+    lines = ["a/../../red circle", {"prompt": "", "num_videos": 2}, "a red circle"]
+    code, names, _ = queue(*lines, out="[{prompt}]_{seed}.webm")
+    assert code == 0
+    assert names == ["[a-red-circle]_0.webm", "[no-prompt]_0.webm", "[no-prompt]_1.webm", "[a-red-circle]_0-2.webm"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "index.html"}
+    code, more, _ = queue("new", *reversed(lines), out="[{prompt}]_{seed}.webm")
+    assert (code, more) == (0, ["[new]_0.webm"])
+    assert queue("a", out="{n}")[1] == ["0001.mp4"]
+    code, _, err = queue("a", out="{prompt}/{n}.mp4")
+    assert code == 2 and "may stand in the name of the file, not in folders" in err
+
+
 def test_a_folder_of_videos(queue, tmp_path, cheap_decoder):
     code, names, _ = queue("a red circle", "a blue square", out="clips")
     assert code == 0
