@@ -204,7 +204,8 @@ def decode(args: argparse.Namespace) -> None:
         raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
     out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
     pipe, prepared = open_prepared(args, partial(_prepare_decode, args, out))
-    latents, fps, tiling, in_chunks = (prepared.more[name] for name in ("latents", "fps", "tiling", "in_chunks"))
+    names = ("latents", "fps", "tiling", "in_chunks", "crf")
+    latents, fps, tiling, in_chunks, crf = (prepared.more[name] for name in names)
     programs = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, tiling, in_chunks)
     result_of(pipe.checking_memory([("decode", programs)]), not args.quiet)
     frames = result_of(journey.decode(pipe, latents, tiling=tiling, in_chunks=in_chunks), not args.quiet)
@@ -215,9 +216,10 @@ def decode(args: argparse.Namespace) -> None:
         warn_of_other_model(pipe, made_by, args.latents or args.dir, [decoder])
         if args.dir is not None:  # by the model that decodes it
             made_by = made_by | {"release": made_by["release"] or pipe.native_dir.name}
-        metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, dtype=pipe.dtype, fps=fps, tiling=tiling)
+        how: Any = {"dtype": pipe.dtype, "fps": fps, "tiling": tiling, "crf": crf}
+        metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, **how)
     with logging_replaced(item_paths(out, len(latents))):
-        print("\n".join(map(str, GenerationResult(frames, fps, metadata).save(out))))
+        print("\n".join(map(str, GenerationResult(frames, fps, metadata, crf).save(out))))
 
 
 def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
@@ -231,6 +233,7 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         settings = read_settings(args.dir)
     check_output(item_paths(out, len(settings["prompt"])), args.overwrite)
     check_option("fps", args.fps)
+    check_option("crf", args.crf)
     check_folder(out.absolute().parent)
     model, manifest = look(args, settings)
     model = with_automatic_mesh(args, model, manifest)
@@ -249,5 +252,6 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         made_of = {name: x for name, x in settings.items() if name not in of_model}
         made_by = recipe(made_of, manifest, "", settings.get("fingerprints"))
     fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
-    more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks}
+    crf = settings.get("crf") if args.crf is None else args.crf
+    more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks, "crf": crf}
     return Prepared(model, more=more, recipe=made_by)

@@ -33,7 +33,7 @@ def upscale(args: argparse.Namespace) -> None:
     try:
         with logging_replaced([args.out]):
             fps = layout.clip.fps or manifest.model.defaults.fps
-            save_video(args.out, frames, fps, upscaling.describe(layout, pipe, args.clip), args.clip)
+            save_video(args.out, frames, fps, upscaling.describe(layout, pipe, args.clip), sound=args.clip)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; nothing was written") from None
     print(args.out)

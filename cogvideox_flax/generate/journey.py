@@ -137,7 +137,7 @@ def _decode_run(model: OpenModel, run: Run, latents: Float[Any, "B T h w C"], do
 def _finished(model: OpenModel, run: Run, frames: Any, done: int | None = None) -> Finished:
     request = run.request
     sound = clips_with_sound(request.video, run.batch, request.fps / run.model.defaults.fps)
-    return Finished(run, GenerationResult(frames, request.fps, model.recipe(run, done), sound))
+    return Finished(run, GenerationResult(frames, request.fps, model.recipe(run, done), request.crf, sound))
 
 
 # --- the stages

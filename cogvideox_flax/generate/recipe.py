@@ -178,7 +178,14 @@ def recipe(
 
 
 def decoded_recipe(
-    latents: Mapping[str, Any], fingerprints: Mapping[str, str], decoder: str, *, dtype: str, fps: int, tiling: bool
+    latents: Mapping[str, Any],
+    fingerprints: Mapping[str, str],
+    decoder: str,
+    *,
+    dtype: str,
+    fps: int,
+    tiling: bool,
+    crf: int | None,
 ) -> dict[str, Any]:
     """The recipe of a video whose latents were made before.
 
@@ -189,7 +196,7 @@ def decoded_recipe(
         dtype: that it did it in.
     """
     settings = {name: value for name, value in latents.get("settings", {}).items() if name != "tiling"}
-    settings |= {"fps": fps} | ({"tiling": True} if tiling else {})
+    settings |= {"fps": fps} | ({"tiling": True} if tiling else {}) | ({} if crf is None else {"crf": crf})
     if settings.setdefault("dtype", dtype) != dtype:
         settings["decode_dtype"] = dtype
     made_with = latents.get("checkpoint")

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.clips import FITS
-from cogvideox_flax.io.limits import MAX_WRITTEN_FPS
+from cogvideox_flax.io.limits import MAX_CRF, MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import expected_of, is_finite_number, short_repr, typed
 
 if TYPE_CHECKING:
@@ -518,6 +518,14 @@ class GenerationRequest:
         unset="the release's",
         range=Range(1, MAX_WRITTEN_FPS),
         unit="frames per second",
+        group=OUTPUT,
+        stage="decode",
+    )
+    crf: int | None = option(
+        None,
+        "constant rate factor of H.264 in an .mp4: lower is better and larger",
+        unset="17, a loss that is about invisible",
+        range=Range(0, MAX_CRF),
         group=OUTPUT,
         stage="decode",
     )

@@ -42,12 +42,14 @@ class GenerationResult:
         `FrameStream` from the stages of a long clip.
     fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.
+    crf: of an mp4 that it is saved to; see `save_video`.
     sound: of each item, the clip that it began from, whose sound is saved with it; None where there is none.
     """
 
     frames: Any
     fps: int
     metadata: dict[str, Any] = field(default_factory=dict)
+    crf: int | None = None
     sound: Sequence[Path | None] = ()
 
     def __repr__(self) -> str:
@@ -102,7 +104,8 @@ class GenerationResult:
             raise InputError(f"only uint8 frames can be saved; this video holds {self.frames[0].dtype}")
         for i, (name, frames) in enumerate(zip(paths, self.frames, strict=True)):
             if hosts.is_first():
-                save_video(name, frames, self.fps, item_of(self.metadata, i), self.sound[i] if self.sound else None)
+                sound = self.sound[i] if self.sound else None
+                save_video(name, frames, self.fps, item_of(self.metadata, i), crf=self.crf, sound=sound)
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
@@ -168,7 +171,7 @@ def join(results: Sequence[GenerationResult]) -> GenerationResult:
         each = [(result.metadata.get(key), len(own)) for result, own in zip(results, frames, strict=True)]
         metadata[key] = [x for value, n in each for x in (value if isinstance(value, list) else [value] * n)]
     sound = [path for result in results for path in result.sound]
-    return GenerationResult(np.concatenate(frames), results[0].fps, metadata, sound)
+    return GenerationResult(np.concatenate(frames), results[0].fps, metadata, results[0].crf, sound)
 
 
 def _in_memory(frames: Any) -> np.ndarray:

@@ -34,7 +34,7 @@ from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, form
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_CRF = 17  # x264's scale, 0 to 51; at 17 or 18 the loss is about invisible
+CRF = 17  # x264's scale, 0 to 51; at 17 or 18 the loss is about invisible
 _CRF_VP9 = 15  # of 0 to 63
 _EXACT = "accurate_rnd+full_chroma_int+full_chroma_inp"  # ffmpeg's default colour arithmetic darkens by about a level
 _LEAD_SECONDS, _LEAD_FRAMES = 1, 20
@@ -314,9 +314,11 @@ def _copy_sound(path: Path, output: Any, seconds: float) -> Iterator[float]:
         log.warning("the sound of %s is left out: %s", path, getattr(e, "strerror", e))
 
 
-def write_mp4(path: Path, frames: Frames | FrameStream, fps: float, comment: str, sound: Path | None = None) -> None:
+def write_mp4(
+    path: Path, frames: Frames | FrameStream, fps: float, comment: str, *, crf: int = CRF, sound: Path | None = None
+) -> None:
     """H.264 in an MP4; see `_write`."""
-    options = {"crf": str(_CRF)} | x264_params()
+    options = {"crf": str(crf)} | x264_params()
     _write(path, frames, fps, comment, sound, "mp4", "libx264", options, {"movflags": "+faststart"})
 
 

@@ -21,6 +21,8 @@ MIN_FPS, MAX_FPS = 1e-3, 1e5
 """Frames per second that a file may state."""
 MAX_WRITTEN_FPS = 1000
 """Frames per second of a video that a run writes."""
+MAX_CRF = 51
+"""Of H.264; 0 is lossless."""
 MAX_DECODED_BYTES = 4 * 2**30
 """Bytes of a whole decoded video, as `read_video` returns it."""
 MAX_ARRAY_BYTES = 4 * 2**30

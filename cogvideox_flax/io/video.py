@@ -89,6 +89,8 @@ def save_video(
     frames: Frames | FrameStream,
     fps: float,
     metadata: dict[str, Any] | None = None,
+    *,
+    crf: int | None = None,
     sound: Path | None = None,
 ) -> None:
     """Write one video, atomically. Missing directories are created.
@@ -103,6 +105,7 @@ def save_video(
         fps: frames per second.
         metadata: JSON values, stored in the file (in each file of a PNG sequence) for `read_metadata`. More than
             `MAX_METADATA_BYTES` of JSON are not stored, with a warning.
+        crf: quality of an mp4, 0 (lossless) to 51; None: 17. Other formats have none, which is logged.
         sound: a video that begins with these frames. Its sound is copied into an mp4 or webm as far as the frames last;
             where the format does not take it, a line says so.
 
@@ -118,6 +121,10 @@ def save_video(
         log.warning("%s is saved without its metadata: %s bytes, too many", path, f"{len(comment):,}")
         comment = "{}"
     writer: Callable[..., None] = write_directory if path.is_dir() else _WRITERS[path.suffix.lower()]
+    if crf is not None and path.suffix.lower() == ".mp4":
+        writer = partial(writer, crf=crf)
+    elif crf is not None:
+        log.warning("%s is written without crf %d, which is of .mp4", path, crf)
     if sound is not None and has_sound(sound):
         if path.suffix.lower() in (".mp4", ".webm"):
             writer = partial(writer, sound=sound)

@@ -110,6 +110,28 @@ def test_names_by_template(run, native, tmp_path, cheap_decoder):
     assert not list(tmp_path.glob("*.stages"))
 
 
+def test_the_quality_of_an_mp4(run, native, tmp_path, cheap_decoder, caplog):
+    """x264 writes into a file how it was made."""
+
+    def crf_of(name, *argv):
+        assert run(*argv, "-o", tmp_path / name)[0] == 0
+        data = (tmp_path / name).read_bytes()
+        return data[data.index(b" crf=") + 5 :].split(b" ")[0], read_metadata(tmp_path / name)["settings"].get("crf")
+
+    generate = ["generate", PROMPT, "--model", native, *QUICK]
+    assert crf_of("default.mp4", *generate) == (b"17.0", None)
+    assert crf_of("a.mp4", *generate, "--crf", 30) == (b"30.0", 30)
+    assert crf_of("like.mp4", "generate", "--model", native, "--like", tmp_path / "a.mp4") == (b"30.0", 30)
+    assert run(*generate, "--crf", 30, "-o", tmp_path / "a.npz")[0] == 0
+    decode = ["decode", "--model", native, tmp_path / "a.npz"]
+    assert crf_of("decoded.mp4", *decode) == (b"30.0", 30)
+    assert crf_of("better.mp4", *decode, "--crf", 5) == (b"5.0", 5)
+    assert "crf" not in caplog.text
+    assert run(*generate, "--crf", 30, "-o", tmp_path / "a.gif")[0] == 0
+    assert "a.gif is written without crf 30, which is of .mp4" in caplog.text
+    assert run(*generate, "--crf", 52)[0] == 2
+
+
 def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
     seeds = []
     for name in ("a.mp4", "b.mp4"):
