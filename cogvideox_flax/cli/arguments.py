@@ -268,6 +268,11 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument("--like", type=_Path, metavar="FILE", help=what)
     overwrite: dict[str, Any] = {"action": "store_true", "help": "replace files that this program did not write"}
     sub.add_argument("--overwrite", **overwrite)
+    bare: dict[str, Any] = {
+        "action": "store_true",
+        "help": "leave out of the file how it was made; then it is not ours",
+    }
+    rarely(sub.add_argument("--no-metadata", **bare))
     what = "write the video as it becomes clear: .png, .webp"
     preview: dict[str, Any] = {"type": _Path, "metavar": "FILE", "help": what}
     sub.add_argument("--preview", **preview)
@@ -290,6 +295,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument("--dir", type=_Path, help="directory with stage 2's files")
     sub.add_argument("--out", "-o", type=_Path, help="output file; default: output_video.mp4 in DIR, or beside the npz")
     sub.add_argument("--overwrite", **overwrite)
+    rarely(sub.add_argument("--no-metadata", **bare))
 
 
 def _add_upscale(sub: argparse.ArgumentParser) -> None:

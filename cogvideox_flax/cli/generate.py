@@ -97,7 +97,7 @@ def _make(
     latents = is_latents(paths[0])
     events = journey.generate(pipe, run, store, STAGES[:-1] if latents else STAGES, keep=keep)
     with closing(show(_previewed(args, pipe, events), not args.quiet)) as shown:
-        return save_videos(shown, run, paths, latents=latents, timed=timed)
+        return save_videos(shown, run, paths, latents=latents, timed=timed, bare=args.no_metadata)
 
 
 def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -> Events[None]:
@@ -159,6 +159,8 @@ def _prepare_queue(args: argparse.Namespace, queue: Queue, folder: Path) -> Prep
     """`generate --prompt-file`."""
     if args.like is not None:
         raise InputError("--like makes one video again; leave it out with a --prompt-file")
+    if args.no_metadata:
+        raise InputError("a queue knows its videos by what they hold; leave out --no-metadata, or the --prompt-file")
     if args.prompt:
         raise InputError("prompts were given beside --prompt-file; write them all into the file, or leave it out")
     queue.read()
@@ -218,6 +220,7 @@ def decode(args: argparse.Namespace) -> None:
             made_by = made_by | {"release": made_by["release"] or pipe.native_dir.name}
         how: Any = {"dtype": pipe.dtype, "fps": fps, "tiling": tiling, "crf": crf}
         metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, **how)
+    metadata = {} if args.no_metadata else metadata
     with logging_replaced(item_paths(out, len(latents))):
         print("\n".join(map(str, GenerationResult(frames, fps, metadata, crf).save(out))))
 

@@ -31,7 +31,13 @@ from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.preview import Preview
 from cogvideox_flax.generate.queue import fill, is_template, read_lines
-from cogvideox_flax.generate.recipe import UNREPEATABLE, fields_of, read_recipe, short_fingerprints
+from cogvideox_flax.generate.recipe import (
+    UNREPEATABLE,
+    fields_of,
+    find_recorded_adapter,
+    read_recipe,
+    short_fingerprints,
+)
 from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
 from cogvideox_flax.generate.result import check_output
@@ -247,6 +253,8 @@ def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
 
 def prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
     """`generate` of the prompts on the command line, or of --like."""
+    if args.no_metadata and is_latents(out):
+        raise InputError(f"{out} could not be decoded without its metadata; leave out --no-metadata")
     like = {} if args.like is None else read_like(args)
     prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
     videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
@@ -336,10 +344,17 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
         log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
     elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
+    adapters = fields.get("lora", []) if args.lora is None else []
+    found = [find_recorded_adapter(record, path) for record in adapters]
     for name in (*MEDIA, "lora"):
+        if name == "lora" and None not in found:
+            continue
         if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
             files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
             raise InputError(f"{path} was also made of other files; give them again: {files}")
+    if adapters:
+        log.info("with the adapters that %s was made with: %s", path, ", ".join(map(str, found)))
+        fields["lora"] = [{**record, "file": str(file)} for record, file in zip(adapters, found, strict=True)]
     return fields
 
 

@@ -23,7 +23,7 @@ from cogvideox_flax.generate.events import Denoised, Events, Finished
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.page import PageRow, check_page, write_page
-from cogvideox_flax.generate.recipe import item_of, read_recipe
+from cogvideox_flax.generate.recipe import item_of, named_adapters, read_recipe
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
@@ -225,7 +225,12 @@ def _made(path: Path) -> dict[str, Any]:
 
 def _key(recipe: Mapping[str, Any]) -> str:
     """A recipe as text, but for the time that it took."""
-    return json.dumps({name: value for name, value in recipe.items() if name != "seconds"}, sort_keys=True)
+    values = {name: value for name, value in recipe.items() if name != "seconds"}
+    settings = values.get("settings")
+    if isinstance(settings, Mapping) and "lora" in settings:  # earlier versions recorded paths
+        with suppress(LookupError, TypeError):
+            values["settings"] = {**settings, "lora": named_adapters(settings["lora"])}
+    return json.dumps(values, sort_keys=True)
 
 
 def free_path(path: Path, taken: Collection[Path]) -> Path:
@@ -389,7 +394,13 @@ class Queue:
 
 
 def save_videos(
-    events: Events[None], run: Run, paths: Sequence[Path], *, latents: bool = False, timed: bool = False
+    events: Events[None],
+    run: Run,
+    paths: Sequence[Path],
+    *,
+    latents: bool = False,
+    timed: bool = False,
+    bare: bool = False,
 ) -> list[dict[str, Any]]:
     """Read a run's events to the end, and write its videos as they are finished.
 
@@ -397,6 +408,7 @@ def save_videos(
         paths: of the videos, those of one seed after those of the one before.
         latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
         timed: say in each video how many seconds it took.
+        bare: leave out of videos how they were made.
 
     Returns:
         What is stored with the video of each path.
@@ -413,7 +425,7 @@ def save_videos(
         own = paths[first : first + count]
         with logging_replaced(own):
             if isinstance(event, Finished):
-                replace(event.result, metadata=metadata).save_items(own)
+                replace(event.result, metadata={} if bare else metadata).save_items(own)
             elif count == 1:
                 save_latents(own[0], event.latents, metadata)
             else:

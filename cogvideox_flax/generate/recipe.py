@@ -7,12 +7,14 @@ and a queue's comparison are made of the same values.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 import logging
 import secrets
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -24,9 +26,11 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA, describe_media
 from cogvideox_flax.generate.request import GenerationRequest, Stage, json_type, recorded
 from cogvideox_flax.generate.run import Run
+from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.npz import read_npz
 from cogvideox_flax.io.values import short_repr, typed
 from cogvideox_flax.io.video import read_metadata
+from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, published_name
 from cogvideox_flax.version import __version__
 
 log = logging.getLogger(__name__)
@@ -164,6 +168,8 @@ def recipe(
         for key, value in made_of.items()
         if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
     }
+    if "lora" in settings:
+        settings["lora"] = named_adapters(settings["lora"])
     prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
     more = {name: made_of[name] for name in ("row", "steps_done") if made_of.get(name) is not None}
     return {
@@ -175,6 +181,41 @@ def recipe(
         "version": f"{_PROGRAM} {__version__}",
         "settings": settings | describe_media(made_of),
     }
+
+
+def named_adapters(records: Any) -> Any:
+    """The records of adapters with names in place of the user's paths."""
+    return [{**record, "file": published_name(record["file"])} for record in records]
+
+
+def find_recorded_adapter(record: Mapping[str, Any], video: Path) -> Path | None:
+    """The file of a recipe's adapter, by its hash; None: it is not here.
+
+    It is looked for under its name (earlier versions recorded the path), among the adapters of the package, in the
+    hub's cache, and among all adapters in the current folder and beside the video.
+    """
+    sha256 = record.get("sha256")
+    if not isinstance(sha256, str) or not sha256:
+        return None
+    for path in _adapter_candidates(Path(record["file"]), video.absolute().parent):
+        with suppress(OSError, InputError):
+            if path.is_file() and content_hash(path).startswith(sha256):
+                return path
+    return None
+
+
+def _adapter_candidates(name: Path, beside: Path) -> Iterator[Path]:
+    from huggingface_hub.constants import HF_HUB_CACHE  # here, since huggingface_hub takes long to import
+
+    folders = [Path.cwd(), beside]
+    for path in (name, *(folder / each for folder in folders for each in (name, name.name))):
+        yield path / FILE_NAME if path.is_dir() else path
+    yield from EMBEDDED_ADAPTERS.values()
+    yield from sorted(Path(HF_HUB_CACHE).glob(f"models--*/snapshots/*/**/{glob.escape(name.name)}"))
+    if not name.suffix:  # the name of a repository or of a folder
+        yield from sorted(Path(HF_HUB_CACHE).glob(f"models--*{glob.escape(name.name)}/snapshots/*/{FILE_NAME}"))
+    for folder in folders:
+        yield from sorted(folder.glob("*.safetensors"))
 
 
 def decoded_recipe(

@@ -8,13 +8,17 @@ import subprocess
 import sys
 import tomllib
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from PIL import Image
 
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.doctor import _fits, _unused
+from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
+from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.registry import RELEASES
 from tests.support.commands import PROMPT, QUICK, ROOT
 
@@ -130,6 +134,57 @@ def test_the_quality_of_an_mp4(run, native, tmp_path, cheap_decoder, caplog):
     assert run(*generate, "--crf", 30, "-o", tmp_path / "a.gif")[0] == 0
     assert "a.gif is written without crf 30, which is of .mp4" in caplog.text
     assert run(*generate, "--crf", 52)[0] == 2
+
+
+def test_a_video_holds_no_recipe_on_request(run, native, tmp_path, cheap_decoder):
+    argv = [PROMPT, "--model", native, *QUICK]
+    assert run("generate", *argv, "--out", tmp_path / "a.npz")[0] == 0
+    for words in (["generate", *argv], ["decode", tmp_path / "a.npz", "--model", native]):
+        for name in ("v.mp4", "v.webp", "v.gif", "v"):
+            assert run(*words, "--out", tmp_path / name, "--no-metadata", "--overwrite")[0] == 0
+            assert read_metadata(tmp_path / name) == {}
+            for path in (tmp_path / name).iterdir() if name == "v" else [tmp_path / name]:
+                assert b"circle" not in path.read_bytes()
+    (tmp_path / "prompts.txt").write_text("a")
+    for other in (["--prompt-file", tmp_path / "prompts.txt"], [*argv, "--out", tmp_path / "b.npz"]):
+        code, _, err = run("generate", *other, "--no-metadata")
+        assert code == 2 and "leave out --no-metadata" in err
+
+
+def test_like_finds_adapters_by_their_hash(run, paths, native, tmp_path, cheap_decoder, monkeypatch, caplog):
+    """A video names its adapters, not where they were; in a folder of diffusers', by the name of the folder."""
+    caplog.set_level("INFO")
+    pipe = Pipeline.from_pretrained(native, dtype="float32")
+    home, hub, here, bare = (tmp_path / name for name in ("home/me", "hub", "here", "bare"))
+    for path in (home, here, bare, snapshot := hub / "models--someone--stripes" / "snapshots" / "abc"):
+        path.mkdir(parents=True)
+    for seed, name in enumerate(("red.safetensors", "kites", "stripes.safetensors")):
+        adapted = add_lora(pipe.manifest.model, pipe.transformer, 2, rngs=nnx.Rngs(seed))
+        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), adapted.blocks.attn.q.b.shape))
+        save_lora(pipe.manifest.model, home / name, adapted)
+    loras = ["--lora", f"{home}/red.safetensors:0.5", "--lora", home / "kites"]
+    loras += ["--lora", f"{home}/stripes.safetensors:0.25:alpha=4"]
+    (first,) = paths("generate", PROMPT, "--model", native, *QUICK, *loras, "--out", here / "first.mp4")
+    names = [record["file"] for record in read_metadata(first)["settings"]["lora"]]
+    assert names == ["red.safetensors", "kites", "stripes.safetensors"]
+    assert b"home/me" not in first.read_bytes()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.chdir(bare)
+    like = ["generate", "--like", first, "--model", native, "--out", here / "again.mp4"]
+    code, _, err = run(*like)
+    assert code == 2
+    assert "give them again: --lora red.safetensors --lora kites --lora stripes.safetensors" in err
+    (home / "red.safetensors").rename(here / "renamed.safetensors")  # beside the video
+    (home / "kites").rename(bare / "kites")  # in the current folder
+    (home / "stripes.safetensors").rename(snapshot / "stripes.safetensors")
+    (bare / "red.safetensors").write_bytes(b"another of its name")
+    (again,) = paths(*like)
+    assert (read_video(again)[0] == read_video(first)[0]).all()
+    names = [record["file"] for record in read_metadata(again)["settings"]["lora"]]
+    assert names == ["renamed.safetensors", "kites", "someone/stripes/stripes.safetensors"]
+    assert f"{here}/renamed.safetensors, kites/pytorch_lora_weights.safetensors, {snapshot}/stri" in caplog.text
+    (once_more,) = paths("generate", "--like", again, "--model", native, "--out", tmp_path / "once_more.mp4")
+    assert read_metadata(once_more) == read_metadata(again)
 
 
 def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
