@@ -34,7 +34,7 @@ from cogvideox_flax.io.stand_ins import refuse_stand_in
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.models.model import VideoModel
-from cogvideox_flax.models.registry import component_names
+from cogvideox_flax.models.registry import RELEASES, component_names
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,17 @@ EMBEDDED_MODELS: dict[Any, Path] = {
 """The checkpoints that come with the package, by the names that `where` may have."""
 
 
+def full_name(where: Any) -> Any:
+    """The hub id of a release that is named as `doctor` and `plan` name it, such as "cogvideox-2b".
+
+    Whatever else `where` names, a folder of that name first, is returned as it is.
+    """
+    if where is None or where in EMBEDDED_MODELS or os.path.exists(where) or "/" in str(where):
+        return where
+    release = RELEASES.get(str(where).lower())
+    return where if release is None else release.hub_id
+
+
 def find(
     where: str | Path | None,
     revision: str | None = None,
@@ -66,8 +77,8 @@ def find(
     hub id belongs to one commit and does not need the downloaded files.
 
     Args:
-        where: directory or hub id; None or "embedded" for the embedded checkpoint, "embedded-image-to-video" for the
-            one that takes a first frame.
+        where: directory, hub id or name of a release, see `full_name`; None or "embedded" for the embedded
+            checkpoint, "embedded-image-to-video" for the one that takes a first frame.
         revision: for a hub id: branch, tag or commit.
         transformer: one in place of the checkpoint's own: the directory or file of one alone, or of a model that has
             one, native or not; or a hub id. It is converted once, into a checkpoint that refers to the other's files.
@@ -77,6 +88,7 @@ def find(
         InputError: it does not exist, is not a checkpoint, or cannot be downloaded or converted; the transformer is of
             another architecture.
     """
+    where = full_name(where)
     native = _find(where, revision, progress)
     return native if transformer is None else _with_transformer(native, transformer, progress)
 
@@ -202,6 +214,7 @@ def peek(
 
     Arguments and errors as for `find`; `weights` is empty for a model that is not converted.
     """
+    where = full_name(where)
     base = _peek(where, revision, progress)
     if transformer is None:
         return base

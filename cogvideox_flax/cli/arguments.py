@@ -52,7 +52,8 @@ MODULES = {"encode": "generate", "denoise": "generate", "decode": "generate", "q
 """Command -> the module of `cli` that holds its function, where that has another name."""
 
 _DTYPE = "default: bfloat16; float32 below 10^9 parameters"
-_MODEL = "native or Hugging Face layout directory, or hub id; default: the embedded one"
+_WHERE = "native or Hugging Face layout directory, hub id, or name of a release"
+_MODEL = f"{_WHERE}; default: the embedded one"
 
 
 class _Path(str):
@@ -101,7 +102,7 @@ def make_parser() -> Parser:
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     _add_quantize(command("quantize", smaller))
     sub = command("info", "what a checkpoint is and holds, or how a video was made")
-    what = "native or Hugging Face layout directory, or hub id; or a video or npz of `generate`; default: embedded"
+    what = f"{_WHERE}; or a video or npz of `generate`; default: embedded"
     sub.add_argument("where", nargs="?", help=what)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -361,8 +362,8 @@ def _add_serve(sub: Parser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    what = "directory in the Hugging Face layout, or a hub id such as zai-org/CogVideoX-2b; or the directory or file "
-    what += "of one component, for a DST that has the rest"
+    what = "directory in the Hugging Face layout, hub id such as zai-org/CogVideoX-2b, or a release's name (cogvideox-2b); "
+    what += "or the directory or file of one component, for a DST that has the rest"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
     what = "components such as transformer, vae or text_encoder; default: all, which SRC must have"
@@ -376,8 +377,9 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_quantize(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("src", type=_Path, metavar="SRC", help="a native checkpoint")
-    sub.add_argument("dst", type=_Path, metavar="DST", help="the one to write")
+    sub.add_argument("src", metavar="SRC", help=_WHERE)
+    sub.add_argument("dst", type=_Path, metavar="DST", help="the checkpoint to write")
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
     sub.add_argument(
         "--component",
         nargs="+",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from cogvideox_flax import hub
 from cogvideox_flax.checkpoint import is_native
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion import convert as converting
@@ -23,9 +24,10 @@ def convert(args: argparse.Namespace) -> None:
                 raise InputError(f"--revision belongs to a hub id; {src} is a directory on this machine")
             source = Download(src, {})
         else:
-            configs = download(args.src, args.revision)
+            hub_id = hub.full_name(args.src)
+            configs = download(hub_id, args.revision)
             family = converting.family_of(configs.folder, args.dst, args.release, args.component)
-            source = download_model(args.src, configs, family, args.component)
+            source = download_model(hub_id, configs, family, args.component)
         with progress_bar() as progress:
             converting.convert(
                 source.folder,
@@ -45,5 +47,5 @@ def convert(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     """Write a checkpoint again with weights of 8 bits."""
-    quantize_checkpoint(args.src, args.dst, args.component, args.kind)
+    quantize_checkpoint(hub.find(args.src, args.revision), args.dst, args.component, args.kind)
     print(args.dst)

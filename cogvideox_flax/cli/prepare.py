@@ -162,6 +162,7 @@ def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) ->
         revision, transformer = revision or recorded.get("revision"), transformer or recorded.get("transformer")
     elif where is None and getattr(args, "image", None):
         where = hub.EMBEDDED_IMAGE_TO_VIDEO
+    where = hub.full_name(where)
     manifest = hub.peek(where, revision, transformer, progress=not args.quiet)
     model_id, transformer = EMBEDDED if where is None else _absolute(where), transformer and _absolute(transformer)
     dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.cli.doctor import _fits, _unused
 from cogvideox_flax.generate.pipeline import Pipeline
@@ -222,6 +223,23 @@ def test_what_a_run_costs(run):
         code, _, err = run(*plan, "--price", price)
         assert code == 2
         assert "expected the dollars of a chip's hour" in err
+
+
+def test_the_page_of_releases():
+    rows = []
+    for name, release in RELEASES.items():
+        manifest = Manifest.of_release(release)
+        components = manifest.model.components.items()
+        parts = {
+            part: each.num_parameters(manifest.configs[part]) for part, each in components if part in manifest.configs
+        }
+        largest = max(parts, key=parts.__getitem__)
+        gib = [f"{2 * count / 2**30:.1f}" for count in (sum(parts.values()), parts[largest])]
+        size = f"{release.num_frames} x {release.height} x {release.width}, {release.fps} fps"
+        hub_id = f"[{release.hub_id}](https://huggingface.co/{release.hub_id})"
+        rows.append(f"| `{name}` | {hub_id} | {size} | {release.max_frames} | {gib[0]} | {largest} {gib[1]} |")
+    page = (ROOT / "docs" / "releases.md").read_text()
+    assert "\n".join(rows) in page, "\n".join(rows)
 
 
 def test_the_doctor(run, home, tmp_path):

@@ -473,6 +473,29 @@ def test_conversion_of_one_component(server, environment, tmp_path):
     assert not (tmp_path / "dst2").exists()
 
 
+def test_a_release_is_named_as_the_doctor_names_it(server, environment, client, tmp_path):
+    """In every command; a folder of that name comes first."""
+    server.repos["zai-org/CogVideoX-2b"] = server.repos[MODEL]
+    native, facts = client(("find", "cogvideox-2b", None), ("peek", "CogVideoX-2B", None))
+    assert read_manifest(Path(native)).weights["vae"]["source"]["hub_id"] == "zai-org/CogVideoX-2b"
+    assert facts["transformer"]["layers"] == 2
+    options = ("--model", "cogvideox-2b", "--dtype", "float32", "--quiet")
+    for command in (
+        ("encode", "a circle", "--dir", "run", *options),
+        ("info", "cogvideox-2b"),
+        ("quantize", "cogvideox-2b", "small", "--component", "transformer"),
+        ("convert", "cogvideox-2b", "vae", "--component", "vae"),
+    ):
+        done = run(environment | {"HF_HUB_OFFLINE": "1"}, tmp_path, "cogvideox_flax", *command)
+        assert done.returncode == 0, done.stderr
+    assert read_manifest(tmp_path / "small").quantized("transformer") == "int8"
+    settings = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert settings["model_id"] == "zai-org/CogVideoX-2b"
+    (tmp_path / "cogvideox-2b").mkdir()
+    done = run(environment, tmp_path, "cogvideox_flax", "info", "cogvideox-2b")
+    assert done.returncode == 2 and "cogvideox-2b is not a model" in done.stderr
+
+
 def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
     options = ("--model", MODEL, "--revision", "dev", "--dtype", "float32", "--quiet")
     done = run(environment, tmp_path, "cogvideox_flax", "encode", "a circle", "--dir", "run", *options)
