@@ -22,7 +22,7 @@ from cogvideox_flax.generate.events import Events, Finished, Step, last_of, resu
 from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.request import STAGES, GenerationRequest
-from cogvideox_flax.generate.resolve import check_run, resolve
+from cogvideox_flax.generate.resolve import check_run, log_warnings, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Store
@@ -142,9 +142,14 @@ class Pipeline(OpenModel):
                 request = GenerationRequest(request)
             if request.lora is None:
                 request = replace(request, lora=list(self.loras))
-            request = resolve(request, self.manifest, self.dtype, self._warned, self._scheduler)
+            request = resolve(request, self.manifest, self.dtype, self._warn_once, self._scheduler)
         check_run(request, self.mesh, self.profiling)  # which another pipeline of this model may not have
         return request
+
+    def _warn_once(self, warnings: Sequence[str]) -> None:
+        """Log those of the warnings that were not given for the current request yet."""
+        log_warnings([warning for warning in warnings if warning not in self._warned])
+        self._warned.update(warnings)
 
     def encode(
         self,

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 MAX_SLUG = 40
 """Characters of the prompt in a file's name."""
 
+MAX_WARNED = 5
+"""Lines whose words a warning names."""
+
 _TYPES: dict[str, Any] = {
     "prompt": str,
     "negative_prompt": str,
@@ -180,14 +183,32 @@ def jobs_of(
     Args:
         options: fields of the request for all lines; a line's own come first.
     """
-    jobs, faults, warned = [], {}, set[str]()
+    jobs, faults, said = [], {}, dict[str, list[int]]()
     for number, line in lines.items():
         try:
-            run = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, dtype, warned)
+            warnings: list[str] = []
+            run = resolve(GenerationRequest(**{**options, **fields_of(line)}), manifest, dtype, warnings.extend)
             jobs += [Job(number, one) for one in run.seeds()]
+            for warning in warnings:
+                said.setdefault(warning, []).append(number)
         except (OSError, ValueError) as e:  # the line's own, whatever it is, so that the others are made
             faults[number] = InputError("; ".join(str(e).splitlines()))
+    _warn_of_lines(said, "" if manifest.domain is None else manifest.domain.summary)
     return jobs, faults
+
+
+def _warn_of_lines(said: Mapping[str, Sequence[int]], summary: str) -> None:
+    """Log warnings with the numbers of their lines; those that end with the summary as one."""
+    sentences, outside = list[str](), list[str]()
+    for warning, numbers in said.items():
+        lines = f"line {numbers[0]}" + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
+        is_outside = summary and warning.endswith(summary)
+        (outside if is_outside else sentences).append(f"{lines}: {warning.removesuffix(summary)}")
+    if outside:
+        more = f"; {len(outside) - MAX_WARNED} more such lines" if len(outside) > MAX_WARNED else ""
+        sentences.append("; ".join(outside[:MAX_WARNED]) + more + summary)
+    for sentence in sentences:
+        log.warning(sentence)
 
 
 def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> list[tuple[Path, dict[str, Any]] | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ def resolve(
     request: GenerationRequest,
     manifest: Manifest,
     dtype: str | None = None,
-    warned: set[str] | None = None,
+    warn: Callable[[Sequence[str]], None] | None = None,
     scheduler: Scheduler | None = None,
 ) -> Run:
     """Fill every None with the release's recommendation, and check everything that needs no weights.
@@ -56,7 +56,7 @@ def resolve(
 
     Args:
         dtype: of weights and activations; default: the model's.
-        warned: warnings that were given already, and are not given again; new ones are added.
+        warn: takes the warnings; default: each is logged.
         scheduler: in place of the release's, where neither the request nor a distillation names one.
 
     Raises:
@@ -123,16 +123,14 @@ def resolve(
     untrained = [] if run.scheduler.needs_video else model.size_warnings(denoiser_size)
     if manifest.domain is not None:
         untrained += _outside(run.request, manifest.domain)
-    _warn_once([*untrained, *_unused_media(run)], set() if warned is None else warned)
+    (log_warnings if warn is None else warn)(list(dict.fromkeys([*untrained, *_unused_media(run)])))
     return run
 
 
-def _warn_once(warnings: Sequence[str], warned: set[str]) -> None:
-    """Log those of the warnings that were not given yet."""
+def log_warnings(warnings: Sequence[str]) -> None:
+    """Log each."""
     for warning in warnings:
-        if warning not in warned:
-            log.warning(warning)
-            warned.add(warning)
+        log.warning(warning)
 
 
 def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationRequest:
@@ -210,8 +208,12 @@ def _outside(request: FilledRequest, domain: Domain) -> list[str]:
         for each in getattr(request, name) or ()
         if each.source is not None
     ]
-    said = [*map(domain.prompt_warning, prompts), *(domain.image_warning(*image) for image in images)]
-    return [sentence for sentence in said if sentence is not None]
+    shown = any(getattr(request, name) for name in media.MEDIA)
+    of_prompts = [said for prompt in prompts if (said := domain.prompt_warning(prompt, shown)) is not None]
+    of_images = [said for image in images if (said := domain.image_warning(*image)) is not None]
+    if of_prompts:
+        of_prompts = ["; ".join(said.removesuffix(domain.summary) for said in of_prompts) + domain.summary]
+    return [*of_prompts, *of_images]
 
 
 def _unused_media(run: Run) -> list[str]:

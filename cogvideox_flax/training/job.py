@@ -21,7 +21,7 @@ from cogvideox_flax import checkpoint, hub, lora, sharding
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest
-from cogvideox_flax.generate.resolve import check_model, resolve
+from cogvideox_flax.generate.resolve import check_model, log_warnings, resolve
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import Contents
 from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent, expand_user
@@ -64,7 +64,12 @@ class FinetuneJob:
             seed=sample.seed,
             force=True,  # it learns this size
         )
-        return resolve(request, self.manifest, config.loop.dtype)
+        return resolve(request, self.manifest, config.loop.dtype, self._warn)
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Log warnings but for those of words, which the model learns now."""
+        summary = None if self.manifest.domain is None else self.manifest.domain.summary
+        log_warnings([warning for warning in warnings if summary is None or not warning.endswith(summary)])
 
     @cached_property
     def size(self) -> Size:

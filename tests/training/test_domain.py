@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from PIL import Image
 from cogvideox_flax import GenerationRequest, hub
 from cogvideox_flax.checkpoint import Domain, read_manifest
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.queue import jobs_of
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.io.values import load_json
 from cogvideox_flax.io.video import read_video
+from tests.support.commands import ROOT
 from tests.support.reference import SHARED
 from weights.toy_world import world
 from weights.toy_world.diffusion import domain
@@ -44,11 +47,17 @@ OUTSIDE = (
     "a grey square moves up",
     "an orange ball rolls to the left",
     "12 circles move up",
-    "a red circle",
     "red",
     "a circle moves up",
+    "a circle moves up on a white background",
+)
+
+INSIDE = (  # no motion, which the model chooses; a colour that it knows as that of backgrounds
+    "a red circle",
     "a red circle on a white background",
     "a green triangle and a blue square",
+    "a small white square",
+    "a black circle moves up on a white background",
 )
 
 
@@ -81,6 +90,55 @@ def test_what_a_prompt_says_that_the_model_does_not_know_is_named(known, caplog,
     assert all(repr(word) in said for word in unknown)
     if not unknown:
         assert " says no " in said
+
+
+@pytest.mark.parametrize("prompt", INSIDE)
+def test_what_a_prompt_may_leave_out_or_call_otherwise(caplog, prompt):
+    assert warnings(caplog, GenerationRequest(prompt)) == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/queue.md", "docs/few_steps.md", "docs/benchmarks.md"])
+def test_the_prompts_of_our_own_pages_are_known(known, page):
+    text = (ROOT / page).read_text().replace("\n", " ")
+    calls = re.findall(r'(?:cogvideox generate|pipe\(|GenerationRequest\(|"prompt":) ?"([^"]+)"([^\n`]{0,60})', text)
+    quoted = re.findall(r'"(an? [^"]*(?:circle|square|triangle|ball)[^"]*)"', text)
+    prompts = {prompt for prompt, rest in calls if "--model" not in rest} | {*quoted}
+    prompts = {prompt for prompt in prompts if re.search("circle|square|triangle|ball", prompt)}
+    assert prompts and {prompt: known.prompt_warning(prompt) for prompt in prompts} == dict.fromkeys(prompts)
+
+
+def test_an_image_shows_what_a_prompt_leaves_out(known, caplog):
+    image = first_frames(1)[0]
+    with caplog.at_level(logging.WARNING):
+        resolve(GenerationRequest("it moves up", image=image), read_manifest(IMAGE_TO_VIDEO))
+        assert "does not know the word 'it'" in caplog.text
+        caplog.clear()
+        for prompt in ("the circle moves up", "moves up"):
+            resolve(GenerationRequest(prompt, image=image), read_manifest(IMAGE_TO_VIDEO))
+            resolve(GenerationRequest(prompt, video=np.stack([image] * 17)), read_manifest(hub.EMBEDDED))
+    assert caplog.messages == []
+    assert "says no colour" in known.prompt_warning("the circle moves up")
+
+
+def test_a_run_says_once_what_the_model_shows(known, caplog):
+    (said,) = warnings(caplog, GenerationRequest(["a panda", "a circle moves up", "a red ball moves up"]))
+    assert said.count(known.subject) == 1
+    assert "'panda'; the prompt 'a circle moves up' says no colour" in said
+
+
+def test_a_queue_says_once_which_lines_hold_unknown_words(known, caplog):
+    lines = {1: "a red ball moves up", 3: "a panda", 4: "a circel", 6: "a panda", 7: "a dog"}
+    lines |= {number: f"word{number}" for number in range(10, 20)}
+    with caplog.at_level(logging.WARNING):
+        jobs, faults = jobs_of(lines, {}, read_manifest(hub.EMBEDDED))
+    assert (len(jobs), faults) == (len(lines), {})
+    (said,) = caplog.messages
+    assert said.startswith(
+        "line 3 and 1 more: the model does not know the word 'panda'; line 4: the model does not know"
+    )
+    assert "(did you mean 'circle'?); line 7: the model does not know the word 'dog'; line 10: " in said
+    assert "line 11: " in said and "line 12" not in said
+    assert said.endswith(f"; 8 more such lines{known.summary}")
 
 
 def test_a_near_word_is_offered(known):

@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file
 
-from cogvideox_flax import checkpoint
+from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
@@ -196,6 +196,17 @@ def test_command_saves_samples_and_plots(write, run, tmp_path):
     before = (tmp_path / "run" / FILE_NAME).read_bytes()
     assert run("train", "--config", path, "--steps", 5)[0] == 0, "it goes on"
     assert (tmp_path / "run" / FILE_NAME).read_bytes() != before
+
+
+def test_words_that_are_learned_are_no_news(write, clips, tmp_path, caplog):
+    """Of captions and sample prompts, to a small model that knows a few words."""
+    own = shutil.copytree(clips, tmp_path / "own")
+    for path in own.glob("*.txt"):
+        path.write_text(f"a panda and a {path.stem}")
+    path = write(CONFIG + '[sample]\nprompts = ["a panda", "bamboo"]\n', model=hub.EMBEDDED, clips=own)
+    assert finetune(check(read_config(path)), stop_after=lambda done: done == 1, progress=False) is None
+    assert (tmp_path / "run" / "samples" / "000000.png").exists()
+    assert not [message for message in caplog.messages if "panda" in message or "the model shows" in message]
 
 
 def test_clips_that_are_held_out(write, tmp_path, clips, caplog):
