@@ -185,7 +185,8 @@ def recipe(
 
 def named_adapters(records: Any) -> Any:
     """The records of adapters with names in place of the user's paths."""
-    return [{**record, "file": published_name(record["file"])} for record in records]
+    embedded = {str(folder / FILE_NAME): name for name, folder in EMBEDDED_ADAPTERS.items()}
+    return [{**record, "file": embedded.get(record["file"]) or published_name(record["file"])} for record in records]
 
 
 def find_recorded_adapter(record: Mapping[str, Any], video: Path) -> Path | None:
@@ -210,7 +211,7 @@ def _adapter_candidates(name: Path, beside: Path) -> Iterator[Path]:
     folders = [Path.cwd(), beside]
     for path in (name, *(folder / each for folder in folders for each in (name, name.name))):
         yield path / FILE_NAME if path.is_dir() else path
-    yield from EMBEDDED_ADAPTERS.values()
+    yield from (folder / FILE_NAME for folder in EMBEDDED_ADAPTERS.values())
     yield from sorted(Path(HF_HUB_CACHE).glob(f"models--*/snapshots/*/**/{glob.escape(name.name)}"))
     if not name.suffix:  # the name of a repository or of a folder
         yield from sorted(Path(HF_HUB_CACHE).glob(f"models--*{glob.escape(name.name)}/snapshots/*/{FILE_NAME}"))
