@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.cli import reporting
 from cogvideox_flax.cli.arguments import MODULES, TRAINING_OPTIONS, make_parser, with_drawn_seed, with_paths
 from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.io.interrupts import EXIT_CODE, ended, is_interrupt, loaded
-from cogvideox_flax.io.values import printable
 from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.multihost.rendezvous import ProcessAddress, find_address
@@ -37,13 +37,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     is_process = argv is None  # it is this command's and ends with it
     args = make_parser().read(sys.argv[1:] if argv is None else argv)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Printable("%(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    log.setLevel(logging.WARNING if getattr(args, "quiet", False) else logging.INFO)
+    reporting.set_up(args)
     libtpu.quiet_without_tpu()
     try:
+        return _main(args, is_process)
+    finally:
+        reporting.close_log()
+
+
+def _main(args: argparse.Namespace, is_process: bool) -> int:
+    try:
         args = with_paths(args)
+        if args.log is not None:
+            reporting.open_log(args.log)
         with hosts.joined(_place(args), _same_on_all(args), _outcome) as is_first:
             _run(with_drawn_seed(args) if is_first else _only_computing(args))
     except BaseException as e:
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ended()
         if message is None:
             raise
-        print(printable(message), file=sys.stderr)
+        reporting.print_end(code, message)
         if code == EXIT_CODE and is_process:
             leave(code)
         return code
@@ -68,13 +74,6 @@ def _run(args: argparse.Namespace) -> None:
     module = importlib.import_module(f"{__name__}.{MODULES.get(args.command, args.command)}")
     loaded()
     getattr(module, args.command)(args)
-
-
-class _Printable(logging.Formatter):
-    """What files and requests hold goes into messages, and is shown, not obeyed."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
 
 
 def _reader_is_gone() -> bool:

@@ -118,6 +118,10 @@ def _add_command(known: Any, shared: Mapping[str, Any], name: str, help: str, *p
     """Add a command with the groups of shared options that are named."""
     sub = known.add_parser(name, help=help, description=help, parents=[shared[parent] for parent in parents])
     sub.set_defaults(command=name)
+    what = "bar: for people; json: messages and progress as lines of JSON on stderr, see docs/queue.md; default: bar"
+    rarely(sub.add_argument("--progress", choices=("bar", "json"), default="bar", help=what))
+    what = "append all messages to a file, with their times"
+    rarely(sub.add_argument("--log", type=_Path, metavar="FILE", help=what))
     return sub
 
 
@@ -362,8 +366,8 @@ def _add_serve(sub: Parser) -> None:
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:
-    what = "directory in the Hugging Face layout, hub id such as zai-org/CogVideoX-2b, or a release's name (cogvideox-2b); "
-    what += "or the directory or file of one component, for a DST that has the rest"
+    what = "directory in the Hugging Face layout, hub id such as zai-org/CogVideoX-2b, or a release's name "
+    what += "(cogvideox-2b); or the directory or file of one component, for a DST that has the rest"
     sub.add_argument("src", metavar="SRC", help=what)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the native checkpoint to write, or to add components to")
     what = "components such as transformer, vae or text_encoder; default: all, which SRC must have"

@@ -131,7 +131,8 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
             run = items_of(batch, [todo.item for todo in items])
             remaining = (time.monotonic() - started) / count * (total - count) if count else 0
             later = f", about {duration_text(remaining)} left" if count else ""
-            say(f"video {count + 1} of {total}{later}: {', '.join(map(repr, run.request.prompt))}", not args.quiet)
+            what = f"video {count + 1} of {total}{later}: {', '.join(map(repr, run.request.prompt))}"
+            say(what, not args.quiet, "video", number=count + 1, total=total, lines=[todo.line for todo in items])
             paths = [Path(todo.path) for todo in items]
             try:
                 check_folder(folder, space_needed(run))

@@ -102,9 +102,9 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                     return end.value
                 match event:
                     case Compiling(program, None):
-                        say(f"compiling the {program} ...", progress)
+                        say(f"compiling the {program} ...", progress, "compiling", program=program)
                     case Compiling(program, float() as seconds):
-                        say(f"compiled the {program} in {seconds:.1f} s", progress)
+                        say(f"compiled the {program} in {seconds:.1f} s", progress, "compiled", program=program)
                         compiling += seconds
                     case LoopBegan(_, total, done):
                         steps = Progress("denoising", total, done, shown=progress and bar)
@@ -112,7 +112,8 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                         steps.advance_to(int(state.step))
                     case Finished() if progress:
                         part = f", {duration_text(compiling)} of it compiling" if compiling >= 1 else ""
-                        say(f"made in {duration_text(time.monotonic() - start)}{part}", progress)
+                        seconds = round(time.monotonic() - start, 3)
+                        say(f"made in {duration_text(seconds)}{part}", progress, "made", seconds=seconds)
                         start, compiling = time.monotonic(), 0.0
                 yield event
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from tqdm import tqdm
@@ -32,17 +33,56 @@ def duration_text(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def say(message: str, announce: bool) -> None:
-    """Print a message to stderr if `announce`, else log it."""
-    if announce:
-        tqdm.write(printable(message), file=sys.stderr)
-    else:
+said = logging.getLogger("cogvideox_flax.said")
+"""What is printed, for a log file alone."""
+said.propagate = False
+said.addHandler(logging.NullHandler())
+
+
+class _Report:
+    as_json = False
+
+
+def report_as_json(on: bool) -> None:
+    """Whether messages and progress are lines of JSON."""
+    _Report.as_json = on
+
+
+def reports_as_json() -> bool:
+    """Whether they are."""
+    return _Report.as_json
+
+
+def say(message: str, announce: bool, event: str = "message", **facts: Any) -> None:
+    """Print a message to stderr if `announce`, else log it.
+
+    event, facts: what it says, for machines.
+    """
+    if not announce:
         log.info(message)
+        return
+    said.info(message)
+    if reports_as_json():
+        emit(event, message=message, **facts)
+    else:
+        tqdm.write(printable(message), file=sys.stderr)
+
+
+def emit(event: str, **facts: Any) -> None:
+    """Print an event to stderr as a line of JSON."""
+    print(json.dumps({"event": event, **facts}), file=sys.stderr, flush=True)
+
+
+class JSONLines(logging.Formatter):
+    """Log records as lines of JSON like those of `emit`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps({"event": "log", "level": record.levelname, "message": record.getMessage()})
 
 
 class Progress:
     """Progress on stderr: a bar on a terminal or in a notebook; elsewhere, such as in a log, a line at the
-    beginning, at the end, and every `LINE_EVERY_S` between them.
+    beginning, at the end, and every `LINE_EVERY_S` between them; or a line of JSON for every step.
 
     done: how many are done already.
     unit: such as "step".
@@ -54,17 +94,20 @@ class Progress:
     def __init__(self, what: str, total: int, done: int = 0, unit: str = "step", *, shown: bool = True):
         self._what, self._total, self._unit = what, total, unit
         self._first = self.done = done
-        is_live = sys.stderr.isatty() or "ipykernel" in sys.modules
+        self._events = shown and reports_as_json()
+        is_live = not self._events and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         self._bar = tqdm(total=total, initial=done, desc=what, unit=unit, disable=not (shown and is_live))
-        self._lines = shown and not is_live
+        self._lines = shown and not is_live and not self._events
         self._begun = self._said = time.monotonic()
         if self._lines:
             self._say("")
+        self._emit()
 
     def advance_to(self, done: int) -> None:
         """Set how many are done in all."""
         self._bar.update(done - self.done)
         self.done, now = done, time.monotonic()
+        self._emit()
         if done == self._total:
             self.close()
         elif self._lines and now - self._said >= self.LINE_EVERY_S and done > self._first:
@@ -79,6 +122,10 @@ class Progress:
         if self._lines and self.done == self._total:
             self._say(f" in {duration_text(time.monotonic() - self._begun)}")
         self._lines = False
+
+    def _emit(self) -> None:
+        if self._events:
+            emit("progress", what=self._what, done=self.done, total=self._total, unit=self._unit)
 
     def _say(self, more: str) -> None:
         say(f"{self._what}: {self.done} of {self._total} {self._unit}s{more}", True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -186,6 +188,45 @@ def test_like_finds_adapters_by_their_hash(run, paths, native, tmp_path, cheap_d
     assert f"{here}/renamed.safetensors, kites/pytorch_lora_weights.safetensors, {snapshot}/stri" in caplog.text
     (once_more,) = paths("generate", "--like", again, "--model", native, "--out", tmp_path / "once_more.mp4")
     assert read_metadata(once_more) == read_metadata(again)
+
+
+def test_progress_for_machines_and_a_log(native, tmp_path):
+    """Of a process: what the tests themselves do with messages is not in the way."""
+    argv = [sys.executable, "-m", "cogvideox_flax", "generate", "--prompt-file", "-", "--model", native, "-o", "v.gif"]
+    argv += [*QUICK, "--progress", "json", "--log", "run.log", "--batch", 2]
+
+    def events(lines, *more):
+        how = {"capture_output": True, "text": True, "timeout": 200, "cwd": tmp_path}
+        done = subprocess.run(
+            [*map(str, [*argv, *more])], input=lines, **how, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        return done, [json.loads(line) for line in done.stderr.splitlines()]
+
+    done, found = events("a\n# b\nc\n")
+    assert done.returncode == 0, done.stderr
+    assert [line.rpartition("/")[2] for line in done.stdout.splitlines()] == [
+        "v-0001-a-seed0.gif",
+        "v-0003-c-seed0.gif",
+    ]
+    steps = [event for event in found if event["event"] == "progress"]
+    assert steps == [
+        {"event": "progress", "what": "denoising", "done": i, "total": 2, "unit": "step"} for i in range(3)
+    ]
+    (video,) = (event for event in found if event["event"] == "video")
+    assert (video["number"], video["total"], video["lines"]) == (1, 2, [1, 3])
+    compiling, compiled = ([e["program"] for e in found if e["event"] == name] for name in ("compiling", "compiled"))
+    assert compiling == compiled
+    assert [event["seconds"] > 0 for event in found if event["event"] == "made"] == [True]
+    text = (tmp_path / "run.log").read_text()
+    for event in found:
+        assert event["event"] == "progress" or event["message"] in text
+    done, found = events('{"prompt": 3}\n', "--quiet")
+    assert done.returncode == 2
+    assert found[-1]["event"] == "error" and found[-1]["code"] == 2
+    assert (tmp_path / "run.log").read_text().startswith(text) and "prompt is 3" in found[-1]["message"]
+    assert re.search(r"^[0-9-]+ [0-9:,]+ ERROR: .*were not made", (tmp_path / "run.log").read_text(), re.MULTILINE)
+    done, found = events("a", "--log", "nowhere/x/run.log")
+    assert "cannot write nowhere/x/run.log" in found[-1]["message"]
 
 
 def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
