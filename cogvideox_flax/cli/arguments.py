@@ -110,6 +110,10 @@ def make_parser() -> Parser:
     what = "what is installed, what this machine has, what fits, and what to try next"
     sub = command("doctor", what)
     sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sub = command(
+        "completion", "a script that completes commands and options in a shell: source <(cogvideox completion bash)"
+    )
+    sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     parser.commands, parser.overview = known.choices, _OVERVIEW
     return parser
 

@@ -36,8 +36,10 @@ from cogvideox_flax.io.video import open_video
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif", ".mpg", ".mpeg", ".flv", ".wmv", ".ogv")
-SUFFIXES += (".ts", ".m2ts", ".m2v", ".dv")
+SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".gif"),
+    *(".mpg", ".mpeg", ".m2v", ".ts", ".m2ts", ".flv", ".wmv", ".ogv", ".dv"),
+)
 """Of files that are clips whether they have a caption or not; with one, a file of any name is."""
 
 TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")

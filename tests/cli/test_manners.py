@@ -229,6 +229,37 @@ def test_progress_for_machines_and_a_log(native, tmp_path):
     assert "cannot write nowhere/x/run.log" in found[-1]["message"]
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("qua", {"quantize"}),
+        ("generate --se", {"--seed"}),
+        ("generate --num-", {"--num-frames", "--num-videos", "--num-inference-steps", "--num-processes"}),
+        ("generate --dtype ", {"bfloat16", "float32", "float16"}),
+        ("generate x --guidance apg --fit st", {"stretch"}),
+        ("plan --stages d", {"decode", "denoise"}),
+        ("completion f", {"fish"}),
+        ("generate --image ", set()),  # files, by the shell
+    ],
+)
+def test_what_bash_completes(run, line, expected):
+    code, script, err = run("completion", "bash")
+    assert (code, err) == (0, "")
+    words = ["cogvideox", *line.split(" ")]
+    ask = f"{script}\nCOMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; _cogvideox\n"
+    ask += "printf '%s\\n' \"${COMPREPLY[@]}\""
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60)
+    assert (set(filter(None, done.stdout.split("\n"))), done.stderr) == (expected, "")
+
+
+def test_completion_of_other_shells(run):
+    assert run("completion", "zsh")[1].endswith(run("completion", "bash")[1])
+    lines = run("completion", "fish")[1].splitlines()
+    assert all(shlex.split(line)[:3] == ["complete", "-c", "cogvideox"] for line in lines)
+    (dtype,) = (line for line in lines if "from generate'" in line and "-l dtype" in line)
+    assert shlex.split(dtype)[5:9] == ["-l", "dtype", "-xa", "bfloat16 float32 float16"]
+
+
 def test_a_drawn_seed_is_logged_and_recorded(run, native, tmp_path, cheap_decoder, caplog):
     seeds = []
     for name in ("a.mp4", "b.mp4"):
