@@ -42,6 +42,7 @@ class ClusterModel:
     where: str | None
     model_id: str
     revision: str | None
+    transformer: str | None
     dtype: str
     mesh: str | None
     checkpoint: Any
@@ -74,7 +75,8 @@ class Worker:
 
         self.model = model
         mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
-        self.pipe = Pipeline.from_pretrained(model.where, model.dtype, mesh, revision=model.revision, progress=False)
+        how: Any = {"revision": model.revision, "transformer": model.transformer, "progress": False}
+        self.pipe = Pipeline.from_pretrained(model.where, model.dtype, mesh, **how)
         own = short_fingerprints(self.pipe.fingerprints())
         if own != model.checkpoint:
             other = " and ".join(part for part in own if own[part] != model.checkpoint.get(part))
@@ -101,7 +103,8 @@ class Worker:
         pipe, model, is_latents = self.pipe, self.model, suffix == ".npz"
         try:
             run = pipe.resolve(GenerationRequest(**options))
-            own: Any = {"model_id": model.model_id, "revision": model.revision, "fingerprints": pipe.fingerprints()}
+            own: Any = {"model_id": model.model_id, "revision": model.revision, "transformer": model.transformer}
+            own["fingerprints"] = pipe.fingerprints()
             store, stages = RunDirectory(folder=folder, **own), STAGES[:-1] if is_latents else STAGES
             with run_dir_lock(folder, temporary=True), tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / f"video{suffix}"
