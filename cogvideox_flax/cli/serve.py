@@ -59,7 +59,13 @@ def serve(args: argparse.Namespace) -> None:
                 timeout_graceful_shutdown=2,
                 lifespan="on",
             )
-            _run(uvicorn.Server(config), listener, worker)
+
+            class Server(uvicorn.Server):
+                def handle_exit(self, *signal: Any) -> None:
+                    events.end()  # the streams of open pages, which would be waited for
+                    super().handle_exit(*signal)
+
+            _run(Server(config), listener, worker)
 
 
 def _run(server: Any, listener: socket.socket, worker: Worker) -> None:

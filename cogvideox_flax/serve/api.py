@@ -40,7 +40,7 @@ from cogvideox_flax.serve.fields import (
     read_fields,
 )
 from cogvideox_flax.serve.files import Uploads
-from cogvideox_flax.serve.guard import MAX_JSON_BYTES
+from cogvideox_flax.serve.guard import MAX_JSON_BYTES, PAGES
 from cogvideox_flax.serve.worker import PREVIEW, VIDEO, Worker, progress_json, speed_key
 from cogvideox_flax.version import __version__
 
@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).parent / "static"
 
-PAGES = {"/": "index.html", "/app.js": "app.js", "/style.css": "style.css", "/icon.svg": "icon.svg"}
+PROBES = {"strength": 0.5, "image_scale": 1.0}
+"""Numbers that some models do not take, each with a value that the others do."""
 
 PING_S = 15.0
 
@@ -109,6 +110,7 @@ class Api:
             Route("/v1/files", self.upload, methods=["POST"]),
             Route("/v1/files/{id}", self.file),
             Route("/v1/files/{id}", self.remove_file, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self.file_content),
             Route("/v1/read-recipe", self.read_recipe, methods=["POST"]),
             *(Route(path, _page(STATIC / name)) for path, name in PAGES.items()),
         ]
@@ -145,9 +147,8 @@ class Api:
         for field in field_names():
             if field in MEDIA_FIELDS.values() and field not in inputs:
                 continue
-            described = describe_field(field)
-            if field == "scheduler":
-                described["enum"] = list(manifest.model.schedulers)
+            if (described := self._describe(name, field)) is None:
+                continue
             if (value := run_options.get(field)) is not None:
                 described["x-recommended"] = value
             fields[field] = described
@@ -165,6 +166,32 @@ class Api:
             "preview": manifest.preview_matrix is not None,
             "fields": fields,
         }
+
+    def _describe(self, name: str, field: str) -> dict[str, Any] | None:
+        """A field with those of its choices that a model serves; None: it serves none."""
+        from cogvideox_flax.generate.media import UNSEEN
+
+        model, described = self.worker.manifests[name].model, describe_field(field)
+        if field == "scheduler":
+            described["enum"] = described["x-values"] = list(model.schedulers)
+        given = {"prompt": "", **{each: [UNSEEN] for each in model.inputs[1]}}
+
+        def is_served(value: Any) -> bool:
+            try:
+                self.worker.resolve(name, {**given, field: value})
+            except InputError:
+                return False
+            return True
+
+        if field in PROBES:
+            return described if is_served(PROBES[field]) else None
+        if "enum" in described:
+            pairs = zip(described["enum"], described["x-values"], strict=True)
+            served = [pair for pair in pairs if is_served(pair[1])]
+            if not served:
+                return None
+            described["enum"], described["x-values"] = map(list, zip(*served, strict=True))
+        return described
 
     def _recommended(self, name: str) -> dict[str, Any]:
         """What is filled in where a request says nothing."""
@@ -377,7 +404,7 @@ class Api:
         steps = facts["num_inference_steps"]
         url = f"/v1/videos/{record.id}"
         done = record.status == "completed"
-        progress: dict[str, Any] = {"stage": None, "step": 0, "steps": steps, "eta_seconds": None}
+        progress: dict[str, Any] = {"stage": None, "compiling": None, "step": 0, "steps": steps, "eta_seconds": None}
         if current is not None and current[0] == record.id:
             progress = progress_json(current[1]) | {"steps": current[1].steps or steps}
         percent = int(99 * progress["step"] / progress["steps"])
@@ -404,6 +431,7 @@ class Api:
             "content_url": f"{url}/content" if done else None,
             "preview_url": f"{url}/content?variant=preview" if has_preview else None,
             "recipe_url": f"{url}/recipe" if done else None,
+            "options": _as_asked(record.options),
             "metadata": record.client.get("metadata") or {},
         }
 
@@ -450,10 +478,11 @@ class Api:
         """The video, a still of it, or the preview of one under way."""
         record, variant = self._record(request), request.query_params.get("variant", "video")
         if variant == "preview":
-            path = self.jobs.path(record.id, PREVIEW)
-            if not path.exists():
-                raise ApiError(409, "not_ready", "there is no preview yet", retry_after=2)
-            return FileResponse(path, media_type="image/webp", headers={"cache-control": "no-cache"})
+            try:  # at once: a later preview takes the file's place
+                preview = await run_in_threadpool(self.jobs.path(record.id, PREVIEW).read_bytes)
+            except FileNotFoundError as e:
+                raise ApiError(409, "not_ready", "there is no preview yet", retry_after=2) from e
+            return Response(preview, media_type="image/webp", headers={"cache-control": "no-cache"})
         if variant not in ("video", "thumbnail"):
             raise ApiError(422, "invalid_value", "variant is video, thumbnail or preview", [("variant", "")])
         if record.status != "completed":
@@ -571,6 +600,11 @@ class Api:
             raise ApiError(404, "not_found", "there is no such file")
         return JSONResponse({"object": "file", **asdict(file)})
 
+    async def file_content(self, request: Request) -> Response:
+        if (file := self.uploads.get(request.path_params["id"])) is None:
+            raise ApiError(404, "not_found", "there is no such file")
+        return FileResponse(self.uploads.path(file), media_type=file.media_type)
+
     async def remove_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]
         if not await run_in_threadpool(self.uploads.remove, file_id):
@@ -599,6 +633,16 @@ def _facts(run: Run) -> dict[str, Any]:
     request = run.request
     names = ("width", "height", "num_frames", "fps", "guidance_scale", "seed")
     return {**{name: getattr(request, name) for name in names}, "num_inference_steps": run.num_steps}
+
+
+def _as_asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a job as a request gives them: files by their ids, adapters by their names."""
+    asked = dict(options)
+    for name in MEDIA_FIELDS.values() & options.keys():
+        asked[name] = {"file_id": Path(options[name]).parent.name}
+    if "lora" in options:
+        asked["lora"] = [{"name": Path(each["file"]).stem, "scale": each["scale"]} for each in options["lora"]]
+    return asked
 
 
 def _faults_of(message: str) -> list[tuple[str, str]]:

@@ -67,7 +67,11 @@ class Follower:
                 await asyncio.wait_for(self._new.wait(), timeout)
             except TimeoutError:
                 return None
-        return self._events.popleft()
+        return self._events.popleft() if self._events else None
+
+    def wake(self) -> None:
+        """End the wait of `next`."""
+        self._loop.call_soon_threadsafe(self._new.set)
 
 
 class EventLog:
@@ -82,6 +86,7 @@ class EventLog:
         self._next = self._reserved = self._first = _read_number(path)
         self._kept: deque[ServerEvent] = deque(maxlen=KEPT)
         self._followers: set[Follower] = set()
+        self._is_over = False
 
     @property
     def last(self) -> int:
@@ -105,6 +110,12 @@ class EventLog:
             for follower in self._followers:
                 follower.put(event)
 
+    def end(self) -> None:
+        """End what `follow` yields: the server stops. May be called by a signal handler, so it waits for no lock."""
+        self._is_over = True
+        for follower in list(self._followers):
+            follower.wake()
+
     async def follow(self, job: str | None, after: int | None, every: float) -> AsyncIterator[ServerEvent | None]:
         """Yield events as they happen, and None where there was none for `every` seconds.
 
@@ -127,7 +138,7 @@ class EventLog:
                 for event in earlier:
                     if job in (None, event.job):
                         yield event
-            while True:
+            while not self._is_over:
                 yield await follower.next(every)
         finally:
             with self._lock:

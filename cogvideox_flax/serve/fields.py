@@ -38,6 +38,9 @@ MEDIA_FIELDS = {
 LEFT_OUT = ("num_videos", "compiled_loop")
 """Options that the API does not have: `n` is the first, and a compiled loop cannot be cancelled or watched."""
 
+DEFAULTS = {"seed": "a new one"}
+"""Options whose default is another one in the API."""
+
 MAX_PROMPT, MAX_N, MAX_METADATA = 20_000, 8, 16
 
 SIZE = re.compile(r"(\d{1,5})x(\d{1,5})")
@@ -257,7 +260,14 @@ def describe_field(name: str) -> dict[str, Any]:
     """A field as JSON Schema, with what a form needs: its group, and whether most people want it."""
     option, hint = options_of(GenerationRequest)[name], types_of(GenerationRequest)[name]
     fields = GenerationRequest.__dataclass_fields__
-    schema: dict[str, Any] = {"description": help_of(fields[name]), "x-group": option.group, "x-common": option.common}
+    description, default = help_of(fields[name]), option.unset or fields[name].default
+    if name in DEFAULTS:
+        description, default = description.replace(f"default: {default}", f"default: {DEFAULTS[name]}"), DEFAULTS[name]
+    schema: dict[str, Any] = {"description": description, "x-group": option.group, "x-common": option.common}
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        default = f"{default:g}"
+    if default and isinstance(default, str):
+        schema["x-default"] = default
     if name in MEDIA_FIELDS.values():
         return schema | {"$ref": "#/components/schemas/FileReference"}
     if name == "lora":
@@ -268,7 +278,7 @@ def describe_field(name: str) -> dict[str, Any]:
         }
         return schema | {"type": "array", "items": item}
     if option.choices is not None:
-        schema |= {"type": "string", "enum": list(option.choices)}
+        schema |= {"type": "string", "enum": list(option.choices), "x-values": list(option.choices.values())}
     else:
         kind = {bool: "boolean", int: "integer", float: "number", str: "string"}
         one = next((kind[each] for each in (bool, int, float, str) if each in (hint, *typing.get_args(hint))), "number")

@@ -36,7 +36,12 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 
-OPEN_PATHS = ("/health", "/login", "/", "/app.js", "/style.css", "/icon.svg")
+SCRIPTS = ("app.js", "api.js", "dom.js", "form.js", "videos.js", "compare.js")
+
+PAGES = {"/": "index.html", **{f"/{name}": name for name in (*SCRIPTS, "style.css", "icon.svg")}}
+"""Path -> file of the page."""
+
+OPEN_PATHS = ("/health", "/login", *PAGES)
 """What is answered without the password: nothing that a job holds."""
 
 

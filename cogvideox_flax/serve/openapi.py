@@ -24,12 +24,14 @@ _VIDEO = {
     "seed": "integer",
     "queue_position": "integer",
     "stage": "string",
+    "compiling": "string",
     "step": "integer",
     "steps": "integer",
     "eta_seconds": "number",
     "content_url": "string",
     "preview_url": "string",
     "recipe_url": "string",
+    "options": "object",
 }
 
 _ROUTES = {
@@ -47,6 +49,7 @@ _ROUTES = {
     "/v1/events": {"get": "Server-sent events of all videos"},
     "/v1/files": {"post": "Upload an image or clip"},
     "/v1/files/{id}": {"get": "What a file is", "delete": "Remove a file"},
+    "/v1/files/{id}/content": {"get": "The bytes of a file"},
     "/v1/read-recipe": {"post": "The recipe inside a video of this library"},
 }
 

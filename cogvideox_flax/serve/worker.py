@@ -55,11 +55,13 @@ class _Stopped(Exception):
 class Progress:
     """How far the job under way is.
 
-    stage: "load", "compile", "encode", "denoise" or "decode".
+    stage: "load", "encode", "denoise" or "decode".
+    compiling: the program that is being compiled.
     began: when the first step of this process began.
     """
 
     stage: str = "load"
+    compiling: str | None = None
     step: int = 0
     steps: int = 0
     began: float | None = None
@@ -224,11 +226,13 @@ class Worker(threading.Thread):
         from cogvideox_flax.generate.events import Compiling, Denoised, LoopBegan, Step
 
         preview, seen, told = self.jobs.path(job.id, PREVIEW), 0, 0.0
+        told_stage = ""
         for event in events:
             if self._stop_now.is_set() or self.jobs.is_cancelled(job.id):
                 raise _Stopped
             match event:
                 case Compiling(program, seconds):
+                    progress.compiling = program if seconds is None else None
                     self.events.publish("compile", job.id, what=program, seconds=seconds)
                 case LoopBegan(_, total, done):
                     progress.stage, progress.step, progress.steps, progress.first = "denoise", done, total, done
@@ -240,8 +244,9 @@ class Worker(threading.Thread):
                     if progress.began is not None and (steps := progress.step - progress.first):
                         self.step_seconds[speed_key(job.model, run)] = (time.monotonic() - progress.began) / steps
             is_last = isinstance(event, Step) and progress.step == progress.steps
-            if is_last or (not isinstance(event, Compiling) and time.monotonic() - told >= EVENT_INTERVAL_S):
-                told = time.monotonic()
+            is_new = is_last or progress.stage != told_stage
+            if is_new or (not isinstance(event, Compiling) and time.monotonic() - told >= EVENT_INTERVAL_S):
+                told, told_stage = time.monotonic(), progress.stage
                 self.events.publish("progress", job.id, **progress_json(progress))
             if isinstance(event, Step) and (now := _changed(preview)) != seen:
                 seen = now
@@ -254,6 +259,7 @@ def progress_json(progress: Progress) -> dict[str, Any]:
     eta = progress.eta_seconds
     return {
         "stage": progress.stage,
+        "compiling": progress.compiling,
         "step": progress.step,
         "steps": progress.steps,
         "eta_seconds": None if eta is None else round(eta, 1),
