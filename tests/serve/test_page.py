@@ -57,7 +57,19 @@ class Server:
 
     def start(self, *more: str) -> None:
         models = [word for model in MODELS for word in ("--model", model)]
-        command = [sys.executable, "-m", "cogvideox_flax", "serve", "--port", self.port, "--dir", self.folder, *models]
+        command = [
+            sys.executable,
+            "-m",
+            "cogvideox_flax",
+            "serve",
+            "--port",
+            self.port,
+            "--dir",
+            self.folder,
+            *models,
+            "--max-upload",
+            2,
+        ]
         log = self._stack.enter_context((self.folder / "log").open("a"))
         self.process = self._stack.enter_context(processes.running([*command, *more], cwd=ROOT, stderr=log))
         self._wait()
@@ -93,7 +105,7 @@ class Watched:
         context.on("request", lambda request: self.hosts.add(re.match(r"\w+:(//[^/]*)?", request.url)[0]))
 
     def _said(self, message):
-        is_answer = re.search("status of 4(15|22)", message.text)  # what a user gave is refused, which browsers log
+        is_answer = re.search("status of 4(13|15|22)", message.text)  # what a user gave is refused, which browsers log
         if message.type == "error" and not is_answer:
             self.errors.append(message.text)
 
@@ -240,7 +252,7 @@ def test_three_are_queued_at_once_and_made(page):
 
 
 def test_an_image_is_uploaded_and_becomes_a_video_that_goes_on(page, tmp_path):
-    """What is no image is refused beside the field; the model that needs an image says so."""
+    """What is no image, or too large, is refused beside the field; the model that needs an image says so."""
     (tmp_path / "damaged.png").write_bytes(b"\x89PNG no image")
     pixels = np.full((64, 64, 3), 60, np.uint8)
     pixels[20:40, 20:40] = 250, 120, 20
@@ -249,6 +261,11 @@ def test_an_image_is_uploaded_and_becomes_a_video_that_goes_on(page, tmp_path):
     expect(page.locator("#forecast")).to_contain_text("image")
     page.locator("#field-image").set_input_files(tmp_path / "damaged.png")
     expect(page.locator("#field-image-error")).to_contain_text("damaged.png")
+    (tmp_path / "large.png").write_bytes(b"\x89PNG" + bytes(3 * 2**20))
+    page.locator("#field-image").set_input_files(tmp_path / "large.png")
+    expect(page.locator("#field-image-error")).to_have_text(f"the body is larger than {2 * 2**20} bytes")
+    page.wait_for_timeout(800)  # a forecast comes, and leaves it there
+    expect(page.locator("#field-image-error")).to_have_text(f"the body is larger than {2 * 2**20} bytes")
     page.locator("#field-image").set_input_files(tmp_path / "square.png")
     expect(page.get_by_text("square.png: 64×64")).to_be_visible()
     expect(page.locator("#field-image-error")).to_have_text("")

@@ -119,6 +119,7 @@ class Switch extends Field {
 class Media extends Field {
   make() {
     this.file = null; // what /v1/files says of it
+    this.refusal = ""; // why the file that was chosen is not there
     this.picture = h("div", { class: "picture" });
     this.facts = h("p", { class: "quiet", role: "status" });
     this.remove = h("button", { type: "button", hidden: true, onclick: () => this.clear() }, "Remove");
@@ -134,12 +135,15 @@ class Media extends Field {
 
   change() {} // when it is uploaded
 
+  fault(message) {
+    super.fault(message || this.refusal);
+  }
+
   async upload(file) {
     this.clear(false);
     if (!file) return;
     this.pending = file;
     setText(this.facts, `uploading ${file.name} …`);
-    this.fault("");
     try {
       const kept = await call("/v1/files", { file });
       if (this.pending === file) this.show(kept);
@@ -147,7 +151,8 @@ class Media extends Field {
       if (this.pending !== file) return;
       setText(this.facts, "");
       this.control.value = "";
-      this.fault(error.message);
+      this.refusal = error.message;
+      this.fault(this.refusal);
     }
   }
 
@@ -169,6 +174,7 @@ class Media extends Field {
     if (isWhole) this.control.value = "";
     this.file = null;
     this.pending = null;
+    this.refusal = "";
     this.picture.replaceChildren();
     setText(this.facts, "");
     this.fault("");
@@ -186,7 +192,10 @@ class Media extends Field {
     if (value?.file_id) {
       call(`/v1/files/${value.file_id}`).then(
         (file) => this.show(file),
-        (error) => this.fault(error.message),
+        (error) => {
+          this.refusal = error.message;
+          this.fault(this.refusal);
+        },
       );
     }
   }
