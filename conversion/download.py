@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import huggingface_hub
@@ -127,18 +127,19 @@ def download(
     return Download(Path(folder), {"hub_id": names_of(hub_id)[0], "revision": Path(folder).name})
 
 
-def download_file(hub_id: str, name: str, usual: str, suffix: str) -> Path:
+def download_file(hub_id: str, name: str, usual: str, suffix: str, beside: str) -> Path:
     """One file of a repository, or find it in the hub's cache.
 
     Args:
         hub_id: "owner/name".
         name: in the repository, with folders; "": the usual one, or the only one with this suffix.
+        beside: name of a file that is downloaded too, if there is one in the same folder.
 
     Raises:
         InputError: as for `download`; the repository has no such file, or several.
     """
     file = name or usual
-    source = download(hub_id, patterns=(file,))
+    source = download(hub_id, patterns=(file, _sibling(file, beside)))
     if not (source.folder / file).is_file():
         try:
             files = huggingface_hub.HfApi().list_repo_files(hub_id, revision=source.origin["revision"])
@@ -150,8 +151,12 @@ def download_file(hub_id: str, name: str, usual: str, suffix: str) -> Path:
             shown = f"; it has {', '.join(known[:20])}, to be named as {hub_id}/{known[0]}" if known else ""
             raise InputError(f"{hub_id} has {wanted}{shown}")
         file = known[0]
-        source = download(hub_id, source.origin["revision"], (file,))
+        source = download(hub_id, source.origin["revision"], (file, _sibling(file, beside)))
     return source.folder / file
+
+
+def _sibling(file: str, name: str) -> str:
+    return str(PurePosixPath(file).with_name(name))
 
 
 def _explain(error: Exception, hub_id: str, revision: str | None) -> str:

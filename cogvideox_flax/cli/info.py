@@ -8,14 +8,22 @@ import os
 from typing import Any
 
 from cogvideox_flax import hub
-from cogvideox_flax.checkpoint import is_native
+from cogvideox_flax.checkpoint import CONFIG_FILE, is_native
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.distilled import recognised
 from cogvideox_flax.generate.recipe import read_recipe
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.source import format_of
 from cogvideox_flax.io.values import printable
-from cogvideox_flax.lora import EMBEDDED_ADAPTERS, SUFFIXES, find_adapter, fitting_releases, is_adapter, open_adapter
+from cogvideox_flax.lora import (
+    EMBEDDED_ADAPTERS,
+    SUFFIXES,
+    find_adapter,
+    fitting_releases,
+    is_adapter,
+    is_without_effect,
+    open_adapter,
+)
 from cogvideox_flax.models.registry import FAMILIES
 
 
@@ -87,6 +95,8 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     """Print what an adapter is and the releases that it fits; False if `where` is not an adapter."""
     if where not in EMBEDDED_ADAPTERS and not os.path.exists(expand_user(where)):  # a hub id is a model's
         return False
+    if os.path.isdir(expand_user(where)) and (expand_user(where) / CONFIG_FILE).is_file():  # a model, or a part of one
+        return False
     path = find_adapter(where)
     if not path.is_file() or path.suffix not in SUFFIXES:
         return False
@@ -94,6 +104,7 @@ def _print_adapter(where: str, as_json: bool) -> bool:
         if not is_adapter(file):
             return False
         fits = fitting_releases(file)
+        idle = bool(fits) and is_without_effect(file, next(iter(fits.values())))
     if not fits:
         raise InputError(
             f"{file.path} fits no release as an adapter (docs/adapters.md has the layouts); --lora says what is wrong "
@@ -109,6 +120,8 @@ def _print_adapter(where: str, as_json: bool) -> bool:
     _print(f"{file.path}: {adapter}")
     _print("  targets  " + ", ".join(adapter.targets))
     _print("  fits     " + ", ".join(fits))
+    if idle:
+        _print("  changes nothing: its B are all zero, as before training")
     for family in FAMILIES.values():
         if (known := recognised(file.path, family)) is not None:
             _print(f"  made for {known}")

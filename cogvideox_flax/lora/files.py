@@ -22,17 +22,18 @@ from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.config import Config
 from cogvideox_flax.conversion.mapping import WeightMove, source_moves
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.io.contents import content_hash
+from cogvideox_flax.io.contents import content_hash, content_hashes, fingerprint
 from cogvideox_flax.io.paths import expand_user
 from cogvideox_flax.io.tensor_file import PickledError, TensorFile, write_tensors
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.lora.adapters import adapters
-from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, Alphas
+from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, PEFT_CONFIG, Alphas
 from cogvideox_flax.lora.layouts import LoRAKey, any_layer, known_maps, last_layers, parse_key, unsupported_kind
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
 EMBEDDED_ADAPTERS = {"embedded-four-steps": hub.EMBEDDED.with_name("embedded_four_steps")}
 """Name -> directory of the adapters that come with the source tree, and with an installed package."""
 MAX_FAULTS = 20
@@ -50,7 +51,7 @@ class _LoRARecord(TypedDict):
 
 
 class LoRARecord(_LoRARecord, total=False):
-    """An adapter of a run: absolute path, strength, the start of the file's SHA-256, alpha where it was given."""
+    """An adapter of a run: absolute path, strength, `adapter_hash`, alpha where it was given."""
 
     alpha: float
 
@@ -158,18 +159,27 @@ def describe_lora(
     record: LoRARecord = {
         "file": str(file.path.absolute()),
         "scale": float(scale),
-        "sha256": content_hash(file.path)[:16],
+        "sha256": adapter_hash(file.path),
     }
     return record if alpha is None else {**record, "alpha": float(alpha)}
+
+
+def adapter_hash(path: Path) -> str:
+    """The start of the SHA-256 of an adapter's file; of it and PEFT's config where that is beside it."""
+    config = path.with_name(PEFT_CONFIG)
+    if not config.is_file():
+        return content_hash(path)[:16]
+    return fingerprint(content_hashes([path, config]))[:16]
 
 
 def find_adapter(where: str | Path) -> Path:
     """The file of an adapter, which may be missing.
 
     Args:
-        where: the file; the directory that diffusers saved it to; or, where there is nothing of the name, an adapter
-            that comes with the package ("embedded-four-steps"), or a hub id ("owner/name"), with the file's name
-            behind it ("owner/name/folder/file.safetensors") unless it is diffusers' or the only one.
+        where: the file; the directory that diffusers or PEFT saved it to, or that holds no other safetensors file; or,
+            where there is nothing of the name, an adapter that comes with the package ("embedded-four-steps"), or a
+            hub id ("owner/name"), with the file's name behind it ("owner/name/folder/file.safetensors") unless it is
+            diffusers' or the only one.
 
     Raises:
         InputError: it cannot be downloaded, or there are several files.
@@ -178,13 +188,25 @@ def find_adapter(where: str | Path) -> Path:
     if not os.path.exists(path):  # unlike Path.exists, does not raise for a name that is too long
         path = EMBEDDED_ADAPTERS.get(str(where), path)
     if os.path.isdir(path):
-        return path / FILE_NAME
+        return _file_of_folder(path)
     if not _is_on_hub(where):
         return path
     from cogvideox_flax.conversion.download import download_file  # here, since huggingface_hub takes long to import
 
     owner, name, *rest = str(where).split("/")
-    return download_file(f"{owner}/{name}", "/".join(rest), FILE_NAME, ".safetensors")
+    return download_file(f"{owner}/{name}", "/".join(rest), FILE_NAME, ".safetensors", PEFT_CONFIG)
+
+
+def _file_of_folder(folder: Path) -> Path:
+    """The adapter in a folder: by diffusers' or PEFT's name, or the only safetensors file; else diffusers' name."""
+    usual = next((folder / name for name in (FILE_NAME, PEFT_FILE) if (folder / name).is_file()), None)
+    if usual is not None:
+        return usual
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found[:20])
+        raise InputError(f"{folder} has {len(found)} safetensors files ({names}); expected one adapter: name its file")
+    return found[0] if found else folder / FILE_NAME
 
 
 def _is_on_hub(where: str | Path) -> bool:
@@ -207,7 +229,7 @@ def published_name(where: str | Path) -> str:
     for i, part in enumerate(path.parts):
         if part.startswith("models--") and path.parts[i + 1 : i + 2] == ("snapshots",):
             return "/".join([*part.split("--")[1:], *path.parts[i + 3 :]])
-    return path.parent.name if path.name == FILE_NAME else path.name
+    return path.parent.name if path.name in (FILE_NAME, PEFT_FILE) else path.name
 
 
 @contextmanager
@@ -261,6 +283,11 @@ def read_adapter(family: Family, config: Config, file: TensorFile, alpha: float 
     )
 
 
+def is_without_effect(file: TensorFile, adapter: Adapter) -> bool:
+    """Whether all B are zero, as before training."""
+    return not any(file.read(pair.b).any() for pair in adapter.pairs.values())
+
+
 def is_adapter(file: TensorFile) -> bool:
     """Whether a tensor's name is that of an adapter of any layout, or of an adapter of another kind."""
     components = {family.lora.component for family in FAMILIES.values()}
@@ -311,7 +338,7 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
             faults += wrong
             continue
         rank, out = file.tensors[parts["A"]].shape[0], file.tensors[parts["B"]].shape[0] // len(known[name])
-        strength = alphas.of(known[name][0], parts, rank) / rank
+        strength = alphas.of((name, *known[name]), parts, rank) / rank
         swapped = name in {other.replace(".", mark) for other in layout.swapped for mark in "._"}
         for i, source in enumerate(known[name]):
             if source in pairs:

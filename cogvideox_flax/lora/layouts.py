@@ -3,11 +3,12 @@
 layout       names in the file                                                  alpha
 diffusers    transformer.M.lora_A.weight, lora_B.weight                         metadata, else the rank
 finetrainers as diffusers                                                       metadata of its own
-PEFT         M.lora_A.weight, M.lora_A.default.weight; also base_model.model.M  metadata, else the rank
+PEFT         M.lora_A.weight, M.lora_A.NAME.weight; also base_model.model.M     adapter_config.json beside the
+                                                                                file, metadata, else the rank
 older        transformer.M.lora.down.weight, lora.up.weight                     M.alpha, else the rank
 SAT          model.diffusion_model.transformer.layers.{i}.attention.            1
              query_key_value.matrix_A.{0,1,2}, dense.matrix_A.0
-kohya        lora_unet__M, with underscores for dots, .lora_down.weight         M.alpha, else the rank
+kohya        lora_unet__M, with underscores for dots, .lora_down.weight         M.alpha, metadata, else the rank
 ComfyUI      diffusion_model.M', where q, k and v are one map                   M.alpha, else the rank
 
 M is diffusers' name of a linear map, M' that of another trainer (`LoRALayout.other_names`). With A [rank, in] and
@@ -27,8 +28,8 @@ Part = Literal["A", "B", "alpha"]
 
 _KEY = re.compile(
     r"(?P<map>.+?)\."
-    r"((?P<A>(lora_A(\.[A-Za-z]\w*)?|lora\.down|lora_down)\.weight)"
-    r"|(?P<B>(lora_B(\.[A-Za-z]\w*)?|lora\.up|lora_up)\.weight)"
+    r"((?P<A>(lora_A(\.[^.]+)?|lora\.down|lora_down)\.weight)"
+    r"|(?P<B>(lora_B(\.[^.]+)?|lora\.up|lora_up)\.weight)"
     r"|(?P<alpha>alpha)"
     r"|matrix_(?P<sat>[AB])\.(?P<number>\d))"
 )

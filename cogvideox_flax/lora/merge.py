@@ -14,10 +14,17 @@ from jaxtyping import Float32
 
 from cogvideox_flax.config import Config
 from cogvideox_flax.errors import CheckpointError
-from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.lora.adapters import set_linear, unadapted, with_adapter, with_product
-from cogvideox_flax.lora.files import LoRARecord, LowRankPair, matrix_shape, open_adapter, read_adapter
+from cogvideox_flax.lora.files import (
+    LoRARecord,
+    LowRankPair,
+    adapter_hash,
+    is_without_effect,
+    matrix_shape,
+    open_adapter,
+    read_adapter,
+)
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.quantized import QuantizedLinear
 from cogvideox_flax.nn.stack import same_arrays
@@ -66,6 +73,8 @@ def merge_files(
             file = files.enter_context(open_adapter(record["file"]))
             adapter = read_adapter(family, config, file, record.get("alpha"))
             log.info("adapter %s: %s, scale %g", file.path.name, adapter, record["scale"])
+            if is_without_effect(file, adapter):
+                log.warning("adapter %s changes nothing: its B are all zero, as before training", file.path)
             for pair in adapter.pairs.values():
                 kernels.setdefault(pair.move.target, []).append(_Part(file, pair, record["scale"]))
         for kernel, parts in kernels.items():
@@ -78,7 +87,7 @@ def merge_files(
                 set_linear(result, path, with_product(linear, *replicate((a, b), mesh)))
                 changed.add(kernel)
     for record in records:
-        if not content_hash(Path(record["file"])).startswith(record["sha256"]):  # after it was read
+        if adapter_hash(Path(record["file"])) != record["sha256"]:  # after it was read
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
     return Merged(result, changed)
 

@@ -369,11 +369,11 @@ def test_refusals_say_what_to_do(server, client):
 
 
 def test_an_adapter_of_the_hub(server, client, tmp_path):
-    """Only its file is downloaded, once; of several, one has to be named."""
+    """Only its file, and PEFT's config beside it, is downloaded, once; of several, one has to be named."""
     folders = {name: tmp_path / "adapters" / name for name in ("usual", "only", "several", "none")}
     for name, files in (
         ("usual", [FILE_NAME, "other.safetensors", "big.bin"]),
-        ("only", ["weights/style.safetensors", "README.md"]),
+        ("only", ["weights/style.safetensors", "weights/adapter_config.json", "README.md"]),
         ("several", ["a.safetensors", "b/c.safetensors"]),
         ("none", ["README.md"]),
     ):
@@ -386,7 +386,8 @@ def test_an_adapter_of_the_hub(server, client, tmp_path):
     found = client(*(("find_adapter", name, None) for name in names))
     contents = ["usual/" + FILE_NAME, "only/weights/style.safetensors", "several/b/c.safetensors"]
     assert [Path(path).read_text() for path in found] == contents
-    assert server.files() == [content.split("/", 1)[1] for content in contents]
+    files = [content.split("/", 1)[1] for content in contents]
+    assert sorted(server.files()) == sorted([*files, "weights/adapter_config.json"])
     assert client(*(("find_adapter", name, None) for name in names[:1]), HF_HUB_OFFLINE="1") == found[:1]
     wrong = ["owner/several", "owner/none", "owner/usual/x.safetensors", "owner/nothing"]
     several, none, other, nothing = client(*(("find_adapter", name, None) for name in wrong))

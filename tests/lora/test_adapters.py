@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
+import re
 import shlex
 import subprocess
 from contextlib import contextmanager
@@ -19,7 +22,7 @@ from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.request import parse_lora
 from cogvideox_flax.lora import describe_lora, merge_files
 from cogvideox_flax.models.cogvideox.model import CogVideoX
@@ -193,6 +196,123 @@ def test_the_line_that_makes_safetensors_of_a_pickle(cogvideox, tmp_path):
     found = load_file(tmp_path / "adapter.safetensors")
     assert found.keys() == state.keys()
     cogvideox.check(tmp_path / "adapter.safetensors", {name: product(*pair, 1 / 3) for name, pair in maps.items()})
+
+
+# --- PEFT's folders ---
+
+PLAIN = {"r": 4, "lora_alpha": 16, "target_modules": ["to_q", "to_v", "ff.net.2"]}
+PEFT_CONFIGS = {
+    "alpha": {},
+    "rsLoRA": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"to_q": 2, "^transformer_blocks.1.ff.net.2": 3},
+        "alpha_pattern": {"transformer_blocks.0.attn1.to_v": 5, "ff.net.2": 1.5},
+    },
+    "all": {"use_rslora": True, "rank_pattern": {"ff.net.2": 3}, "alpha_pattern": {"to_q": 3}},
+    "regular expression as targets": {"target_modules": r".*\.attn1\.to_[qv]"},
+}
+
+
+def save_with_peft(model, folder, **options):
+    """A folder that PEFT wrote, with random B; and the adapted reference."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(4)
+    adapted = peft.get_peft_model(copy.deepcopy(model.reference), peft.LoraConfig(**PLAIN | options))
+    for name, value in adapted.named_parameters():
+        if "lora_B" in name:
+            value.data = torch.randn(value.shape) / 8
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.parametrize("kind", PEFT_CONFIGS)
+def test_a_folder_that_peft_wrote(cogvideox, tmp_path, kind):
+    """Against PEFT, which reads the same folder: all of its config counts, whichever way the adapter is named."""
+    save_with_peft(cogvideox, tmp_path, **PEFT_CONFIGS[kind])
+    from peft import PeftModel
+
+    expected = cogvideox._run_reference(PeftModel.from_pretrained(copy.deepcopy(cogvideox.reference), tmp_path))
+    assert relative_error(cogvideox._run_reference(cogvideox.reference), expected) > 0.01
+    for path in (tmp_path, tmp_path / "adapter_model.safetensors"):
+        assert relative_error(cogvideox._run(cogvideox.merged(path)), expected) < BAR
+
+
+def test_a_peft_folder_on_hunyuan(hunyuan, tmp_path):
+    adapted = save_with_peft(hunyuan, tmp_path, target_modules=["to_q", "add_k_proj"], alpha_pattern={"to_q": 7})
+    assert relative_error(hunyuan._run(hunyuan.merged(tmp_path)), hunyuan._run_reference(adapted)) < BAR
+
+
+@pytest.mark.parametrize("adapter", ["my_adapter", "0", "a-b"])
+def test_names_of_adapters_in_keys(cogvideox, tmp_path, adapter):
+    maps = cogvideox.maps("attn1.to_q")
+    halves = (f"lora_A.{adapter}", f"lora_B.{adapter}")
+    save_file(named(maps, "base_model.model.", *halves), tmp_path / "a.safetensors")
+    cogvideox.check(tmp_path / "a.safetensors", {name: product(*pair) for name, pair in maps.items()})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "a DoRA"),
+        ({"peft_type": "LOHA"}, "PEFT's kind LOHA"),
+        ({"use_qalora": True}, "a LoRA with use_qalora"),
+        ({"init_lora_weights": "pissa"}, "began as 'pissa'"),
+        ({"r": 8}, f"says rank 8 for transformer_blocks.0.attn1.to_q, whose matrices are of rank {RANK}"),
+        ({"target_modules": ["to_k"]}, "does not name transformer_blocks.0.attn1.to_q among its target_modules, to_k"),
+        ({"alpha_pattern": {".*to_q": 3}}, "regular expressions"),
+        ({"lora_alpha": "16"}, "must hold numbers"),
+        ([1], "adapter_config.json is damaged"),
+    ],
+)
+def test_peft_configs_that_are_refused(cogvideox, tmp_path, config, message):
+    """Other kinds by name, and a config that is not this file's."""
+    save_file(named(cogvideox.maps("attn1.to_q"), "", "lora_A", "lora_B"), tmp_path / "a.safetensors")
+    text = PLAIN | {"r": RANK, "peft_type": "LORA"} | config if isinstance(config, dict) else config
+    (tmp_path / "adapter_config.json").write_text(json.dumps(text))
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
+        cogvideox.merged(tmp_path / "a.safetensors")
+    assert "adapter_config.json" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_config_is_another_adapter(cogvideox, tmp_path):
+    save_with_peft(cogvideox, tmp_path)
+    config = cogvideox.model.config
+    record = describe_lora(cogvideox.family, tmp_path, 1.0, config)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 8}))
+    assert describe_lora(cogvideox.family, tmp_path, 1.0, config)["sha256"] != record["sha256"]
+    with pytest.raises(CheckpointError, match="changed while this run was under way"):
+        merge_files(cogvideox.family, config, cogvideox.model, [record])
+
+
+@pytest.mark.parametrize(("alpha", "strength"), [("6.0", 2), ("None", 1), ("0", 1)])
+def test_kohyas_metadata(cogvideox, tmp_path, alpha, strength):
+    """Where no tensor holds the alpha. kohya's networks take none and 0 as the rank."""
+    maps = cogvideox.maps("attn1.to_q", "ff.net.2")
+    save_file(kohya(maps, None), tmp_path / "a.safetensors", {"ss_network_dim": str(RANK), "ss_network_alpha": alpha})
+    cogvideox.check(tmp_path / "a.safetensors", {name: product(*pair, strength) for name, pair in maps.items()})
+
+
+def test_an_adapter_that_changes_nothing_is_said(cogvideox, tmp_path, caplog, capsys):
+    maps = {name: (a, 0 * b) for name, (a, b) in cogvideox.maps("attn1.to_q").items()}
+    save_file(named(maps, "", "lora_A", "lora_B"), tmp_path / "a.safetensors")
+    with caplog.at_level(logging.WARNING):
+        cogvideox.merged(tmp_path / "a.safetensors")
+    assert [r.getMessage() for r in caplog.records] == [
+        f"adapter {tmp_path}/a.safetensors changes nothing: its B are all zero, as before training"
+    ]
+    released_adapter(tmp_path / "b.safetensors")  # of zeros
+    assert main(["info", str(tmp_path / "b.safetensors")]) == 0
+    assert "changes nothing" in capsys.readouterr().out
+
+
+def test_folders_of_adapters(cogvideox, tmp_path):
+    maps = cogvideox.maps("attn1.to_q")
+    save_file(named(maps, "", "lora_A", "lora_B"), tmp_path / "kites.safetensors")
+    cogvideox.check(tmp_path, {name: product(*pair) for name, pair in maps.items()})
+    save_file(named(maps, "", "lora_A", "lora_B"), tmp_path / "style.safetensors")
+    with pytest.raises(InputError, match=r"has 2 safetensors files \(kites.safetensors, style.safetensors\)"):
+        cogvideox.merged(tmp_path)
 
 
 # --- HunyuanVideo-1.5 ---
