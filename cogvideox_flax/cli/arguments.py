@@ -48,7 +48,10 @@ TRAINING_OPTIONS = {
 }
 """Key of the training configuration -> the option that overrides it."""
 
-MODULES = {"encode": "generate", "denoise": "generate", "decode": "generate", "quantize": "convert"}
+MODULES = {
+    **dict.fromkeys(("encode", "denoise", "decode"), "generate"),
+    **dict.fromkeys(("quantize", "export"), "convert"),
+}
 """Command -> the module of `cli` that holds its function, where that has another name."""
 
 _DTYPE = "default: bfloat16; float32 below 10^9 parameters"
@@ -99,6 +102,8 @@ def make_parser() -> Parser:
     _add_plan(command("plan", forecast))
     native = "a Hugging Face checkpoint in the native format, converted once"
     _add_convert(command("convert", native))
+    back = "an adapter in the layout of other programs"
+    _add_export(command("export", back))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     _add_quantize(command("quantize", smaller))
     sub = command("info", "what a checkpoint is and holds, or how a video was made")
@@ -145,6 +150,7 @@ Make:   generate, or in stages: encode, denoise, decode
         serve    a page in the browser, and an HTTP API
 Own:    train    fine-tune on a folder of clips
         convert  a Hugging Face checkpoint, once
+        export   an adapter, for other programs
         quantize weights of 8 bits
 
 cogvideox COMMAND --help says more.
@@ -382,6 +388,14 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     what = "of SRC's weight files, such as fp16; default: the plain one, or the only one"
     sub.add_argument("--variant", metavar="NAME", help=what)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
+
+
+def _add_export(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("src", metavar="SRC", help="an adapter: its file, folder or hub id")
+    what = "what to write: a .safetensors file, or a folder, as --as peft does"
+    sub.add_argument("dst", type=_Path, metavar="DST", help=what)
+    what = "the layout of an adapter; default: peft"
+    sub.add_argument("--as", dest="layout", choices=("peft", "diffusers", "comfyui", "kohya"), help=what)
 
 
 def _add_quantize(sub: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`cogvideox convert` and `quantize`: checkpoints written."""
+"""`cogvideox convert`, `quantize` and `export`: checkpoints and adapters written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cogvideox_flax.conversion.download import Download, download, download_mode
 from cogvideox_flax.conversion.progress import progress_bar
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import expand_user
+from cogvideox_flax.lora import export_adapter, fitting_releases, known_models, open_adapter
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -43,6 +44,13 @@ def convert(args: argparse.Namespace) -> None:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; components that were complete are kept for the next attempt") from None
     print(args.dst)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write an adapter for other programs."""
+    with open_adapter(args.src) as file:
+        family, config = known_models()[next(iter(fitting_releases(file)))]
+        print(export_adapter(family, config, file, args.dst, args.layout or "peft"))
 
 
 def quantize(args: argparse.Namespace) -> None:

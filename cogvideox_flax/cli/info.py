@@ -104,12 +104,7 @@ def _print_adapter(where: str, as_json: bool) -> bool:
         if not is_adapter(file):
             return False
         fits = fitting_releases(file)
-        idle = bool(fits) and is_without_effect(file, next(iter(fits.values())))
-    if not fits:
-        raise InputError(
-            f"{file.path} fits no release as an adapter (docs/adapters.md has the layouts); --lora says what is wrong "
-            "for one model"
-        )
+        idle = is_without_effect(file, next(iter(fits.values())))
     adapter = next(iter(fits.values()))
     if as_json:
         strengths = {name: pair.strength for name, pair in adapter.pairs.items()}

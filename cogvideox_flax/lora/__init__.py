@@ -11,6 +11,7 @@ from cogvideox_flax.lora.adapters import (
     with_parameters,
     without_adapters,
 )
+from cogvideox_flax.lora.export import export_adapter
 from cogvideox_flax.lora.files import (
     EMBEDDED_ADAPTERS,
     FILE_NAME,
@@ -21,6 +22,7 @@ from cogvideox_flax.lora.files import (
     fitting_releases,
     is_adapter,
     is_without_effect,
+    known_models,
     open_adapter,
     published_name,
     read_adapter,
@@ -37,10 +39,12 @@ __all__ = [
     "Merged",
     "add_lora",
     "describe_lora",
+    "export_adapter",
     "find_adapter",
     "fitting_releases",
     "is_adapter",
     "is_without_effect",
+    "known_models",
     "lora_parameters",
     "merge_files",
     "merge_lora",

@@ -29,7 +29,7 @@ from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.lora.adapters import adapters
 from cogvideox_flax.lora.alphas import FINETRAINERS_KEY, METADATA_KEY, PEFT_CONFIG, Alphas
 from cogvideox_flax.lora.layouts import LoRAKey, any_layer, known_maps, last_layers, parse_key, unsupported_kind
-from cogvideox_flax.models.model import Family
+from cogvideox_flax.models.model import Family, LoRALayout
 from cogvideox_flax.models.registry import FAMILIES, RELEASES
 
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -62,7 +62,7 @@ class LowRankPair(NamedTuple):
     a, b: names of its tensors: [rank, in, ...], [out, rank, ...].
     rows: those of b that are this map's; all but for a fused one.
     swapped: the two halves of these rows are in the other order.
-    strength: alpha / rank, with which b a is multiplied.
+    alpha: b a is multiplied by `strength`, alpha / rank.
     move: where the map's weight is in our model, and how its axes are moved.
     """
 
@@ -71,8 +71,12 @@ class LowRankPair(NamedTuple):
     rank: int
     rows: slice
     swapped: bool
-    strength: float
+    alpha: float
     move: WeightMove
+
+    @property
+    def strength(self) -> float:
+        return self.alpha / self.rank
 
 
 class Adapter(NamedTuple):
@@ -118,24 +122,37 @@ def save_lora(family: Family, path: str | Path, transformer: Any) -> Path:
     for target in [target for target, place in layout.targets.items() if place in adapted]:
         linear, source = adapted[layout.targets[target]], layout.sources[target]
         ranks[source] = linear.a.shape[-1]
-        alphas[source] = int(linear.alpha) if linear.alpha.is_integer() else linear.alpha
+        alphas[source] = linear.alpha
         for half, value in (("A", linear.a), ("B", linear.b)):
             for layer, matrix in enumerate(np.asarray(value[...])):
                 name = f"{layout.component}.{layout.blocks}.{layer}.{source}.lora_{half}.weight"
                 tensors[name] = np.ascontiguousarray(matrix.T)
     if not tensors:
         raise InputError(f"there is nothing to write to {path}: the transformer has no LoRA")
+    write_tensors(path, tensors, {"format": "pt", METADATA_KEY: pipeline_metadata(layout, peft_config(ranks, alphas))})
+    return path
+
+
+def peft_config(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
+    """The entries of PEFT's `LoraConfig`: module -> rank and alpha; patterns of those that differ from the first."""
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
-    config = {
+    return {
         "r": rank,
-        "lora_alpha": alpha,
+        "lora_alpha": _plain(alpha),
         "target_modules": list(ranks),
         "rank_pattern": {source: value for source, value in ranks.items() if value != rank},
-        "alpha_pattern": {source: value for source, value in alphas.items() if value != alpha},
+        "alpha_pattern": {source: _plain(value) for source, value in alphas.items() if value != alpha},
     }
-    text = json.dumps({f"{layout.component}.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
-    write_tensors(path, tensors, {"format": "pt", METADATA_KEY: text})
-    return path
+
+
+def _plain(alpha: float) -> float:
+    """A whole number as an integer, as PEFT has it."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def pipeline_metadata(layout: LoRALayout, config: Mapping[str, Any]) -> str:
+    """PEFT's config as diffusers stores it in an adapter's file."""
+    return json.dumps({f"{layout.component}.{key}": value for key, value in config.items()}, indent=2, sort_keys=True)
 
 
 def describe_lora(
@@ -274,7 +291,7 @@ def read_adapter(family: Family, config: Config, file: TensorFile, alpha: float 
     adapter, faults = _match(family, config, file, alpha)
     if not faults:
         return adapter
-    fits = fitting_releases(file)
+    fits = _fitting(file)
     more = [f"  ... and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
     raise CheckpointError(
         f"{file.path} is not a LoRA that fits this {family.lora.component} ({len(faults)} faults). "
@@ -298,34 +315,44 @@ def fitting_releases(file: TensorFile) -> dict[str, Adapter]:
     """The releases and embedded models whose denoiser an adapter fits, and what it is for them.
 
     Raises:
-        CheckpointError: another kind of adapter, or damaged.
+        CheckpointError: it fits none, is another kind of adapter, or damaged.
     """
+    if found := _fitting(file):
+        return found
+    raise CheckpointError(
+        f"{file.path} fits no release as an adapter (docs/adapters.md has the layouts); --lora says what is wrong for "
+        "one model"
+    )
+
+
+def _fitting(file: TensorFile) -> dict[str, Adapter]:
+    """As `fitting_releases`; {} if it fits none."""
     matches: dict[tuple[str, Config], tuple[Adapter, list[str]]] = {}
     found = {}
-    models = {name: (release.family, release.configs) for name, release in RELEASES.items()}
-    for name, folder in hub.EMBEDDED_MODELS.items():
-        if name is not None and folder.is_dir():
-            manifest = checkpoint.read_manifest(folder)
-            models[name] = manifest.family, manifest.configs
-    for name, (family_name, configs) in models.items():
-        family = FAMILIES[family_name]
-        config = configs[family.lora.component]
-        if (family_name, config) not in matches:
-            matches[family_name, config] = _match(family, config, file, None)
-        adapter, faults = matches[family_name, config]
+    for name, (family, config) in known_models().items():
+        if (family.name, config) not in matches:
+            matches[family.name, config] = _match(family, config, file, None)
+        adapter, faults = matches[family.name, config]
         if not faults:
             found[name] = adapter
     return found
 
 
+def known_models() -> dict[str, tuple[Family, Config]]:
+    """The family and the denoiser's config of each release and embedded model."""
+    models = {name: (release.family, release.configs) for name, release in RELEASES.items()}
+    for name, folder in hub.EMBEDDED_MODELS.items():
+        if name is not None and folder.is_dir():
+            manifest = checkpoint.read_manifest(folder)
+            models[name] = manifest.family, manifest.configs
+    families = {name: FAMILIES[family] for name, (family, _) in models.items()}
+    return {name: (family, models[name][1][family.lora.component]) for name, family in families.items()}
+
+
 def _match(family: Family, config: Config, file: TensorFile, given: float | None) -> tuple[Adapter, list[str]]:
     """The adapter, as far as it fits, and the faults."""
     layout, component = family.lora, family.lora.component
-    moves = {
-        name.removesuffix(".weight"): move
-        for name, move in source_moves(family, component, config).items()
-        if move.target.endswith(".kernel")
-    }
+    moves = linear_maps(family, config)
     shapes = {
         name: leaf.shape for name, leaf in checkpoint.parameters(family.components[component].abstract(config)).items()
     }
@@ -338,16 +365,22 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
             faults += wrong
             continue
         rank, out = file.tensors[parts["A"]].shape[0], file.tensors[parts["B"]].shape[0] // len(known[name])
-        strength = alphas.of((name, *known[name]), parts, rank) / rank
+        alpha = alphas.of((name, *known[name]), parts, rank)
         swapped = name in {other.replace(".", mark) for other in layout.swapped for mark in "._"}
         for i, source in enumerate(known[name]):
             if source in pairs:
                 faults.append(f"  twice    {source}: {pairs[source].a} and {parts['A']}")
             rows = slice(i * out, (i + 1) * out)
-            pairs[source] = LowRankPair(parts["A"], parts["B"], rank, rows, swapped, strength, moves[source])
+            pairs[source] = LowRankPair(parts["A"], parts["B"], rank, rows, swapped, alpha, moves[source])
     if not file.tensors:
         faults.append("  missing  any tensor")
     return Adapter(_layout_name(file, keys), pairs, alphas.source), list(dict.fromkeys(faults))
+
+
+def linear_maps(family: Family, config: Config) -> dict[str, WeightMove]:
+    """Diffusers' name of each linear map of the denoiser -> the move of its weight."""
+    moves = source_moves(family, family.lora.component, config)
+    return {name.removesuffix(".weight"): move for name, move in moves.items() if move.target.endswith(".kernel")}
 
 
 def _group(

@@ -9,7 +9,7 @@ older        transformer.M.lora.down.weight, lora.up.weight                     
 SAT          model.diffusion_model.transformer.layers.{i}.attention.            1
              query_key_value.matrix_A.{0,1,2}, dense.matrix_A.0
 kohya        lora_unet__M, with underscores for dots, .lora_down.weight         M.alpha, metadata, else the rank
-ComfyUI      diffusion_model.M', where q, k and v are one map                   M.alpha, else the rank
+ComfyUI      diffusion_model.M', where HunyuanVideo's q, k and v are one map    M.alpha, else the rank
 
 M is diffusers' name of a linear map, M' that of another trainer (`LoRALayout.other_names`). With A [rank, in] and
 B [out, rank], the weight gets scale * alpha / rank * B A. CogVideoX-Fun and musubi-tuner write kohya's layout.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from cogvideox_flax.models.model import LoRALayout
@@ -91,8 +91,14 @@ def known_maps(layout: LoRALayout, maps: Collection[str]) -> dict[str, tuple[str
     Args:
         maps: diffusers' names of all linear maps of a model.
     """
-    known: dict[str, tuple[str, ...]] = {name: (name,) for name in maps}
-    for other, names in layout.other_names.items():
+    known = {name: (name,) for name in maps} | renamed_maps(layout.other_names, maps)
+    return {name.replace(".", "_"): sources for name, sources in known.items()} | known
+
+
+def renamed_maps(other_names: Mapping[str, str | tuple[str, ...]], maps: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The rows of a table of names (`LoRALayout.other_names`) for all layers that a model has."""
+    known: dict[str, tuple[str, ...]] = {}
+    for other, names in other_names.items():
         for i in itertools.count():
             sources = tuple(name.format(i=i) for name in ([names] if isinstance(names, str) else names))
             if not all(source in maps for source in sources):
@@ -100,7 +106,7 @@ def known_maps(layout: LoRALayout, maps: Collection[str]) -> dict[str, tuple[str
             known[other.format(i=i)] = sources
             if "{i}" not in other:
                 break
-    return {name.replace(".", "_"): sources for name, sources in known.items()} | known
+    return known
 
 
 def any_layer(name: str) -> str:

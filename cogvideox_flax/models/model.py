@@ -106,6 +106,8 @@ class LoRALayout:
         other_names: name of a linear map in files of other trainers -> diffusers' name; several names where the file
             has one fused map, whose outputs are theirs one after the other. `{i}` stands for the layer.
         swapped: those of `other_names` whose outputs have their two halves in the other order.
+        written: "comfyui" or "kohya" -> those of `other_names`, and of diffusers' own, with which such a file is
+            written. Without a row, kohya's layout has diffusers' names.
     """
 
     component: str
@@ -115,6 +117,7 @@ class LoRALayout:
     blocks: str = "transformer_blocks"
     other_names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     swapped: tuple[str, ...] = ()
+    written: Mapping[str, Mapping[str, str | tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.request import parse_lora
-from cogvideox_flax.lora import describe_lora, merge_files
+from cogvideox_flax.lora import FILE_NAME, describe_lora, export_adapter, merge_files, open_adapter
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.hunyuan_video15.model import HunyuanVideo15
 from cogvideox_flax.sharding import make_mesh
@@ -389,6 +389,107 @@ def test_fused_maps(hunyuan, tmp_path, style):
             deltas |= {source: product(a, part, 2) for source, part in zip(sources, np.split(b, 3), strict=True)}
     save_file(tensors, tmp_path / "a.safetensors")
     hunyuan.check(tmp_path / "a.safetensors", deltas)
+
+
+# --- written for other programs ---
+
+
+def mixed(model, path):
+    """An adapter of all maps, with ranks and alphas that differ. Returns map -> what it adds to the weight."""
+    tensors, deltas = {}, {}
+    for i, (name, (a, b)) in enumerate(model.maps().items()):
+        rank, alpha = 1 + i % RANK, (0.5, 1.75, 3)[i % 3]
+        a, b = a[:rank], np.ascontiguousarray(b[:, :rank])
+        tensors |= named({name: (a, b)}, "transformer.", "lora.down", "lora.up", alpha)
+        deltas[name] = product(a, b, alpha / rank)
+    save_file(tensors, path)
+    return deltas
+
+
+def exported(model, source, target, layout):
+    with open_adapter(source) as file:
+        return export_adapter(model.family, model.model.config, file, target, layout)
+
+
+@pytest.mark.parametrize("layout", ["peft", "diffusers", "comfyui", "kohya"])
+def test_out_and_in_again(cogvideox, hunyuan, tmp_path, layout):
+    for name, model in {"cogvideox": cogvideox, "hunyuan": hunyuan}.items():
+        deltas = mixed(model, tmp_path / f"{name}.safetensors")
+        back = model.merged(exported(model, tmp_path / f"{name}.safetensors", tmp_path / name, layout))
+        model.check(tmp_path / f"{name}.safetensors", deltas)
+        before = parameters(model.merged(tmp_path / f"{name}.safetensors"))
+        for path, value in parameters(back).items():
+            np.testing.assert_allclose(value, before[path], atol=1e-6 if layout == "comfyui" else 0, err_msg=path)
+
+
+def test_peft_and_diffusers_read_what_is_written(cogvideox, hunyuan, tmp_path):
+    peft = pytest.importorskip("peft")
+    for name, model in {"cogvideox": cogvideox, "hunyuan": hunyuan}.items():
+        source, folder = tmp_path / f"{name}.safetensors", tmp_path / name
+        mixed(model, source)
+        expected = model._run(model.merged(source))
+        adapted = copy.deepcopy(model.reference)
+        exported(model, source, folder / "peft", "peft")
+        found = model._run_reference(peft.PeftModel.from_pretrained(adapted, folder / "peft"))
+        assert relative_error(found, expected) < BAR
+        adapted = copy.deepcopy(model.reference)
+        exported(model, source, folder / "diffusers", "diffusers")
+        adapted.load_lora_adapter(folder / "diffusers", prefix="transformer", weight_name=FILE_NAME)
+        assert relative_error(model._run_reference(adapted), expected) < BAR
+
+
+def test_the_names_that_are_written(cogvideox, hunyuan, tmp_path):
+    """kohya's as CogVideoX-Fun and musubi-tuner have them; ComfyUI's as its models name their maps."""
+    maps = cogvideox.maps("attn1.to_q", "ff.net.2", "time_embedding.linear_1")
+    save_file(named(maps, "", "lora_A", "lora_B"), tmp_path / "a.safetensors")
+    found = load_file(exported(cogvideox, tmp_path / "a.safetensors", tmp_path / "k.safetensors", "kohya"))
+    expected = kohya(maps, RANK)
+    assert found.keys() == expected.keys() and all((found[name] == x).all() for name, x in expected.items())
+    found = load_file(exported(cogvideox, tmp_path / "a.safetensors", tmp_path / "c.safetensors", "comfyui"))
+    names = {name.removeprefix("diffusion_model.").rsplit(".lora_A", 1)[0] for name in found if "lora_A" in name}
+    layers = {f"blocks.{i}.{name}" for i in range(2) for name in ("q", "ff_out")}
+    assert names == {*layers, "time_embedding_linear_1"}
+
+    maps = blocks(hunyuan, "attn.to_q", "attn.to_v", "norm1.linear")
+    save_file(named(maps, "", "lora_A", "lora_B"), tmp_path / "h.safetensors")
+    found = load_file(exported(hunyuan, tmp_path / "h.safetensors", tmp_path / "hk.safetensors", "kohya"))
+    assert {name.split(".")[0] for name in found} == {
+        f"lora_unet_double_blocks_{i}_img_{name}" for i in range(2) for name in ("attn_q", "attn_v", "mod_linear")
+    }
+    found = load_file(exported(hunyuan, tmp_path / "h.safetensors", tmp_path / "hc.safetensors", "comfyui"))
+    one, two = maps["transformer_blocks.0.attn.to_q"], maps["transformer_blocks.0.attn.to_v"]
+    place = "diffusion_model.double_blocks.0.img_attn.qkv"
+    assert found[f"{place}.alpha"] == 2 * RANK
+    fused = found[f"{place}.lora_B.weight"] @ found[f"{place}.lora_A.weight"]
+    np.testing.assert_allclose(fused, np.concatenate([product(*one), 0 * product(*one), product(*two)]), atol=1e-6)
+    assert "diffusion_model.double_blocks.1.img_mod.lin.lora_A.weight" in found
+
+
+def test_a_file_of_fused_maps_comes_back_as_it_was(hunyuan, tmp_path):
+    random = np.random.default_rng(8)
+    width = hunyuan.reference.get_submodule("transformer_blocks.0.attn.to_q").weight.shape[1]
+    place = "diffusion_model.double_blocks.0.img_attn.qkv"
+    tensors = {
+        f"{place}.lora_A.weight": random.normal(size=(RANK, width)).astype(np.float16),
+        f"{place}.lora_B.weight": random.normal(size=(3 * width, RANK)).astype(np.float16),
+        f"{place}.alpha": np.array(6, np.float32),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    found = load_file(exported(hunyuan, tmp_path / "a.safetensors", tmp_path / "b.safetensors", "comfyui"))
+    assert found.keys() == tensors.keys()
+    assert all(x.dtype == found[name].dtype and (x == found[name]).all() for name, x in tensors.items())
+
+
+def test_the_export_command(tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").touch()
+    for args in ((tmp_path / "peft",), (tmp_path / "comfy.safetensors", "--as", "comfyui")):
+        assert main(["export", "embedded-four-steps", *map(str, args)]) == 0
+        assert capsys.readouterr().out.strip() == str(args[0])
+        assert main(["info", str(args[0])]) == 0
+        assert "rank 32" in capsys.readouterr().out
+    assert main(["export", "embedded-four-steps", str(tmp_path / "full")]) == 2
+    assert "name a new or empty one" in capsys.readouterr().err
 
 
 # --- several at once, on every kind of weights ---

@@ -39,6 +39,17 @@ from cogvideox_flax.schedulers import SCHEDULERS
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import JSON_FILE, SPIECE_FILE, Tokenizer, TokenizerConfig
 
+COMFYUI = {
+    **{f"blocks.{{i}}.{name}": f"transformer_blocks.{{i}}.attn1.to_{name}" for name in "qkv"},
+    "blocks.{i}.attn_out": "transformer_blocks.{i}.attn1.to_out.0",
+    "blocks.{i}.ff_proj": "transformer_blocks.{i}.ff.net.0.proj",
+    "blocks.{i}.ff_out": "transformer_blocks.{i}.ff.net.2",
+    **{f"blocks.{{i}}.norm{n}.linear": f"transformer_blocks.{{i}}.norm{n}.linear" for n in (1, 2)},
+    **{f"{name}_embedding_linear_{n}": f"{name}_embedding.linear_{n}" for name in ("time", "ofs") for n in (1, 2)},
+    **{name: name for name in ("patch_embed.proj", "patch_embed.text_proj", "norm_out.linear", "proj_out")},
+}
+"""Names of the linear maps in ComfyUI's model (comfy/ldm/cogvideo) -> diffusers'."""
+
 LORA = LoRALayout(
     component="transformer",
     targets={
@@ -58,12 +69,15 @@ LORA = LoRALayout(
         "up": "ff.net.0.proj",
         "down": "ff.net.2",
     },
-    other_names={  # SAT's, with the number of its matrices
+    other_names={
+        # SAT's, with the number of its matrices
         "layers.{i}.attention.query_key_value.0": "transformer_blocks.{i}.attn1.to_q",
         "layers.{i}.attention.query_key_value.1": "transformer_blocks.{i}.attn1.to_k",
         "layers.{i}.attention.query_key_value.2": "transformer_blocks.{i}.attn1.to_v",
         "layers.{i}.attention.dense.0": "transformer_blocks.{i}.attn1.to_out.0",
+        **COMFYUI,
     },
+    written={"comfyui": COMFYUI},
 )
 
 

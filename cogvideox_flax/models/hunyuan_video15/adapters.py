@@ -6,6 +6,8 @@ q, k and v as one map.
 
 from __future__ import annotations
 
+import re
+
 from cogvideox_flax.models.model import LoRALayout
 
 _BLOCK, _REFINER = "transformer_blocks.{i}", "context_embedder.token_refiner.refiner_blocks.{i}"
@@ -14,26 +16,19 @@ _BLOCK, _REFINER = "transformer_blocks.{i}", "context_embedder.token_refiner.ref
 def _of_a_stream(
     stream: str, projections: tuple[str, str, str, str], mlp: str, norm: str
 ) -> dict[str, str | tuple[str, ...]]:
-    """The names of a stream's maps in the authors' model and in ComfyUI's, and those of diffusers."""
+    """The names of a stream's maps in the authors' model, and those of diffusers."""
     q, k, v, out = (f"{_BLOCK}.attn.{name}" for name in projections)
     theirs = f"double_blocks.{{i}}.{stream}"
-    up, down = f"{_BLOCK}.{mlp}.net.0.proj", f"{_BLOCK}.{mlp}.net.2"
     return {
         **{f"{theirs}_attn_{letter}": name for letter, name in zip("qkv", (q, k, v), strict=True)},
         f"{theirs}_attn_proj": out,
-        f"{theirs}_mlp.fc1": up,
-        f"{theirs}_mlp.fc2": down,
+        f"{theirs}_mlp.fc1": f"{_BLOCK}.{mlp}.net.0.proj",
+        f"{theirs}_mlp.fc2": f"{_BLOCK}.{mlp}.net.2",
         f"{theirs}_mod.linear": f"{_BLOCK}.{norm}.linear",
-        # ComfyUI's
-        f"{theirs}_attn.qkv": (q, k, v),
-        f"{theirs}_attn.proj": out,
-        f"{theirs}_mlp.0": up,
-        f"{theirs}_mlp.2": down,
-        f"{theirs}_mod.lin": f"{_BLOCK}.{norm}.linear",
     }
 
 
-OTHER_NAMES: dict[str, str | tuple[str, ...]] = {
+TENCENT: dict[str, str | tuple[str, ...]] = {
     **_of_a_stream("img", ("to_q", "to_k", "to_v", "to_out.0"), "ff", "norm1"),
     **_of_a_stream("txt", ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"), "ff_context", "norm1_context"),
     "img_in.proj": "x_embedder.proj",
@@ -63,6 +58,31 @@ OTHER_NAMES: dict[str, str | tuple[str, ...]] = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
+"""Names of the linear maps in the authors' model, which musubi-tuner has too -> diffusers'."""
+
+
+def _comfyui() -> dict[str, str | tuple[str, ...]]:
+    """Names in ComfyUI's model -> diffusers': it renames the authors' maps, and q, k and v of a stream are one."""
+    names = {_comfyui_name(name): source for name, source in TENCENT.items() if not re.search("_attn_[qkv]$", name)}
+    for stream in ("img", "txt"):
+        theirs = f"double_blocks.{{i}}.{stream}_attn"
+        names[f"{theirs}.qkv"] = tuple(str(TENCENT[f"{theirs}_{letter}"]) for letter in "qkv")
+    return names
+
+
+def _comfyui_name(name: str) -> str:
+    name = re.sub(r"_attn_(qkv|proj)$", r"_attn.\1", name).replace("_mod.linear", "_mod.lin")
+    name = name.replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.2")
+    for old, new in (("1", "in_layer"), ("2", "out_layer")):
+        name = name.replace(f"c_embedder.linear_{old}", f"c_embedder.{new}")
+    return re.sub(r"^(time_in|time_r_in|txt_in\.t_embedder)\.mlp\.([02])$", _in_or_out_layer, name)
+
+
+def _in_or_out_layer(found: re.Match[str]) -> str:
+    return f"{found[1]}.{'in_layer' if found[2] == '0' else 'out_layer'}"
+
+
+COMFYUI = _comfyui()
 
 LORA = LoRALayout(
     component="transformer",
@@ -95,6 +115,7 @@ LORA = LoRALayout(
         "text_up": "ff_context.net.0.proj",
         "text_down": "ff_context.net.2",
     },
-    other_names=OTHER_NAMES,
+    other_names=TENCENT | COMFYUI,
+    written={"comfyui": COMFYUI, "kohya": TENCENT},
     swapped=("final_layer.adaLN_modulation.1",),
 )
