@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from cogvideox_flax.errors import CheckpointError
 from cogvideox_flax.io.values import is_count, is_finite_number, short_repr, typed
@@ -67,7 +67,15 @@ def _is_valid(kind: Any, value: Any, most: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_EXPECTED`."""
+    """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_EXPECTED`.
+
+    Attributes:
+        hf_names: field -> its key in the JSON that diffusers or transformers write.
+        hf_values: keys of that JSON with the one value that is supported, where it is not the reference's default.
+    """
+
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    hf_values: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
         faults, hints = [], typing.get_type_hints(type(self))
@@ -87,6 +95,16 @@ class Config:
             CheckpointError: a value that would change the computation in a way that is not implemented.
         """
         raise NotImplementedError
+
+    @classmethod
+    def named(cls, raw: Mapping[str, Any], **fields: Any) -> Self:
+        """The config of the values in `raw` by `hf_names`, and of these fields in place of them."""
+        return cls(**{field: raw[key] for field, key in cls.hf_names.items() if key in raw} | fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The JSON of which `from_hf` makes this config."""
+        values = {key: getattr(self, field) for field, key in self.hf_names.items()}
+        return {**self.hf_values, **{key: list(x) if isinstance(x, tuple) else x for key, x in values.items()}}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:

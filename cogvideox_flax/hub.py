@@ -203,6 +203,13 @@ def _transformer_files(source: Download, component: str) -> tuple[str, ...]:
     return (f"{stem}.safetensors", f"{stem}.safetensors.index*.json")
 
 
+def native_here(where: str) -> Path | None:
+    """The native checkpoint that `where` names, if it is one on this machine; nothing is converted."""
+    path = expand_user(where)
+    path = path if os.path.exists(path) else EMBEDDED_MODELS.get(where, path)
+    return path if is_native(path) else None
+
+
 def peek(
     where: str | Path | None,
     revision: str | None = None,

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
-from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Table
+from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Shape, Table, same
 from cogvideox_flax.conversion.tables import get_tables
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.model import Family, VideoModel
 
-Shape = tuple[int, ...]
 MAX_FAULTS = 20
 
 OTHER_NAMINGS = {
@@ -25,11 +24,23 @@ OTHER_NAMINGS = {
 
 
 class WeightMove(NamedTuple):
-    """The target of one source tensor: the parameter, the slot in its layer axis, and the transform."""
+    """The target of one source tensor: the parameter, the slot in its layer axis, the transform, the source's shape."""
 
     target: str
     slot: int | None
     transform: Callable[[np.ndarray], np.ndarray]
+    shape: Shape
+
+    def back(self, value: np.ndarray) -> np.ndarray:
+        """The source tensor of a parameter, or of its layer: the inverse of `transform`, which only moves elements."""
+        if self.transform is same:
+            return value
+        if self.transform is np.transpose:
+            return value.T
+        places = self.transform(np.arange(value.size).reshape(self.shape))
+        source = np.empty(value.size, value.dtype)
+        source[places.reshape(-1)] = value.reshape(-1)
+        return source.reshape(self.shape)
 
 
 class WeightMoves(NamedTuple):
@@ -80,7 +91,8 @@ def source_moves(family: Family, component: str, config: Any) -> dict[str, Weigh
     for target, leaf in parameters(family.components[component].abstract(config)).items():
         row, groups = _row_of_target(table, target)
         for slot in range(leaf.shape[0]) if _is_stacked(row) else (None,):
-            moves[_source_name(row, groups, slot)] = WeightMove(target, slot, row.transform)
+            shape = row.source_shape(leaf.shape if slot is None else leaf.shape[1:])
+            moves[_source_name(row, groups, slot)] = WeightMove(target, slot, row.transform, shape)
     return moves
 
 
@@ -118,7 +130,7 @@ def _match(
         if got != expected:
             faults.append(f"  shape    {_place(target, slot)}: got {shape}, expected {expected} ({name})")
             continue
-        moves[name] = WeightMove(target, slot, row.transform)
+        moves[name] = WeightMove(target, slot, row.transform, tuple(shape))
     for target, shape in shapes.items():
         row, groups = _row_of_target(table, target)
         for slot in range(shape[0]) if _is_stacked(row) else (None,):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+Shape = tuple[int, ...]
+
 
 def same(x: np.ndarray) -> np.ndarray:
     return x
@@ -19,12 +21,20 @@ class Rule(NamedTuple):
         the stacked parameter's leading layer axis (minus `first_slot`); other groups may be used in `target`.
     target: the NNX path, dots between its parts; `\\1` etc. refer to groups.
     transform: from the source array (one layer) to the parameter's layout. It must not depend on the array's values.
+    shape: of the source array, from the parameter's (one layer's); None: the parameter's, reversed by np.transpose.
     """
 
     source: str
     target: str
     transform: Callable[[np.ndarray], np.ndarray] = same
     first_slot: int = 0
+    shape: Callable[[Shape], Shape] | None = None
+
+    def source_shape(self, shape: Shape) -> Shape:
+        """The shape of the source array of a parameter, or of its layer."""
+        if self.shape is not None:
+            return self.shape(shape)
+        return shape[::-1] if self.transform is np.transpose else shape
 
 
 class Ignore(NamedTuple):
@@ -66,7 +76,7 @@ def norm(source: str, target: str) -> tuple[Rule, ...]:
 def convolution(source: str, target: str) -> tuple[Rule, ...]:
     """torch's convolution: weight [out, in, *window] -> kernel [*window, in, out], bias unchanged."""
     return (
-        Rule(source + r"\.weight", target + ".kernel", lambda w: np.moveaxis(w, (0, 1), (-1, -2))),
+        Rule(source + r"\.weight", target + ".kernel", lambda w: np.moveaxis(w, (0, 1), (-1, -2)), shape=_convolution),
         Rule(source + r"\.bias", target + ".bias"),
     )
 
@@ -74,6 +84,15 @@ def convolution(source: str, target: str) -> tuple[Rule, ...]:
 def pointwise(source: str, target: str) -> tuple[Rule, ...]:
     """A pointwise convolution: weight [out, in, 1, 1, 1] -> kernel [in, out], bias unchanged."""
     return (
-        Rule(source + r"\.weight", target + ".kernel", lambda w: w.reshape(w.shape[:2]).T),
+        Rule(source + r"\.weight", target + ".kernel", lambda w: w.reshape(w.shape[:2]).T, shape=pixel),
         Rule(source + r"\.bias", target + ".bias"),
     )
+
+
+def pixel(shape: Shape) -> Shape:
+    """[in, out] -> [out, in, 1, 1, 1]."""
+    return (*shape[::-1], 1, 1, 1)
+
+
+def _convolution(shape: Shape) -> Shape:
+    return (shape[-1], shape[-2], *shape[:-2])

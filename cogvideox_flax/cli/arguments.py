@@ -102,7 +102,7 @@ def make_parser() -> Parser:
     _add_plan(command("plan", forecast))
     native = "a Hugging Face checkpoint in the native format, converted once"
     _add_convert(command("convert", native))
-    back = "an adapter in the layout of other programs"
+    back = "the way back: a native checkpoint in diffusers' layout, an adapter in that of other programs"
     _add_export(command("export", back))
     smaller = "a native checkpoint with weights of 8 bits: half of the memory of bfloat16"
     _add_quantize(command("quantize", smaller))
@@ -150,7 +150,7 @@ Make:   generate, or in stages: encode, denoise, decode
         serve    a page in the browser, and an HTTP API
 Own:    train    fine-tune on a folder of clips
         convert  a Hugging Face checkpoint, once
-        export   an adapter, for other programs
+        export   to diffusers' layout; adapters for other programs
         quantize weights of 8 bits
 
 cogvideox COMMAND --help says more.
@@ -391,9 +391,11 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_export(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("src", metavar="SRC", help="an adapter: its file, folder or hub id")
-    what = "what to write: a .safetensors file, or a folder, as --as peft does"
+    sub.add_argument("src", metavar="SRC", help="a native checkpoint; or an adapter: its file, folder or hub id")
+    what = "the directory to write; of an adapter in other layouts than PEFT's, also a .safetensors file"
     sub.add_argument("dst", type=_Path, metavar="DST", help=what)
+    what = "of a checkpoint: components such as transformer; default: the whole of it"
+    sub.add_argument("--component", nargs="+", metavar="NAME", help=what)
     what = "the layout of an adapter; default: peft"
     sub.add_argument("--as", dest="layout", choices=("peft", "diffusers", "comfyui", "kohya"), help=what)
 

@@ -9,6 +9,7 @@ from cogvideox_flax import hub
 from cogvideox_flax.checkpoint import is_native
 from cogvideox_flax.checkpoint.quantize import quantize_checkpoint
 from cogvideox_flax.conversion import convert as converting
+from cogvideox_flax.conversion import export as exporting
 from cogvideox_flax.conversion.download import Download, download, download_model
 from cogvideox_flax.conversion.progress import progress_bar
 from cogvideox_flax.errors import InputError
@@ -47,7 +48,17 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write an adapter for other programs."""
+    """Write a native checkpoint in diffusers' layout, or an adapter for other programs."""
+    native = hub.native_here(args.src)
+    if native is not None:
+        if args.layout is not None:
+            raise InputError(f"--as is of adapters; {args.src} is a checkpoint, and written in diffusers' layout")
+        with progress_bar() as progress:
+            exporting.export(native, args.dst, components=args.component, progress=progress)
+        print(args.dst)
+        return
+    if args.component is not None:
+        raise InputError(f"--component is of native checkpoints; {args.src} is none")
     with open_adapter(args.src) as file:
         family, config = known_models()[next(iter(fitting_releases(file)))]
         print(export_adapter(family, config, file, args.dst, args.layout or "peft"))

@@ -309,6 +309,13 @@ class VideoModel(ABC):
         """The tokenizer's config, from tokenizer/tokenizer_config.json and the components' configs."""
         return cls.tokenizer.from_hf(raw)
 
+    def hf_files(self) -> dict[str, dict[str, Any]]:
+        """The JSON files of diffusers' layout beside the components' and the scheduler's: path -> contents.
+
+        `model_index.json` has the pipeline's class, and the class of each of its parts that is no component.
+        """
+        return {"model_index.json": {}}
+
     @classmethod
     def tokenizer_files_in(cls, folder: Path) -> list[str]:
         """Those of `tokenizer_files` that the tokenizer of a checkpoint reads."""

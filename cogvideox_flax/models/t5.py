@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,23 @@ class TextEncoderConfig(Config):
     position_max_distance: int = 128
     norm_eps: float = 1e-6
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocab_size",
+        "width": "d_model",
+        "layers": "num_layers",
+        "heads": "num_heads",
+        "head_dim": "d_kv",
+        "mlp_width": "d_ff",
+        "position_buckets": "relative_attention_num_buckets",
+        "position_max_distance": "relative_attention_max_distance",
+        "norm_eps": "layer_norm_epsilon",
+    }
+    hf_values: ClassVar[Mapping[str, Any]] = {
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu",
+        "is_encoder_decoder": False,
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.position_buckets < 4 or self.position_max_distance <= self.position_buckets // 4:
@@ -82,17 +99,7 @@ class TextEncoderConfig(Config):
         missing = [key for key in needed if key not in raw]
         if missing:
             raise CheckpointError(f"text_encoder/config.json lacks {missing}; expected a T5 v1.1 encoder config")
-        return cls(
-            vocab_size=raw["vocab_size"],
-            width=raw["d_model"],
-            layers=raw["num_layers"],
-            heads=raw["num_heads"],
-            head_dim=raw["d_kv"],
-            mlp_width=raw["d_ff"],
-            position_buckets=raw.get("relative_attention_num_buckets", 32),
-            position_max_distance=raw.get("relative_attention_max_distance", 128),
-            norm_eps=raw.get("layer_norm_epsilon", 1e-6),
-        )
+        return cls.named(raw)
 
 
 class TextEncoder(nnx.Module):

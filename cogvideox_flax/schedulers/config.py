@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
@@ -59,6 +59,13 @@ def solver_kind(raw: Mapping[str, Any], known: Mapping[str, str]) -> str:
     return "dpmpp_2m_sde" if is_sde else known[name]
 
 
+def solver_class(kind: str, known: Mapping[str, str]) -> dict[str, Any]:
+    """What names diffusers' class in a config: the inverse of `solver_kind`."""
+    is_sde = kind == "dpmpp_2m_sde"
+    name = next(name for name, each in known.items() if each == ("dpmpp_2m" if is_sde else kind))
+    return {"_class_name": name} | (_SDE if is_sde else {})
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Config):
     """The noise schedule (diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`; see `DIFFUSERS_NAMES`)."""
@@ -70,6 +77,17 @@ class SchedulerConfig(Config):
     snr_shift_scale: float = 3.0
     rescale_betas_zero_snr: bool = True
     set_alpha_to_one: bool = True
+
+    hf_names: ClassVar[Mapping[str, str]] = {
+        **{name: name for name in ("num_train_timesteps", "beta_start", "beta_end", "snr_shift_scale")},
+        **{name: name for name in ("rescale_betas_zero_snr", "set_alpha_to_one")},
+    }
+    hf_values: ClassVar[Mapping[str, Any]] = {
+        "beta_schedule": "scaled_linear",
+        "prediction_type": "v_prediction",
+        "timestep_spacing": "trailing",
+        "clip_sample": False,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,12 +112,7 @@ class SchedulerConfig(Config):
             use_flow_sigmas=False,
             trained_betas=None,  # the reference ignores clip_sample and steps_offset
         )
-        return cls(
-            kind=kind,
-            num_train_timesteps=raw.get("num_train_timesteps", 1000),
-            beta_start=raw.get("beta_start", 0.00085),
-            beta_end=raw.get("beta_end", 0.012),
-            snr_shift_scale=raw["snr_shift_scale"],
-            rescale_betas_zero_snr=raw.get("rescale_betas_zero_snr", False),
-            set_alpha_to_one=raw.get("set_alpha_to_one", True),
-        )
+        return cls.named({"rescale_betas_zero_snr": False} | dict(raw), kind=kind)
+
+    def to_hf(self) -> dict[str, Any]:
+        return solver_class(self.kind, DIFFUSERS_NAMES) | super().to_hf()

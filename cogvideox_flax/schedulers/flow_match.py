@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.schedulers.base import Scheduler, StepTable
-from cogvideox_flax.schedulers.config import solver_kind
+from cogvideox_flax.schedulers.config import solver_class, solver_kind
 
 DIFFUSERS_NAMES = {
     "FlowMatchEulerDiscreteScheduler": "flow_match",
@@ -30,6 +30,8 @@ class FlowMatchConfig(Config):
     num_train_timesteps: int = 1000
     shift: float = 1.0
 
+    hf_names: ClassVar[Mapping[str, str]] = {"num_train_timesteps": "num_train_timesteps", "shift": "shift"}
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         if (kind := solver_kind(raw, DIFFUSERS_NAMES)) != "flow_match":
@@ -39,7 +41,13 @@ class FlowMatchConfig(Config):
         unsupported = ("dynamic_shifting", "karras_sigmas", "exponential_sigmas", "beta_sigmas")
         off = {f"use_{name}": False for name in unsupported} | {"invert_sigmas": False, "stochastic_sampling": False}
         require("scheduler", raw, shift_terminal=None, **off)
-        return cls(kind=kind, num_train_timesteps=raw.get("num_train_timesteps", 1000), shift=raw.get("shift", 1.0))
+        return cls.named(raw, kind=kind)
+
+    def to_hf(self) -> dict[str, Any]:
+        named, values = solver_class(self.kind, DIFFUSERS_NAMES), super().to_hf()
+        if self.kind != "flow_match":  # a solver for any model
+            values |= {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": values.pop("shift")}
+        return named | values
 
 
 class FlowMatchScheduler(Scheduler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cogvideox_flax.conversion.rules import Rule, Table, linear, norm
+from cogvideox_flax.conversion.rules import Rule, Shape, Table, linear, norm
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 
 LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
@@ -27,8 +27,11 @@ def transformer_table(config: TransformerConfig) -> Table:
         parts = weight.reshape(-1, *patch, *weight.shape[1:])
         return np.moveaxis(parts, 0, 3).reshape(-1, *weight.shape[1:]).T
 
+    def patches(shape: Shape) -> Shape:  # the source's shape of patch_embed
+        return (shape[1], config.in_channels, *patch[1:]) if config.patch_size_t is None else shape[::-1]
+
     rows: Table = (
-        Rule(r"patch_embed\.proj\.weight", "patch_embed.kernel", patch_in),
+        Rule(r"patch_embed\.proj\.weight", "patch_embed.kernel", patch_in, shape=patches),
         Rule(r"patch_embed\.proj\.bias", "patch_embed.bias"),
         *linear(r"patch_embed\.text_proj", "text_proj"),
         *linear(r"time_embedding\.linear_([12])", r"time_embedding.linear_\1"),
@@ -42,11 +45,15 @@ def transformer_table(config: TransformerConfig) -> Table:
         *norm(r"norm_final", "norm_final"),
         *linear(r"norm_out\.linear", "norm_out.linear"),
         *norm(r"norm_out\.norm", "norm_out.norm"),
-        Rule(r"proj_out\.weight", "proj_out.kernel", patch_out),
+        Rule(r"proj_out\.weight", "proj_out.kernel", patch_out, shape=lambda shape: shape[::-1]),
         Rule(r"proj_out\.bias", "proj_out.bias", patch_out),
     )
     if config.ofs_width is not None:
         rows += linear(r"ofs_embedding\.linear_([12])", r"ofs_embedding.linear_\1")
     if config.learned_positions:
-        rows += (Rule(r"patch_embed\.pos_embedding", "pos_embedding", lambda table: table[0]),)
+        rows += (
+            Rule(
+                r"patch_embed\.pos_embedding", "pos_embedding", lambda table: table[0], shape=lambda shape: (1, *shape)
+            ),
+        )
     return rows

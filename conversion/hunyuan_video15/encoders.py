@@ -35,6 +35,7 @@ def qwen_table(config: QwenConfig) -> Table:
 
 def siglip_table(config: VisionConfig) -> Table:
     """The mapping of every tensor of a SigLIP vision tower."""
+    side = config.patch_size
     layer = VISION + r"encoder\.layers\.(?P<slot>\d+)\."
 
     def patches(weight: np.ndarray) -> np.ndarray:  # [D, 3, ph, pw] -> [ph * pw * 3, D]
@@ -42,7 +43,12 @@ def siglip_table(config: VisionConfig) -> Table:
 
     return (
         Ignore(VISION + r"head\..*", "the features are those of the patches"),
-        Rule(VISION + r"embeddings\.patch_embedding\.weight", "patch_embed.kernel", patches),
+        Rule(
+            VISION + r"embeddings\.patch_embedding\.weight",
+            "patch_embed.kernel",
+            patches,
+            shape=lambda shape: (shape[1], 3, side, side),
+        ),
         Rule(VISION + r"embeddings\.patch_embedding\.bias", "patch_embed.bias"),
         Rule(VISION + r"embeddings\.position_embedding\.weight", "position_embedding"),
         *norm(layer + r"layer_norm([12])", r"blocks.norm\2"),

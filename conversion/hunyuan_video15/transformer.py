@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cogvideox_flax.conversion.rules import Rule, Table, linear, norm
+from cogvideox_flax.conversion.rules import Rule, Table, linear, norm, pixel
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 
 LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
@@ -16,7 +16,7 @@ def transformer_table(config: TransformerConfig) -> Table:
     """The mapping table for one architecture."""
     second_time = linear(r"time_embed\.timestep_embedder_r\.linear_([12])", r"next_time_embedding.linear_\1")
     return (
-        Rule(r"x_embedder\.proj\.weight", "patch_embed.kernel", _pointwise),
+        Rule(r"x_embedder\.proj\.weight", "patch_embed.kernel", _pointwise, shape=pixel),
         Rule(r"x_embedder\.proj\.bias", "patch_embed.bias"),
         *linear(r"time_embed\.timestep_embedder\.linear_([12])", r"time_embedding.linear_\1"),
         *(second_time if config.use_meanflow else ()),

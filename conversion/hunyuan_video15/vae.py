@@ -39,4 +39,9 @@ def _resnet(source: str, target: str, number: str) -> Table:
 
 def _gain(source: str, target: str) -> Rule:
     """The gain of a norm over channels: [C, 1, 1, 1] -> [C]."""
-    return Rule(source + r"\.gamma", target + ".scale", lambda gain: np.reshape(gain, gain.shape[0]))
+    return Rule(
+        source + r"\.gamma",
+        target + ".scale",
+        lambda gain: np.reshape(gain, gain.shape[0]),
+        shape=lambda shape: (*shape, 1, 1, 1),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from cogvideox_flax.config import Config, check_compression, require
 from cogvideox_flax.errors import CheckpointError, InputError
@@ -43,6 +43,23 @@ class TransformerConfig(Config):
     norm_eps: float = 1e-5
     add_noise_in_inpaint_model: bool = False
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "layers": "num_layers",
+        "heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_width": "text_embed_dim",
+        "text_length": "max_text_seq_length",
+        "time_width": "time_embed_dim",
+        "ofs_width": "ofs_embed_dim",
+        "rotary": "use_rotary_positional_embeddings",
+        "learned_positions": "use_learned_positional_embeddings",
+        "temporal_compression": "temporal_compression_ratio",
+        **{name: name for name in ("in_channels", "out_channels", "patch_size", "patch_size_t", "patch_bias")},
+        **{name: name for name in ("attention_bias", "sample_height", "sample_width", "sample_frames", "norm_eps")},
+        **{name: name for name in ("spatial_interpolation_scale", "temporal_interpolation_scale")},
+        "add_noise_in_inpaint_model": "add_noise_in_inpaint_model",
+    }
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require(
@@ -61,33 +78,8 @@ class TransformerConfig(Config):
                 "transformer config has use_learned_positional_embeddings without use_rotary_positional_embeddings, "
                 "as no release has; expected both or neither, or rotary ones alone"
             )
-        patch_size_t = raw.get("patch_size_t")
-        return cls(
-            layers=raw.get("num_layers", 30),
-            heads=raw.get("num_attention_heads", 30),
-            head_dim=raw.get("attention_head_dim", 64),
-            in_channels=raw.get("in_channels", 16),
-            out_channels=raw.get("out_channels", 16),
-            patch_size=raw.get("patch_size", 2),
-            patch_size_t=patch_size_t,
-            text_width=raw.get("text_embed_dim", 4096),
-            text_length=raw.get("max_text_seq_length", 226),
-            time_width=raw.get("time_embed_dim", 512),
-            ofs_width=raw.get("ofs_embed_dim"),
-            rotary=rotary,
-            learned_positions=learned,
-            # the reference's linear patch embedding (1.5) has a bias regardless of `patch_bias`
-            patch_bias=raw.get("patch_bias", True) or patch_size_t is not None,
-            attention_bias=raw.get("attention_bias", True),
-            sample_height=raw.get("sample_height", 60),
-            sample_width=raw.get("sample_width", 90),
-            sample_frames=raw.get("sample_frames", 49),
-            temporal_compression=raw.get("temporal_compression_ratio", 4),
-            spatial_interpolation_scale=raw.get("spatial_interpolation_scale", 1.875),
-            temporal_interpolation_scale=raw.get("temporal_interpolation_scale", 1.0),
-            norm_eps=raw.get("norm_eps", 1e-5),
-            add_noise_in_inpaint_model=raw.get("add_noise_in_inpaint_model", False),
-        )
+        # the reference's linear patch embedding (1.5) has a bias regardless of `patch_bias`
+        return cls.named(raw, patch_bias=raw.get("patch_bias", True) or raw.get("patch_size_t") is not None)
 
     @property
     def width(self) -> int:
@@ -157,6 +149,14 @@ class VAEConfig(Config):
     sample_height: int = 480
     sample_width: int = 720
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "block_channels": "block_out_channels",
+        "norm_groups": "norm_num_groups",
+        "temporal_compression": "temporal_compression_ratio",
+        **{name: name for name in ("in_channels", "out_channels", "latent_channels", "layers_per_block", "norm_eps")},
+        **{name: name for name in ("scaling_factor", "invert_scale_latents", "sample_height", "sample_width")},
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_compression("temporal", self.temporal_compression, 2 ** (len(self.block_channels) - 1))
@@ -169,20 +169,13 @@ class VAEConfig(Config):
             if list(raw.get(key, [kind] * len(channels))) != [kind] * len(channels):
                 raise CheckpointError(f"vae config: {key} is {raw[key]}; expected {kind} {len(channels)} times")
         ratio = raw.get("temporal_compression_ratio", 4)
-        return cls(
-            in_channels=raw.get("in_channels", 3),
-            out_channels=raw.get("out_channels", 3),
-            latent_channels=raw.get("latent_channels", 16),
-            block_channels=channels,
-            layers_per_block=raw.get("layers_per_block", 3),
-            norm_groups=raw.get("norm_num_groups", 32),
-            norm_eps=raw.get("norm_eps", 1e-6),
-            temporal_compression=int(ratio) if isinstance(ratio, float) and ratio.is_integer() else ratio,
-            scaling_factor=raw.get("scaling_factor", 1.15258426),
-            invert_scale_latents=raw.get("invert_scale_latents", False),
-            sample_height=raw.get("sample_height", 480),
-            sample_width=raw.get("sample_width", 720),
-        )
+        ratio = int(ratio) if isinstance(ratio, float) and ratio.is_integer() else ratio
+        return cls.named(raw, block_channels=channels, temporal_compression=ratio)
+
+    def to_hf(self) -> dict[str, Any]:
+        levels = len(self.block_channels)
+        blocks = {f"{way}_block_types": [f"CogVideoX{way.title()}Block3D"] * levels for way in ("down", "up")}
+        return super().to_hf() | blocks
 
     @property
     def temporal_levels(self) -> int:

@@ -198,6 +198,15 @@ class CogVideoX(VideoModel):
         transformer = configs.get("transformer")
         return TokenizerConfig.from_hf(raw, transformer.text_length if transformer else None)
 
+    def hf_files(self) -> dict[str, dict[str, Any]]:
+        pipelines = {"image": "CogVideoXImageToVideoPipeline", "control": "CogVideoXFunControlPipeline"}
+        pipeline = pipelines.get(self.transformer.takes or "", "CogVideoXPipeline")
+        tokenizer = {"tokenizer_class": "T5Tokenizer", "model_max_length": self.configs["tokenizer"].max_length}
+        return {
+            "model_index.json": {"_class_name": pipeline, "tokenizer": ["transformers", "T5Tokenizer"]},
+            "tokenizer/tokenizer_config.json": tokenizer,
+        }
+
     @classmethod
     def tokenizer_files_in(cls, folder: Path) -> list[str]:
         """The first alone: each is a whole tokenizer."""

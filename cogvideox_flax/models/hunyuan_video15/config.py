@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from cogvideox_flax.config import DEFAULT_MAX, Config, check_compression, require
 from cogvideox_flax.errors import CheckpointError, InputError
@@ -38,6 +38,19 @@ class TransformerConfig(Config):
     target_size: int = 640
     use_meanflow: bool = False
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "layers": "num_layers",
+        "heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "refiner_layers": "num_refiner_layers",
+        "text_width": "text_embed_dim",
+        "glyph_width": "text_embed_2_dim",
+        "image_width": "image_embed_dim",
+        "rope_axes": "rope_axes_dim",
+        **{name: name for name in ("mlp_ratio", "in_channels", "out_channels", "rope_theta", "target_size")},
+        "use_meanflow": "use_meanflow",
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         axes = self.rope_axes
@@ -50,22 +63,7 @@ class TransformerConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("transformer", raw, patch_size=1, patch_size_t=1, qk_norm="rms_norm")
-        return cls(
-            layers=raw.get("num_layers", 54),
-            heads=raw.get("num_attention_heads", 16),
-            head_dim=raw.get("attention_head_dim", 128),
-            refiner_layers=raw.get("num_refiner_layers", 2),
-            mlp_ratio=raw.get("mlp_ratio", 4.0),
-            in_channels=raw.get("in_channels", 65),
-            out_channels=raw.get("out_channels", 32),
-            text_width=raw.get("text_embed_dim", 3584),
-            glyph_width=raw.get("text_embed_2_dim", 1472),
-            image_width=raw.get("image_embed_dim", 1152),
-            rope_theta=raw.get("rope_theta", 256.0),
-            rope_axes=tuple(raw.get("rope_axes_dim", (16, 56, 56))),
-            target_size=raw.get("target_size", 640),
-            use_meanflow=raw.get("use_meanflow", False),
-        )
+        return cls.named(raw, rope_axes=tuple(raw.get("rope_axes_dim", (16, 56, 56))))
 
     @property
     def width(self) -> int:
@@ -97,6 +95,14 @@ class VAEConfig(Config):
     temporal_compression: int = 4
     scaling_factor: float = 1.03682
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "block_channels": "block_out_channels",
+        "spatial_compression": "spatial_compression_ratio",
+        "temporal_compression": "temporal_compression_ratio",
+        **{name: name for name in ("in_channels", "out_channels", "latent_channels", "layers_per_block")},
+        "scaling_factor": "scaling_factor",
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_compression("spatial", self.spatial_compression, DEFAULT_MAX)
@@ -110,16 +116,7 @@ class VAEConfig(Config):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         require("vae", raw, downsample_match_channel=True, upsample_match_channel=True)
-        return cls(
-            in_channels=raw.get("in_channels", 3),
-            out_channels=raw.get("out_channels", 3),
-            latent_channels=raw.get("latent_channels", 32),
-            block_channels=tuple(raw.get("block_out_channels", (128, 256, 512, 1024, 1024))),
-            layers_per_block=raw.get("layers_per_block", 2),
-            spatial_compression=raw.get("spatial_compression_ratio", 16),
-            temporal_compression=raw.get("temporal_compression_ratio", 4),
-            scaling_factor=raw.get("scaling_factor", 1.03682),
-        )
+        return cls.named(raw, block_channels=tuple(raw.get("block_out_channels", (128, 256, 512, 1024, 1024))))
 
     @property
     def tiling(self) -> Tiling:

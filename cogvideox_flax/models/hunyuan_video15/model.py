@@ -165,6 +165,29 @@ class HunyuanVideo15(VideoModel):
     def sparse_attention(self) -> dict[str, Callable[..., Tokens]]:
         return {"sliding": embed_sliding, "selective": embed_selective}
 
+    def hf_files(self) -> dict[str, dict[str, Any]]:
+        index = {
+            "_class_name": "HunyuanVideo15Pipeline",
+            "tokenizer": ["transformers", "Qwen2Tokenizer"],
+            "tokenizer_2": ["transformers", "ByT5Tokenizer"],
+            "guider": ["diffusers", "ClassifierFreeGuidance"],
+        }
+        scale = self.guidance_scale
+        if scale is None:
+            scale = self.release.guidance_scale if self.release else 6.0
+        guider = {"_class_name": "ClassifierFreeGuidance", "guidance_scale": scale, "enabled": scale != 1}
+        files: dict[str, dict[str, Any]] = {"guider/guider_config.json": guider}
+        if "image_encoder" in self.configs:
+            index |= {
+                "_class_name": "HunyuanVideo15ImageToVideoPipeline",
+                "feature_extractor": ["transformers", "SiglipImageProcessor"],
+            }
+            half, side = [0.5, 0.5, 0.5], self.configs["image_encoder"].image_size
+            processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+            processor |= {"resample": 3, "image_mean": half, "image_std": half}
+            files["feature_extractor/preprocessor_config.json"] = processor
+        return {"model_index.json": index} | files
+
     @classmethod
     def is_release(cls, release: Release, configs: Configs) -> bool:
         """Also by the noise schedule's shift, where it is known.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,17 @@ class QwenConfig(Config):
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "vocab_size",
+        "width": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "mlp_width": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+    }
+    hf_values: ClassVar[Mapping[str, Any]] = {"model_type": "qwen2_5_vl_text"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width % (2 * self.heads) or self.heads % self.kv_heads:
@@ -93,18 +104,25 @@ class QwenConfig(Config):
             raise CheckpointError(f"text_encoder/config.json lacks {missing}; expected a Qwen2.5-VL config")
         if raw["num_hidden_layers"] <= SKIPPED_LAYERS:
             raise CheckpointError(f"text_encoder/config.json has {raw['num_hidden_layers']} layers; expected 3 or more")
-        config = cls(
-            vocab_size=raw["vocab_size"],
-            width=raw["hidden_size"],
+        config = cls.named(
+            {"rms_norm_eps": 1e-5} | dict(raw),
             layers=raw["num_hidden_layers"] - SKIPPED_LAYERS,
-            heads=raw["num_attention_heads"],
             kv_heads=raw.get("num_key_value_heads", 8) or raw["num_attention_heads"],
-            mlp_width=raw["intermediate_size"],
             rope_theta=positions.get("rope_theta", raw.get("rope_theta", 1e6)),
-            norm_eps=raw.get("rms_norm_eps", 1e-5),
         )
         require("text_encoder", {"head_dim": raw.get("head_dim") or config.head_dim}, head_dim=config.head_dim)
         return config
+
+    def to_hf(self) -> dict[str, Any]:
+        """The channels of a head that are rotated by time, height and width are the released ones' shares."""
+        rotated = self.head_dim // 2
+        time, height = rotated // 4, (rotated - rotated // 4) // 2
+        sections = [time, height, rotated - time - height]
+        positions = {"rope_type": "default", "rope_theta": self.rope_theta, "mrope_section": sections}
+        return super().to_hf() | {
+            "num_hidden_layers": self.layers + SKIPPED_LAYERS,
+            "rope_parameters": positions,
+        }
 
     @property
     def head_dim(self) -> int:

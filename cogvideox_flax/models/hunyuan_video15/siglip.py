@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,21 @@ class VisionConfig(Config):
     patch_size: int = 14
     norm_eps: float = 1e-6
 
+    hf_names: ClassVar[Mapping[str, str]] = {
+        "width": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "mlp_width": "intermediate_size",
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "norm_eps": "layer_norm_eps",
+    }
+    hf_values: ClassVar[Mapping[str, Any]] = {
+        "model_type": "siglip_vision_model",
+        "hidden_act": "gelu_pytorch_tanh",
+        "vision_use_head": False,
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.width % self.heads or self.image_size < self.patch_size:
@@ -67,15 +82,8 @@ class VisionConfig(Config):
         """Also of a whole SigLIP, whose vision tower is `vision_config`."""
         raw = raw.get("vision_config") or raw
         require("image_encoder", raw, hidden_act="gelu_pytorch_tanh", num_channels=3)
-        return cls(
-            width=raw.get("hidden_size", 768),
-            layers=raw.get("num_hidden_layers", 12),
-            heads=raw.get("num_attention_heads", 12),
-            mlp_width=raw.get("intermediate_size", 3072),
-            image_size=raw.get("image_size", 224),
-            patch_size=raw.get("patch_size", 16),
-            norm_eps=raw.get("layer_norm_eps", 1e-6),
-        )
+        base = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+        return cls.named(base | {"image_size": 224, "patch_size": 16} | dict(raw))
 
     @property
     def grid(self) -> int:
