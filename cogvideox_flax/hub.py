@@ -44,6 +44,10 @@ EMBEDDED = Path(__file__).parent.joinpath("weights", "embedded").resolve()
 EMBEDDED_IMAGE_TO_VIDEO = "embedded-image-to-video"
 """The name of the small image-to-video checkpoint that comes with it."""
 
+TRAINING_RECORD = "finetune.json"
+TRAINED_CHECKPOINT = "checkpoint"
+"""In the directory of a training run: what it is made of; and the native checkpoint, once all weights were trained."""
+
 EMBEDDED_MODELS: dict[Any, Path] = {
     None: EMBEDDED,
     "embedded": EMBEDDED,
@@ -206,8 +210,13 @@ def _transformer_files(source: Download, component: str) -> tuple[str, ...]:
 def native_here(where: str) -> Path | None:
     """The native checkpoint that `where` names, if it is one on this machine; nothing is converted."""
     path = expand_user(where)
-    path = path if os.path.exists(path) else EMBEDDED_MODELS.get(where, path)
+    path = _trained(path) if os.path.exists(path) else EMBEDDED_MODELS.get(where, path)
     return path if is_native(path) else None
+
+
+def _trained(path: Path) -> Path:
+    """The checkpoint of a training run's directory; any other path as it is."""
+    return path / TRAINED_CHECKPOINT if (path / TRAINING_RECORD).is_file() else path
 
 
 def peek(
@@ -273,8 +282,13 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
     if revision is not None:
         raise InputError(f"a revision belongs to a hub id; {path} is a directory on this machine")
     try:
-        if _is_model(path):
-            return path
+        if _is_model(_trained(path)):
+            return _trained(path)
+        if (path / TRAINING_RECORD).is_file():
+            raise InputError(
+                f"{path} is a training run without a checkpoint: of adapters, which --lora takes, or not at its end, "
+                "which the same `cogvideox train` goes on to"
+            )
         above = next((parent for parent in path.resolve().parents[:2] if _is_model(parent)), None)
     except OSError as e:
         raise InputError(f"cannot read {path}: {e.strerror}") from e

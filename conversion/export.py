@@ -78,7 +78,8 @@ def _write_component(source: Path, manifest: Manifest, component: str, folder: P
         ({"architectures": [name]} if of_transformers else {"_class_name": name}) | config.to_hf(),
     )
     path = folder / ("model.safetensors" if of_transformers else "diffusion_pytorch_model.safetensors")
-    moves, sums, done = source_moves(family, component, config), {}, 0
+    moves, done = source_moves(family, component, config), 0
+    sums: dict[tuple[str, int | None], int] = {}
     with TensorFile(weights_file(source, component)) as file:
         shapes = {name: (move.shape, file.tensors[move.target].dtype) for name, move in moves.items()}
         total = sum(info.nbytes for info in file.tensors.values())

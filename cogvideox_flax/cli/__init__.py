@@ -97,7 +97,7 @@ def _same_on_all(args: argparse.Namespace) -> dict[str, Any]:
     """The options that must be the same on all processes."""
     names = ["command", "no_jit", "prompt_file"]  # of the others, process 0 decides
     if args.command == "train":
-        names += [option.removeprefix("--") for option, _ in TRAINING_OPTIONS.values()]
+        names += [option.removeprefix("--").replace("-", "_") for option, _ in TRAINING_OPTIONS.values()]
     values = {name: getattr(args, name, None) for name in names}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

@@ -45,6 +45,7 @@ TRAINING_OPTIONS = {
     "out": ("--out", "the folder that the run writes to"),
     "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
     "loop.steps": ("--steps", "how many steps"),
+    "lora.init": ("--init-lora", "the adapter from which training goes on"),
 }
 """Key of the training configuration -> the option that overrides it."""
 

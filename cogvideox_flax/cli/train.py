@@ -21,7 +21,8 @@ from cogvideox_flax.training.job import open_job
 def train(args: argparse.Namespace) -> None:
     """Fine-tune, or with --check say what that would be."""
     logging.getLogger("absl").setLevel(logging.WARNING)  # which Orbax uses for notes about each state
-    given = {key: getattr(args, option.removeprefix("--")) for key, (option, _) in TRAINING_OPTIONS.items()}
+    names = {key: option.removeprefix("--").replace("-", "_") for key, (option, _) in TRAINING_OPTIONS.items()}
+    given = {key: getattr(args, name) for key, name in names.items()}
     job = open_job(args.config, {key: value for key, value in given.items() if value is not None})
     if args.check:
         print(job.describe())

@@ -17,6 +17,7 @@ from cogvideox_flax.lora.files import (
     FILE_NAME,
     SUFFIXES,
     LoRARecord,
+    adapter_hash,
     describe_lora,
     find_adapter,
     fitting_releases,
@@ -28,7 +29,7 @@ from cogvideox_flax.lora.files import (
     read_adapter,
     save_lora,
 )
-from cogvideox_flax.lora.merge import Merged, merge_files
+from cogvideox_flax.lora.merge import Merged, load_adapters, merge_files, trained_targets
 
 __all__ = [
     "EMBEDDED_ADAPTERS",
@@ -37,6 +38,7 @@ __all__ = [
     "LoRALinear",
     "LoRARecord",
     "Merged",
+    "adapter_hash",
     "add_lora",
     "describe_lora",
     "export_adapter",
@@ -45,6 +47,7 @@ __all__ = [
     "is_adapter",
     "is_without_effect",
     "known_models",
+    "load_adapters",
     "lora_parameters",
     "merge_files",
     "merge_lora",
@@ -52,6 +55,7 @@ __all__ = [
     "published_name",
     "read_adapter",
     "save_lora",
+    "trained_targets",
     "with_parameters",
     "without_adapters",
 ]

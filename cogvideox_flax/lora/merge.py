@@ -25,6 +25,7 @@ from cogvideox_flax.lora.files import (
     open_adapter,
     read_adapter,
 )
+from cogvideox_flax.lora.layouts import any_layer
 from cogvideox_flax.models.model import Family
 from cogvideox_flax.nn.quantized import QuantizedLinear
 from cogvideox_flax.nn.stack import same_arrays
@@ -90,6 +91,69 @@ def merge_files(
         if adapter_hash(Path(record["file"])) != record["sha256"]:  # after it was read
             raise CheckpointError(f"{record['file']} changed while this run was under way; start it again")
     return Merged(result, changed)
+
+
+def load_adapters(
+    family: Family, config: Config, denoiser: Any, path: str | Path, targets: Sequence[str], *, mesh: Mesh | None = None
+) -> Any:
+    """The denoiser with the adapters of a file beside its weights, from which training goes on.
+
+    Args:
+        config: the denoiser's.
+        targets: from `trained_targets`.
+        mesh: the denoiser's.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or does not fit.
+        InputError: the denoiser has adapters already.
+    """
+    with open_adapter(path) as file:
+        pairs = list(read_adapter(family, config, file).pairs.values())
+        for target in targets:
+            place = family.lora.targets[target]
+            layers = sorted((pair for pair in pairs if pair.move.target == f"{place}.kernel"), key=_layer)
+            unadapted(denoiser, place)
+            # strengths are the adapter's alpha, not in b
+            halves = zip(*(_pair(_Part(file, pair._replace(alpha=pair.rank), 1.0)) for pair in layers), strict=True)
+            a, b = (np.stack(half) for half in halves)
+            denoiser = with_adapter(family, denoiser, place, a, b, layers[0].alpha, mesh)
+    return denoiser
+
+
+def trained_targets(family: Family, config: Config, path: str | Path) -> dict[str, LowRankPair]:
+    """The targets of an adapter from which training can go on -> its pair in the first layer.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or does not fit; or training has no target for one of its maps, or a
+            target is not in all layers, with one rank and alpha.
+    """
+    with open_adapter(path) as file:
+        file.check()
+        pairs = read_adapter(family, config, file).pairs
+        names = {f"{place}.kernel": target for target, place in family.lora.targets.items()}
+        found: dict[str, list[LowRankPair]] = {}
+        for source, pair in pairs.items():
+            if pair.move.target not in names:
+                raise CheckpointError(
+                    f"{file.path} adapts {any_layer(source)}, which is not trained; training goes on from adapters of "
+                    f"{', '.join(names.values())}"
+                )
+            found.setdefault(names[pair.move.target], []).append(pair)
+        layers = family.components[family.lora.component].abstract(config)
+        for target in (targets := [name for name in family.lora.targets if name in found]):
+            some = found[target]
+            count = unadapted(layers, family.lora.targets[target]).kernel.shape[0]
+            kinds = sorted({(pair.rank, pair.alpha) for pair in some})
+            if len(some) != count or len(kinds) > 1:
+                raise CheckpointError(
+                    f"{file.path} adapts {target} in {len(some)} layers of {count}, with (rank, alpha) "
+                    f"{', '.join(map(str, kinds))}; training goes on from one rank and alpha in all layers"
+                )
+        return {target: found[target][0] for target in targets}
+
+
+def _layer(pair: LowRankPair) -> int:
+    return pair.move.slot or 0
 
 
 def _stacked(

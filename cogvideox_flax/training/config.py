@@ -149,13 +149,17 @@ class LoopConfig(LoopTable):
 class LoRAConfig:
     """The adapters of method "lora".
 
+    rank: None for 64.
     alpha: None for the rank.
     targets: names of the family's `lora.targets`; None for its `lora.default_targets`.
+    init: an adapter from which training goes on, as --lora takes it; rank, alpha and targets are its own. None for new
+        adapters.
     """
 
-    rank: int = 64
+    rank: int | None = None
     alpha: float | None = None
     targets: tuple[str, ...] | None = None
+    init: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +240,8 @@ class TrainingConfig:
             ("batch", is_count(self.batch, MAX_COUNT), COUNT),
             ("batch", self.batch % accumulate == 0, f"a multiple of loop.accumulate, {accumulate}"),
             ("caption_dropout", 0 <= self.caption_dropout <= 1, "0 to 1"),
-            ("lora.rank", is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
+            ("lora.rank", lora.rank is None or is_count(lora.rank, MAX_RANK), f"1 to {MAX_RANK}"),
+            ("lora.init", lora.init is None or self.method == "lora", 'none, with method "full"'),
             ("lora.alpha", lora.alpha is None or 0 < lora.alpha <= MAX_FLOAT32, "a finite number above 0"),
             ("sample.every", is_count(self.sample.every, MAX_COUNT), COUNT),
             ("sample.frames", is_count(self.sample.frames, MAX_COUNT), COUNT),

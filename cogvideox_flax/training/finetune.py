@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int, Key, UInt8
 
-from cogvideox_flax import checkpoint
+from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of
@@ -48,7 +48,6 @@ from cogvideox_flax.training.step import TrainState
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_DIR = "checkpoint"
 TRAINING_DIR = "training"
 VALIDATION_SAMPLES = 8
 """Noised clips that a validation loss is the mean over, at least."""
@@ -181,9 +180,7 @@ def _made_of(job: FinetuneJob, pipe: Pipeline) -> dict[str, Any]:
         "method": config.method,
         "batch": config.batch,
         "caption_dropout": config.caption_dropout,
-        **(
-            {"lora": dataclasses.asdict(config.lora) | {"targets": job.lora_targets}} if config.method == "lora" else {}
-        ),
+        **({"lora": job.made_of_lora} if config.method == "lora" else {}),
         "clips": job.clips_fingerprint,
         "held out": len(job.held_out) or None,
         "size": [size.num_frames, size.height, size.width],
@@ -254,7 +251,7 @@ def _save_result(job: FinetuneJob, native: Path, trained: dict[str, Any], frozen
 
 def _save_checkpoint(job: FinetuneJob, manifest: Manifest, native: Path, denoiser: Any) -> Path:
     """A native checkpoint of the trained denoiser and the base model's other components."""
-    target, name = job.config.out / CHECKPOINT_DIR, job.model.denoiser
+    target, name = job.config.out / hub.TRAINED_CHECKPOINT, job.model.denoiser
     base, manifest = manifest.weights[name], dataclasses.replace(manifest, domain=None)
     source = {
         "path": str(job.config.out.absolute()),

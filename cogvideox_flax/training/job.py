@@ -24,7 +24,8 @@ from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import check_model, log_warnings, resolve
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import Contents
-from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent, expand_user
+from cogvideox_flax.io.paths import cache_dir, check_free_space, check_writable, existing_parent
+from cogvideox_flax.lora.files import LowRankPair
 from cogvideox_flax.models.model import VideoModel
 from cogvideox_flax.models.sizes import Size
 from cogvideox_flax.runtime.multihost import hosts
@@ -33,7 +34,8 @@ from cogvideox_flax.training.clips import Clip, clip_contents, clips_fingerprint
 from cogvideox_flax.training.config import TrainingConfig, config_json, config_of_json, read_config, require
 from cogvideox_flax.training.metrics import check_tensorboard
 
-RECORD_FILE = "finetune.json"
+RECORD_FILE = hub.TRAINING_RECORD
+DEFAULT_RANK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +106,37 @@ class FinetuneJob:
     @property
     def lora_targets(self) -> tuple[str, ...]:
         """The linear maps that get adapters."""
+        if self._init is not None:
+            return tuple(self._init)
         targets = self.config.lora.targets
         return self.model.lora.default_targets if targets is None else targets
+
+    @cached_property
+    def _init(self) -> dict[str, LowRankPair] | None:
+        """The targets of the adapter from which training goes on; None: adapters are new."""
+        init, model = self.config.lora.init, self.model
+        return None if init is None else lora.trained_targets(model, self.manifest.configs[model.denoiser], init)
+
+    @property
+    def made_of_lora(self) -> dict[str, Any]:
+        """What decides the adapters at the start, as JSON."""
+        settings = dataclasses.asdict(self.config.lora) | {"targets": self.lora_targets}
+        if (init := settings.pop("init")) is not None:
+            return settings | {"init": lora.adapter_hash(lora.find_adapter(init))}
+        return settings | {"rank": settings["rank"] or DEFAULT_RANK}
+
+    def check_init(self) -> None:
+        """Refuse an adapter from which training cannot go on, or other settings than its own."""
+        stated, own = self.config.lora, f"as {self.config.lora.init} has"
+        for target, pair in (self._init or {}).items():
+            rank, alpha = pair.rank, pair.alpha
+            same_targets = stated.targets is None or set(stated.targets) == set(self.lora_targets)
+            require(
+                self.config,
+                ("lora.rank", stated.rank in (None, rank), f"{rank}, {own} for {target}"),
+                ("lora.alpha", stated.alpha in (None, alpha), f"{alpha:g}, {own} for {target}"),
+                ("lora.targets", same_targets, f"{', '.join(self.lora_targets)}, {own}"),
+            )
 
     @cached_property
     def parameters(self) -> int:
@@ -136,10 +167,14 @@ class FinetuneJob:
         return self.manifest.abstract(self.model.denoiser)
 
     def add_lora(self, denoiser: Any, mesh: Mesh | None) -> Any:
-        """The denoiser with new adapters, which change nothing yet."""
+        """The denoiser with new adapters, which change nothing yet; or with those from which training goes on."""
+        if (init := self.config.lora.init) is not None:
+            own = self.manifest.configs[self.model.denoiser]
+            return lora.load_adapters(self.model, own, denoiser, init, self.lora_targets, mesh=mesh)
         config, rngs = self.config.lora, nnx.Rngs(random_key(self.config.seed))
         targets = self.lora_targets
-        return lora.add_lora(self.model, denoiser, config.rank, config.alpha, targets, rngs=rngs, mesh=mesh)
+        rank = config.rank or DEFAULT_RANK
+        return lora.add_lora(self.model, denoiser, rank, config.alpha, targets, rngs=rngs, mesh=mesh)
 
     def memory(self) -> dict[str, int]:
         """Bytes on all devices together that are held during the whole run, by kind. Activations come on top."""
@@ -168,8 +203,7 @@ class FinetuneJob:
 
     def _can_link(self, component: str) -> bool:
         """Whether the result can hold a hard link to this component of the base: both are on one file system."""
-        base = expand_user(self.config.model or hub.EMBEDDED)
-        native = base if checkpoint.is_native(base) else cache_dir()
+        native = hub.native_here(self.config.model or "embedded") or cache_dir()
         return _file_system(checkpoint.weights_file(native, component)) == _file_system(self.config.out / RECORD_FILE)
 
     def _stored_bytes(self, component: str) -> int:
@@ -244,6 +278,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     known = model.lora.targets
     are_known = targets is None or set() < set(targets) <= known.keys()
     require(config, ("lora.targets", are_known, f"some of {', '.join(known)}"))
+    job.check_init()
     if job.mesh is not None:
         sharding.named(job.mesh, ("batch",), (config.batch // loop.accumulate,), "the clips of a micro-batch")
     if config.sample.prompts:

@@ -14,16 +14,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.conversion.convert import convert
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
+from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_video, save_video
-from cogvideox_flax.lora import FILE_NAME, describe_lora
+from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, describe_lora, save_lora
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.training import finetune as finetuning
 from cogvideox_flax.training import job as job_module
@@ -169,6 +170,86 @@ def test_full_writes_a_whole_checkpoint(train, model, paths, tmp_path):
     assert pipe.encode(GenerationRequest(CAPTION), progress=False).text["prompt_embeds"].shape == (1, 10, 40)
     (out,) = paths("generate", CAPTION, "--model", tuned, "--steps", 1, "--out", tmp_path / "x.npz", "--num-frames", 9)
     assert np.isfinite(np.load(out)["latents"]).all()
+
+
+def test_training_goes_on_from_an_adapter(train, write, run, tmp_path):
+    """It begins as the adapter is: with its matrices, rank, alpha and targets; and ends there at a rate of nothing."""
+    first = train("lora", "whole")
+    text = CONFIG[: CONFIG.index("[lora]")] + CONFIG[CONFIG.index("[loop]") :].replace("3e-2", "1e-12")
+    path = write(text)
+    job = check(read_config(path, {"lora.init": str(first)}))
+    adapted = job.add_lora(load_transformer(job.config.model), None)
+    begun = save_lora(CogVideoX, tmp_path / "begun", adapted)
+    with TensorFile(begun) as one, TensorFile(first) as two:
+        assert one.metadata == two.metadata  # the checksum of all tensors is there
+        assert one.metadata["checksum"]
+    code, out, err = run("train", "--config", path, "--init-lora", first)
+    assert code == 0, err
+    before, after = load_file(first), load_file(out.strip())
+    assert before.keys() == after.keys()
+    worst = max(np.abs(after[name] - value).max() / np.abs(value).max() for name, value in before.items())
+    assert worst < 2**-22  # float32's rounding in the moving average
+    # another adapter under this name is another run
+    shutil.copytree(first.parent, tmp_path / "other")
+    adapter = tmp_path / "other" / FILE_NAME
+    tensors = load_file(adapter)
+    save_file({name: -value for name, value in tensors.items()}, adapter)
+    code, _, err = run("train", "--config", path, "--init-lora", adapter)
+    assert code == 2 and "lora: there" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora.rank": 4}, "lora.rank: got 4, expected 2, as .* has for q"),
+        ({"lora.alpha": 3.0}, "lora.alpha: got 3.0, expected 2, as .* has for q"),
+        ({"lora.targets": ["q"]}, r"lora.targets: got \('q',\), expected q, out, up, as .* has"),
+        ({"method": "full"}, 'lora.init: got .* expected none, with method "full"'),
+    ],
+)
+def test_settings_that_are_not_the_adapters(train, write, changes, message):
+    with pytest.raises(InputError, match=message):
+        check(read_config(write(), {"lora.init": str(train("lora", "whole")), **changes}))
+
+
+def test_adapters_from_which_training_cannot_go_on(train, write, tmp_path):
+    tensors = load_file(train("lora", "whole"))
+    width = 64
+    one_layer = {name: x for name, x in tensors.items() if "blocks.0." in name}
+    other = {
+        f"transformer.proj_out.lora_{half}.weight": np.ones(shape, np.float32)
+        for half, shape in (("A", (2, width)), ("B", (64, 2)))
+    }
+    for name, kept, message in (
+        ("layer", one_layer, "adapts q in 1 layers of 2"),
+        ("other", tensors | other, "adapts proj_out, which is not trained"),
+    ):
+        save_file(kept, tmp_path / f"{name}.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            check(read_config(write(), {"lora.init": str(tmp_path / f"{name}.safetensors")}))
+
+
+def test_training_folders_are_known(train, run, model, tmp_path):
+    """A folder of adapters stands for its adapter, one of a full fine-tune for its checkpoint."""
+    adapters = tmp_path / "adapters"
+    shutil.copytree(train("lora", "whole").parent, adapters)
+    assert (adapters / "loss.png").exists()
+    shutil.copyfile(EMBEDDED_ADAPTERS["embedded-four-steps"] / FILE_NAME, adapters / FILE_NAME)  # one of a known model
+    code, out, err = run("info", adapters)
+    assert code == 0, err
+    assert "rank 32" in out and "fits     embedded" in out
+    assert "is a training run without a checkpoint" in run("generate", CAPTION, "--model", adapters)[2]
+    full = tmp_path / "full"
+    shutil.copytree(model, full / "checkpoint")
+    (full / RECORD_FILE).write_text("{}")
+    shutil.copyfile(adapters / "loss.png", full / "loss.png")
+    code, out, err = run("info", full)
+    assert code == 0, err
+    assert "transformer" in out and "parameters" in out
+    assert hub.find(full) == full / "checkpoint"
+    assert run("export", full, tmp_path / "out", "--component", "vae")[0] == 0
+    args = ("--steps", 1, "--num-frames", 9, "--out", tmp_path / "x.npz")
+    assert run("generate", CAPTION, "--model", full, *args)[0] == 0
 
 
 def test_command_saves_samples_and_plots(write, run, tmp_path):

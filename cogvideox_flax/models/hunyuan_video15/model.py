@@ -183,7 +183,10 @@ class HunyuanVideo15(VideoModel):
                 "feature_extractor": ["transformers", "SiglipImageProcessor"],
             }
             half, side = [0.5, 0.5, 0.5], self.configs["image_encoder"].image_size
-            processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": side, "width": side}}
+            processor: dict[str, Any] = {
+                "image_processor_type": "SiglipImageProcessor",
+                "size": {"height": side, "width": side},
+            }
             processor |= {"resample": 3, "image_mean": half, "image_std": half}
             files["feature_extractor/preprocessor_config.json"] = processor
         return {"model_index.json": index} | files
