@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -20,6 +21,8 @@ from cogvideox_flax.conversion.rules import Ignore
 from cogvideox_flax.conversion.source import Source
 from cogvideox_flax.conversion.tables import get_tables
 from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.schedulers import flow_match
+from cogvideox_flax.schedulers.config import DIFFUSERS_NAMES, SchedulerConfig
 from tests.support import hunyuan_layout
 from tests.support.released_layout import ARCHITECTURES, build, randomise, save_layout
 
@@ -140,3 +143,16 @@ def test_what_is_refused(layouts, tmp_path, capsys):
     assert main(["export", str(tmp_path / "part"), str(tmp_path / "out")]) == 2
     assert "a run needs the whole checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [*DIFFUSERS_NAMES.values(), "dpmpp_2m_sde"])
+def test_a_scheduler_keeps_its_class(kind):
+    """Also one that came from another class of diffusers; on a flow, too."""
+    config = SchedulerConfig(kind=kind, beta_start=0.001, rescale_betas_zero_snr=kind == "ddim")
+    assert replace(config, snr_shift_scale=1.0) == replace(SchedulerConfig.from_hf(config.to_hf()), snr_shift_scale=1.0)
+
+
+@pytest.mark.parametrize("kind", [*flow_match.DIFFUSERS_NAMES.values(), "dpmpp_2m_sde"])
+def test_a_scheduler_of_a_flow_keeps_its_class(kind):
+    config = flow_match.FlowMatchConfig(kind=kind, shift=7.0)
+    assert flow_match.FlowMatchConfig.from_hf(config.to_hf()) == config
