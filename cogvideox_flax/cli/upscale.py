@@ -26,10 +26,10 @@ def upscale(args: argparse.Namespace) -> None:
     layout = upscaling.tile_layout(manifest, source.info, UpscaleOptions(**given), model.dtype)
     prepared = check_runs(args, model, manifest, [layout.run], args.out.absolute().parent)
     pipe, _ = open_prepared(args, lambda: prepared)
-    how = {"progress": not args.quiet}
-    upscaling.check_memory(pipe, layout, **how)
-    run_tile = upscaling.tile_runner(pipe, layout, not args.quiet)
-    frames = FrameStream(layout.shape, partial(upscaling.upscale_frames, source, layout, run_tile, **how))
+    progress = not args.quiet
+    upscaling.check_memory(pipe, layout, progress=progress)
+    run_tile = upscaling.tile_runner(pipe, layout, progress)
+    frames = FrameStream(layout.shape, partial(upscaling.upscale_frames, source, layout, run_tile, progress=progress))
     try:
         with logging_replaced([args.out]):
             fps = layout.clip.fps or manifest.model.defaults.fps

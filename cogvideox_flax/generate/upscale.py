@@ -47,6 +47,9 @@ SCHEDULER = "one_step"
 RunTile = Callable[[Float32[np.ndarray, "F h w 3"]], Float32[np.ndarray, "F h w 3"]]
 """One tile of one chunk, in [0, 255] -> restored, in [0, 1]."""
 
+TileCallback = Callable[[int, int], None]
+"""callback(done, total): how many tiles are restored, of how many."""
+
 
 @dataclass(frozen=True)
 class TileLayout:
@@ -149,6 +152,7 @@ def upscale(
     options: UpscaleOptions | None = None,
     *,
     progress: bool = True,
+    callback: TileCallback | None = None,
 ) -> UInt8[np.ndarray, "F H W 3"]:
     """Upscale a clip, in memory; `upscale_frames` gives the frames as they are finished.
 
@@ -156,6 +160,7 @@ def upscale(
         pipe: a text-to-video model that was fine-tuned for it.
         video: a path, a folder of images, a list of PIL images or uint8 [F, h, w, 3].
         progress: say what is compiled and show a bar, on stderr.
+        callback: called after each tile of each chunk; what it raises ends the upscaling.
 
     Returns:
         uint8 frames of the clip's count and `scale` times its size.
@@ -168,7 +173,8 @@ def upscale(
     source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
     layout = tile_layout(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
     check_memory(pipe, layout, progress=progress)
-    return np.concatenate(list(upscale_frames(source, layout, tile_runner(pipe, layout, progress), progress=progress)))
+    run_tile = tile_runner(pipe, layout, progress)
+    return np.concatenate(list(upscale_frames(source, layout, run_tile, progress=progress, callback=callback)))
 
 
 @dataclass(frozen=True)
@@ -227,7 +233,12 @@ def tile_runner(pipe: Pipeline, layout: TileLayout, progress: bool = True) -> Ru
 
 
 def upscale_frames(
-    source: VideoSource, layout: TileLayout, run_tile: RunTile, *, progress: bool = True
+    source: VideoSource,
+    layout: TileLayout,
+    run_tile: RunTile,
+    *,
+    progress: bool = True,
+    callback: TileCallback | None = None,
 ) -> Iterator[UInt8[np.ndarray, "F H W 3"]]:
     """The frames of the result, some at a time, in order. Peak memory is about a chunk of them in float32.
 
@@ -244,6 +255,8 @@ def upscale_frames(
             def run(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
                 done = run_tile(tile)
                 bar.advance_to(bar.done + 1)
+                if callback is not None:
+                    callback(bar.done, total)
                 return done
 
             clip = _read(source, layout, start)
