@@ -421,7 +421,6 @@ class Options(io.ComfyNode):
             description="All other options of a run. -1, default and an empty text leave an option out.",
             inputs=[widget(GenerationRequest, name) for name in names],
             outputs=[OPTIONS.Output(display_name="options")],
-            search_aliases=["step cache", "teacache", "guidance", "context window"],
         )
 
     @classmethod
@@ -444,7 +443,6 @@ class Sampler(io.ComfyNode):
                 *run_inputs(),
             ],
             outputs=[io.Latent.Output(display_name="samples")],
-            search_aliases=["image to video", "video to video", "control", "inpaint"],
         )
 
     @classmethod
@@ -514,7 +512,6 @@ class Generate(io.ComfyNode):
                 *run_inputs(),
             ],
             outputs=[io.Image.Output(display_name="images"), io.Video.Output(display_name="video")],
-            search_aliases=["text to video", "image to video", "video to video", "control", "inpaint"],
         )
 
     @classmethod

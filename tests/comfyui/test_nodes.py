@@ -2,7 +2,9 @@
 
 import copy
 import json
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,13 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
 
-from cogvideox_flax import InputError, Pipeline
+from cogvideox_flax import InputError, Pipeline, __version__
 from cogvideox_flax.generate.request import GenerationRequest, options_of
 from cogvideox_flax.generate.upscale import UpscaleOptions, upscale
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.models.registry import FAMILIES
 from tests.support import processes
-from tests.support.comfy_host import Host, InterruptProcessingException
+from tests.support.comfy_host import WIDGETS, Host, InterruptProcessingException
 from tests.support.media import smooth
 from tests.support.reference import make_transformer
 from tests.support.released_layout import save_layout
@@ -99,6 +101,23 @@ def test_defaults_of_widgets_are_the_defaults_of_options(host):
         given = sys.modules["comfy_custom_node.nodes"].values_of(kind, inputs)
         for name, value in given.items():
             assert value == kind.__dataclass_fields__[name].default, name
+
+
+def test_the_page_names_every_node_and_socket(host):
+    page = (ROOT / "docs" / "serving.md").read_text()
+    rows = dict(re.findall(r"^\| (CogVideoX Flax [^|]+?) \| (.+) \|$", page, flags=re.M))
+    schemas = {schema.display_name: schema for schema in map(host.schema, host.nodes) if schema.display_name}
+    assert rows.keys() == schemas.keys()
+    for name in ("CogVideoX Flax Sampler", "CogVideoX Flax Decode", "CogVideoX Flax Upscale"):
+        sockets = [each.id for each in schemas[name].inputs if each.type not in WIDGETS]
+        assert re.findall(r"`(\w+)`", rows[name]) == [*sockets, *(each.display_name for each in schemas[name].outputs)]
+
+
+def test_the_package_is_as_the_registry_takes_it():
+    """Its name has no "ComfyUI" in it; the version is the library's."""
+    project = tomllib.loads((APP / "pyproject.toml").read_text())["project"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]{,99}", project["name"]) and "comfyui" not in project["name"]
+    assert project["version"] == __version__ and project["dependencies"] == ["cogvideox-flax"]
 
 
 def test_listing_the_nodes_imports_neither_jax_nor_torch(tmp_path):
@@ -253,6 +272,22 @@ def test_video_to_video(host, pipe, expected):
     )
     assert np.array_equal(as_uint8(images), library.frames[0])
     assert [value for value, *_ in host.progress[-2:]] == [1, 2]
+
+
+def test_images_and_masks_become_what_the_library_takes(host):
+    nodes, clip = sys.modules["comfy_custom_node.nodes"], smooth(8, 9, 32, 48)
+    images, mask = torch.from_numpy(clip) / 255, torch.zeros(9, 32, 48)
+    mask[:, :, 24:] = 1
+    sockets = {"start_image": images, "end_image": images[-1:], "video": images, "mask": mask, "control_video": images}
+    request = nodes.request_of(nodes.Model(None), "a", "b", sockets)
+    assert np.array_equal(request.image, clip[0]) and np.array_equal(request.last_image, clip[-1])
+    assert np.array_equal(request.video, clip) and np.array_equal(request.control_video, clip)
+    white = np.zeros((9, 32, 48, 3), np.uint8)
+    white[:, :, 24:] = 255
+    assert request.mask_video.dtype == np.uint8 and np.array_equal(request.mask_video, white)
+    one = nodes.request_of(nodes.Model(None), "a", "b", {"mask": mask[:1]})
+    assert np.array_equal(one.mask_video, white[0])
+    assert request.seed == 0 and request.num_frames is None and request.lora == []
 
 
 def test_a_long_clip_is_decoded_in_chunks(host):

@@ -75,7 +75,6 @@ class Schema:
     outputs: list[Output] = field(default_factory=list)
     hidden: list[Any] = field(default_factory=list)
     description: str = ""
-    search_aliases: list[str] = field(default_factory=list)
     is_output_node: bool = False
     not_idempotent: bool = False
 
