@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint.manifest import Manifest, check_contents, read_manifest, weights_file
 from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.io.arrays import dtype_name
 from cogvideox_flax.io.tensor_file import TensorFile, aligned_empty
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.sharding.devices import find_devices
@@ -76,7 +77,7 @@ def load_component(name: str, native_dir: str | Path, dtype: Any = None, mesh: M
         module = manifest.abstract(name)
         _check_shapes(file, module)
         check_contents(native_dir, manifest, name)
-        manifest.configs[name].check_dtype(np.dtype(dtype or manifest.weights[name]["dtype"]).name)
+        manifest.configs[name].check_dtype(dtype_name(dtype or manifest.weights[name]["dtype"]))
         rows = manifest.model.components[name].sharding
         arrays = _load_parameters(file, parameters(module), None, rows, dtype, mesh)
         return jax.tree.unflatten(jax.tree.structure(module), list(arrays.values()))
@@ -106,7 +107,7 @@ def _load_parameters(
     arrays = {}
     for name, leaf in leaves.items():
         if names is None or name in names:
-            target = file.tensors[name].dtype if dtype is None or name in unchanged else np.dtype(dtype)
+            target = file.tensors[name].dtype if dtype is None or name in unchanged else np.dtype(dtype_name(dtype))
             placement = None if mesh is None else sharding.parameter_sharding(mesh, rows, name, leaf.shape)
             arrays[name] = _load_parameter(file, name, target, placement)
     return arrays

@@ -74,6 +74,12 @@ ADAPTERS = ("load_lora_weights", "set_adapters", "unload_lora_weights", "get_act
 DIFFUSERS_OUTPUT_TYPES: dict[str, Literal["uint8", "float"]] = {"np": "float", "pil": "uint8"}
 """diffusers' output_type -> ours; "pil" is a list of PIL images for each video."""
 
+PT = (
+    "output_type is 'pt', a tensor of PyTorch; take 'float', of which torch.from_numpy(video.frames).movedim(-1, 2) is "
+    "that tensor"
+)
+"""The answer to diffusers' output_type "pt"."""
+
 
 def check_keywords(named: Mapping[str, Any]) -> None:
     """Refuse keywords that are no options, with the name to use.

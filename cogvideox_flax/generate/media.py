@@ -17,6 +17,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.arrays import channels_last_advice, from_torch
 from cogvideox_flax.io.clips import Resampled, fit_frames, resize_frames
 from cogvideox_flax.io.containers import has_sound
 from cogvideox_flax.io.contents import Contents, content_hash
@@ -113,7 +114,7 @@ def resolve_media(model: VideoModel, given: Mapping[str, Any], batch: int) -> di
     fps = model.defaults.fps
     found: dict[str, Any] = {}
     for name in names:
-        values = given[name] if isinstance(given[name], list | tuple) else [given[name]]
+        values = [from_torch(x) for x in (given[name] if isinstance(given[name], list | tuple) else [given[name]])]
         if _is_frames(values) and (name in CLIPS or (name == MASK and len(values) not in (1, batch))):
             values = [values]
         if len(values) not in (1, batch):
@@ -190,15 +191,21 @@ def _open_clip(value: Any, fps: float, ground: str) -> Media:
 
 
 def _is_frames(value: Any) -> bool:
-    """Whether these are the frames of one clip."""
-    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(x, Image.Image) for x in value)
+    """Whether these are the frames of one clip: PIL images or uint8 [H, W, 3]."""
+
+    def is_frame(x: Any) -> bool:
+        is_array = isinstance(x, np.ndarray) and x.dtype == np.uint8 and x.shape[2:] == (3,)
+        return is_array or isinstance(x, Image.Image)
+
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(is_frame, value))
 
 
-def frames_of(images: Sequence[Image.Image], ground: str = "white") -> Frames:
-    """PIL images of one size as the frames of a clip.
+def frames_of(images: Sequence[Image.Image | np.ndarray], ground: str = "white") -> Frames:
+    """PIL images or uint8 [H, W, 3] of one size as the frames of a clip.
 
     ground: the colour of transparent parts.
     """
+    images = [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
     limits.check_size(Path("the PIL images"), images[0].height, images[0].width)
     with decoding("the PIL images"):
         frames = [to_rgb(image, ground) for image in images]
@@ -256,7 +263,11 @@ def _media(name: str, frames: Frames, sha256: str | None = None) -> Media:
 
 
 def _kind(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+    if not isinstance(value, np.ndarray):
+        return type(value).__name__
+    is_float = np.issubdtype(value.dtype, np.floating)
+    scale = ". Of floats in [0, 1], give round(255 x) as uint8" if is_float else ""
+    return f"{value.dtype} {list(value.shape)}{channels_last_advice(value.shape, 3)}{scale}"
 
 
 def resolve_strength(strength: float | None, has_video: bool, has_mask: bool, num_inference_steps: Any) -> float | None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint, hub
@@ -23,6 +22,7 @@ from cogvideox_flax.generate.events import Compiling, Events
 from cogvideox_flax.generate.recipe import recipe, request_values
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
+from cogvideox_flax.io.arrays import dtype_name
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 from cogvideox_flax.io.values import is_finite_number, short_repr
@@ -112,8 +112,8 @@ class OpenModel:
         Args:
             where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
                 cache, with progress; "embedded" (the default) and "embedded-image-to-video" come with the package.
-            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs), or JAX's types of these names; the
-                dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
+            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs), or JAX's or PyTorch's types of these
+                names; the dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
             mesh: from `sharding.make_mesh`; None for one device.
             revision: for a hub id: branch, tag or commit.
             transformer: one in place of the checkpoint's own, such as a fine-tuned one: its directory or file, a model
@@ -140,7 +140,7 @@ class OpenModel:
             )
         libtpu.quiet_without_tpu()
         manifest = hub.peek(where, revision, transformer, progress=progress)
-        dtype = manifest.default_dtype if dtype is None else _dtype_name(dtype)
+        dtype = manifest.default_dtype if dtype is None else dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
         return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
 
@@ -518,13 +518,3 @@ class OpenModel:
 def _warn_not_kept(reason: str) -> None:
     """Warn once per process and reason."""
     log.warning("compiled programs are not kept, so every start compiles anew: %s", reason)
-
-
-def _dtype_name(dtype: Any) -> str:
-    """Such as "bfloat16", of a dtype or its name."""
-    if isinstance(dtype, str):
-        return dtype
-    try:
-        return jnp.dtype(dtype).name
-    except TypeError:
-        return str(dtype)

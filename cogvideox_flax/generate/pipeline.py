@@ -16,7 +16,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.diffusers_names import DIFFUSERS_OUTPUT_TYPES, check_keywords, with_options
+from cogvideox_flax.generate.diffusers_names import DIFFUSERS_OUTPUT_TYPES, PT, check_keywords, with_options
 from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
@@ -26,6 +26,7 @@ from cogvideox_flax.generate.resolve import check_run, log_warnings, resolve
 from cogvideox_flax.generate.result import GenerationResult, join
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Store
+from cogvideox_flax.io.arrays import channels_last_advice, from_torch
 from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
@@ -64,9 +65,12 @@ class Pipeline(OpenModel):
             callback: called after each step, may stop the run or read the latents.
             progress: progress bar and compile times on stderr.
 
-        diffusers' names: output_type "np" is "float", and "pil" gives a list of PIL images for each video.
+        output_type: "uint8" and "float" give frames [B, F, H, W, 3], "latent" gives latents [B, T, h, w, C], which
+        `latents` and `decode` take. diffusers' names: "np" is "float", and "pil" gives a list of PIL images for each
+        video; its own latents have the axes [B, T, C, h, w], or [B, C, T, h, w] of HunyuanVideo-1.5.
+
         `prompt_embeds` and `negative_prompt_embeds` (for HunyuanVideo-1.5 also those with _mask, _2 and _mask_2), float
-        [B, L, E], stand for the prompts.
+        [B, L, E], stand for the prompts. Arrays may be tensors of PyTorch, in bfloat16 and with gradients too.
 
         Raises:
             InputError: an argument that cannot be served; before anything is loaded or compiled.
@@ -87,6 +91,8 @@ class Pipeline(OpenModel):
                 raise TypeError("a prompt is missing")
             prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
         output_type = (prompt.request if isinstance(prompt, Run) else prompt).output_type
+        if output_type == "pt":
+            raise InputError(PT)
         if isinstance(prompt, GenerationRequest) and (ours := DIFFUSERS_OUTPUT_TYPES.get(str(output_type))):
             prompt = replace(prompt, output_type=ours)
         if callback is not None and not callable(callback):
@@ -220,9 +226,12 @@ class Pipeline(OpenModel):
         """
         if isinstance(latents, DenoiseState):
             latents = latents.video_latents
+        latents = from_torch(latents)
         channels = self.manifest.model.codec.latent_channels
         if np.ndim(latents) != 5 or np.shape(latents)[-1] != channels:
-            raise InputError(f"latents must be a state or [B, T, h, w, {channels}]; got {list(np.shape(latents))}")
+            shape = list(np.shape(latents))
+            advice = channels_last_advice(shape, channels)
+            raise InputError(f"latents must be a state or [B, T, h, w, {channels}]; got {shape}{advice}")
         how: Any = {"output_type": output_type, "tiling": tiling, "in_chunks": in_chunks}
         return result_of(decode(self, latents, **how), progress)
 

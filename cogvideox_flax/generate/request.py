@@ -230,7 +230,7 @@ class GenerationRequest:
         guidance is on.
     latents: initial standard normal noise float32 [B, T, h, w, C] in place of random noise; T includes extra latent
         frames.
-    output_type: "uint8", "float" or "latent"; see `GenerationResult`.
+    output_type: "uint8" or "float" frames [B, F, H, W, 3], or "latent" [B, T, h, w, C]; see `GenerationResult`.
     lora: adapters of this run, each a file or a hub id, "FILE:SCALE", or a mapping with file and scale; None stands for
         those that the pipeline has loaded.
     noise: the scheduler's noise [N, B, T, h, w, C] for every step that is done, in place of random noise.

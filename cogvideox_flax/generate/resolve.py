@@ -32,6 +32,7 @@ from cogvideox_flax.generate.request import (
     types_of,
 )
 from cogvideox_flax.generate.run import Run
+from cogvideox_flax.io.arrays import channels_last_advice, from_torch
 from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.lora import describe_lora
 from cogvideox_flax.models.model import VideoModel
@@ -174,9 +175,9 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """An array of numbers; one of JAX stays where it is."""
+    """An array of numbers; one of JAX stays where it is, a tensor of PyTorch becomes NumPy's."""
     try:
-        array = value if isinstance(value, jax.Array) else np.asarray(value)
+        array = value if isinstance(value, jax.Array) else np.asarray(from_torch(value))
     except (TypeError, ValueError, RuntimeError) as e:
         raise InputError(f"{name} is {short_repr(value)}; expected an array of numbers") from e
     if not (jax.dtypes.issubdtype(array.dtype, np.floating) or jax.dtypes.issubdtype(array.dtype, np.integer)):
@@ -379,7 +380,10 @@ def _check_arrays(run: Run) -> None:
     shape = size.latent_shape(run.batch)
     if request.latents is not None and tuple(request.latents.shape) != shape:
         extra = f", the {size.extra_latents} extra included" if size.extra_latents else ""
-        raise InputError(f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}")
+        advice = channels_last_advice(request.latents.shape, shape[-1])
+        raise InputError(
+            f"latents must be [B, T, h, w, C] = {shape}{extra}; got {tuple(request.latents.shape)}{advice}"
+        )
     drawn = {stage.input: run.media_shapes(stage)[1] for stage in run.visual if stage.noise is not None}
     for name, noise in (request.encoder_noise or {}).items():
         if name not in drawn:

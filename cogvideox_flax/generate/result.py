@@ -38,7 +38,8 @@ class GenerationResult:
     """What a run returns.
 
     frames: uint8 [B, F, H, W, 3]; float32 in [0, 1] for output_type "float"; latents float32 [B, T, h, w, C] for
-        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them); a list of
+        "latent" (not unscaled; with the extra frame of 1.5 releases, as the reference returns them, whose axes are
+        [B, T, C, h, w], of HunyuanVideo-1.5 [B, C, T, h, w]); a list of
         `FrameStream` from the stages of a long clip.
     fps: frames per second.
     metadata: prompt, seed, release, version and settings of the run.

@@ -35,6 +35,7 @@ from cogvideox_flax.generate.store import Memory
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io import limits
+from cogvideox_flax.io.arrays import from_torch
 from cogvideox_flax.io.source import Frames, VideoInfo, VideoSource
 from cogvideox_flax.io.values import is_count, short_repr
 from cogvideox_flax.io.video import HashedVideo
@@ -168,8 +169,9 @@ def upscale(
     Raises:
         InputError: as for `tile_layout`, before anything is loaded; or a frame cannot be decoded.
     """
+    video = from_torch(video)
     if isinstance(video, list):
-        video = frames_of(video)
+        video = frames_of([from_torch(frame) for frame in video])
     source = _Array(video) if isinstance(video, np.ndarray) else HashedVideo(video)
     layout = tile_layout(pipe.manifest, source.info, options or UpscaleOptions(), pipe.dtype)
     check_memory(pipe, layout, progress=progress)

@@ -19,6 +19,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention.bounds import MASKED
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn.layers import RMSNorm, TransposedLinear, precision
 from cogvideox_flax.nn.stack import scan_layers, stack
 
@@ -116,6 +117,7 @@ class TextEncoder(nnx.Module):
         self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm_out = RMSNorm(config.width, eps=config.norm_eps)
 
+    @takes_tensors
     def __call__(self, ids: Int32[Array, "B L"], mask: Int32[Array, "B L"] | None = None) -> Float[Array, "B L E"]:
         """Encode prompts.
 

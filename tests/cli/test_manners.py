@@ -196,10 +196,8 @@ def test_progress_for_machines_and_a_log(native, tmp_path):
     argv += [*QUICK, "--progress", "json", "--log", "run.log", "--batch", 2]
 
     def events(lines, *more):
-        how = {"capture_output": True, "text": True, "timeout": 200, "cwd": tmp_path}
-        done = subprocess.run(
-            [*map(str, [*argv, *more])], input=lines, **how, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
+        how = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+        done = subprocess.run([*map(str, [*argv, *more])], input=lines, timeout=200, **how)
         return done, [json.loads(line) for line in done.stderr.splitlines()]
 
     done, found = events("a\n# b\nc\n")

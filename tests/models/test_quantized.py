@@ -156,7 +156,7 @@ def test_the_command_and_its_refusals(native, quantized, tmp_path, capsys):
     for args, message in (
         ([native, native], "into itself"),
         ([quantized, tmp_path / "x"], "is int8 already"),
-        ([tmp_path, tmp_path / "x"], "not a native checkpoint"),
+        ([tmp_path, tmp_path / "x"], "expected a native checkpoint"),
     ):
         assert cli.main(["quantize", *map(str, args)]) == 2
         assert message in capsys.readouterr().err

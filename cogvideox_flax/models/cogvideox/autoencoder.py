@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from cogvideox_flax import sharding
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
 from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.cogvideox.config import VAEConfig
@@ -229,6 +230,7 @@ class Autoencoder(nnx.Module):
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
 
+    @takes_tensors
     def encode(
         self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
     ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
@@ -253,6 +255,7 @@ class Autoencoder(nnx.Module):
         moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor)
         return mean_and_logvar(moments)
 
+    @takes_tensors
     def decode(
         self,
         z: Float[Array, "B T h w L"],

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from cogvideox_flax import attention, sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
@@ -153,6 +154,7 @@ class Transformer(nnx.Module):
         self.norm_out = AdaLNOut(config, rngs=rngs)
         self.proj_out = Linear(config.width, config.out_channels * config.patch_volume, zero=True, rngs=rngs)
 
+    @takes_tensors
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
@@ -182,6 +184,7 @@ class Transformer(nnx.Module):
         tokens = self.embed(latents, context, timestep, ofs, riflex=riflex)
         return self.head(self.run_blocks(tokens, remat=remat))
 
+    @takes_tensors
     def embed(
         self,
         latents: Float[Array, "B T H W C"],

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.models.chunks import in_chunks, sizes_after_first
 from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
@@ -194,6 +195,7 @@ class Autoencoder(nnx.Module):
         self.encoder = Encoder(config, rngs=rngs)
         self.decoder = Decoder(config, rngs=rngs)
 
+    @takes_tensors
     def encode(
         self, video: Float[Array, "B F H W 3"], *, tiling: Tiling | None = None, slicing: bool = False
     ) -> tuple[Float[Array, "B T h w L"], Float[Array, "B T h w L"]]:
@@ -221,6 +223,7 @@ class Autoencoder(nnx.Module):
         moments = run_clips(run, narrow, layout, slicing=slicing, factor=factor, pad=True)
         return mean_and_logvar(moments.astype(narrow.dtype))
 
+    @takes_tensors
     def decode(
         self, z: Float[Array, "B T h w L"], *, tiling: Tiling | None = None, slicing: bool = False
     ) -> Float[Array, "B F H W 3"]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from cogvideox_flax import sharding
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.layers import Linear, RMSNorm, precision
 from cogvideox_flax.nn.stack import scan_layers, stack
@@ -141,6 +142,7 @@ class QwenEncoder(nnx.Module):
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), (config.vocab_size, config.width)))
         self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
 
+    @takes_tensors
     def __call__(self, ids: Int32[Array, "B L"]) -> Float[Array, "B L E"]:
         """Encode prompts, each token from itself and those before it.
 

@@ -19,6 +19,7 @@ from cogvideox_flax import sharding
 from cogvideox_flax.attention import xla
 from cogvideox_flax.config import Config, require
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear
 from cogvideox_flax.nn.stack import scan_layers, stack
 
@@ -106,6 +107,7 @@ class VisionEncoder(nnx.Module):
         self.blocks = stack(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm_out = LayerNorm(config.width, eps=config.norm_eps)
 
+    @takes_tensors
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B I E"]:
         """The features of each patch, in the parameters' dtype.
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from cogvideox_flax import attention, sharding
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.io.arrays import takes_tensors
 from cogvideox_flax.models.hunyuan_video15.conditions import (
     GLYPHS,
     IMAGE,
@@ -169,6 +170,7 @@ class Transformer(nnx.Module):
         self.norm_out = Linear(config.width, 2 * config.width, zero=True, rngs=rngs)
         self.proj_out = Linear(config.width, config.out_channels, zero=True, rngs=rngs)
 
+    @takes_tensors
     def __call__(
         self,
         latents: Float[Array, "B T H W C"],
@@ -191,6 +193,7 @@ class Transformer(nnx.Module):
         """
         return self.head(self.run_blocks(self.embed(latents, timestep, **inputs), remat=remat))
 
+    @takes_tensors
     def embed(
         self,
         latents: Float[Array, "B T H W C"],

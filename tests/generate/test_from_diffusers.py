@@ -1,0 +1,142 @@
+"""What people who know diffusers give and expect: tensors of PyTorch, its schedulers, callbacks, and whole scripts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers.video_processor import VideoProcessor
+
+from cogvideox_flax import RELEASES, GenerationRequest, Pipeline
+from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, load_vae
+from cogvideox_flax.errors import InputError
+from tests.support import processes
+from tests.support.commands import ROOT
+from tests.support.media import smooth
+
+PROMPT = "a red circle moves up"
+QUICK = {"num_inference_steps": 2, "progress": False}
+
+TENSORS = {
+    "float32 with gradients": lambda x: x.requires_grad_(),
+    "bfloat16 with gradients": lambda x: x.bfloat16().requires_grad_(),
+    "float16, not contiguous": lambda x: x.half().movedim(0, -1).contiguous().movedim(-1, 0),
+}
+"""Forms of a float32 tensor."""
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return Pipeline.from_pretrained()
+
+
+def noise(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def rounded(tensor):
+    """The numbers that a tensor holds."""
+    return tensor.detach().float().numpy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_of_torch_are_dtypes(dtype):
+    pipe = Pipeline.from_pretrained(dtype=dtype)
+    assert pipe.dtype == str(dtype).removeprefix("torch.")
+    found = load_transformer(pipe.native_dir, dtype=dtype)
+    assert found.proj_out.kernel.dtype == jnp.dtype(pipe.dtype)
+    with pytest.raises(InputError, match="unknown dtype 'int8'"):
+        Pipeline.from_pretrained(dtype=torch.int8)
+
+
+@pytest.mark.parametrize("form", TENSORS)
+def test_tensors_of_torch_are_arrays(pipe, form):
+    """Wherever arrays are taken."""
+    text = pipe.encode(PROMPT, progress=False)
+    embeds, negative = (torch.tensor(np.asarray(half["prompt_embeds"])) for half in (text.text, text.negative_text))
+    latents, clip = noise(1, 5, 8, 8, 16), noise(1, 5, 64, 64, 3)
+    given = {"prompt_embeds": embeds, "negative_prompt_embeds": negative, "latents": latents}
+    given = {name: TENSORS[form](x) for name, x in given.items()}
+    found = pipe(**given, output_type="latent", **QUICK).frames
+    arrays = {name: rounded(x) for name, x in given.items()}
+    np.testing.assert_array_equal(found, pipe(**arrays, output_type="latent", **QUICK).frames)
+    latents, embeds, clip = given["latents"], given["prompt_embeds"], TENSORS[form](clip)
+    found = pipe.decode(latents, progress=False)
+    np.testing.assert_array_equal(found, pipe.decode(rounded(latents), progress=False))
+    transformer, vae = load_transformer(pipe.native_dir), load_vae(pipe.native_dir)
+    found = transformer(latents, context=embeds, timestep=torch.tensor([500]))
+    np.testing.assert_array_equal(found, transformer(rounded(latents), rounded(embeds), np.array([500])))
+    np.testing.assert_array_equal(vae.encode(clip)[0], vae.encode(rounded(clip))[0])
+    np.testing.assert_array_equal(vae.decode(latents), vae.decode(rounded(latents)))
+
+
+def test_token_ids_of_torch_are_arrays(pipe):
+    ids = np.asarray(pipe.tokenizer([PROMPT]))
+    encoder = load_text_encoder(pipe.native_dir)
+    np.testing.assert_array_equal(encoder(torch.tensor(ids)), encoder(ids))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_parts_of_every_family_take_tensors(release):
+    manifest = Manifest.of_release(RELEASES[release])
+    for name in manifest.model.components:
+        kind = type(manifest.abstract(name))
+        found = [getattr(kind, method, None) for method in ("__call__", "embed", "encode", "decode")]
+        methods = [method for method in found if inspect.isfunction(method)]
+        assert methods and all(hasattr(method, "__wrapped__") for method in methods), name
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor, lambda x: list(torch.tensor(x)), list], ids=["clip", "frames", "numpy"]
+)
+def test_frames_of_torch_and_lists_of_them_are_clips(pipe, tensor):
+    clip = smooth(0, 17, 64, 64)
+    expected = pipe(PROMPT, video=clip, **QUICK).frames
+    np.testing.assert_array_equal(pipe(PROMPT, video=tensor(clip), **QUICK).frames, expected)
+    images = Pipeline.from_pretrained("embedded-image-to-video")
+    expected = images(PROMPT, image=clip[0], **QUICK).frames
+    np.testing.assert_array_equal(images(PROMPT, image=torch.tensor(clip[0]), **QUICK).frames, expected)
+
+
+def test_arrays_with_the_channels_elsewhere_are_told_where(pipe):
+    for shape, axis in (((1, 5, 16, 8, 8), -3), ((1, 16, 5, 8, 8), -4)):
+        latents = noise(*shape)
+        advice = f"Channels come last here: move axis {axis} to the end"
+        with pytest.raises(InputError, match=advice):
+            pipe(PROMPT, latents=latents, **QUICK)
+        with pytest.raises(InputError, match=advice):
+            pipe.decode(latents)
+        assert latents.movedim(axis, -1).shape == np.moveaxis(latents.numpy(), axis, -1).shape == (1, 5, 8, 8, 16)
+    with pytest.raises(
+        InputError, match=r"float32 \[17, 3, 64, 64\]. Channels come last here: move axis -3 .* Of floats in"
+    ):
+        pipe(PROMPT, video=noise(17, 3, 64, 64), **QUICK)
+    with pytest.raises(InputError, match=r"latents is .*; expected an array of numbers"):
+        pipe(PROMPT, latents=noise(1, 5, 8, 8, 16).to("meta"), **QUICK)
+
+
+def test_output_type_pt_is_answered_with_what_makes_it(pipe):
+    for request in ({"prompt": PROMPT, "output_type": "pt"}, {"prompt": GenerationRequest(PROMPT, output_type="pt")}):
+        with pytest.raises(InputError, match=r"take 'float', of which (.*) is that tensor") as answer:
+            pipe(**request, progress=False)
+    code = str(answer.value).split("of which ")[1].removesuffix(" is that tensor")
+    clip, processor = noise(1, 3, 17, 64, 64), VideoProcessor()
+    frames, tensor = (processor.postprocess_video(clip, output_type=kind) for kind in ("np", "pt"))
+    video = type("Result", (), {"frames": frames})
+    assert torch.equal(eval(code, {"torch": torch, "video": video}), tensor)
+
+
+def test_torch_is_never_imported():
+    code = f"""
+import sys
+from cogvideox_flax import Pipeline
+Pipeline.from_pretrained()({PROMPT!r}, num_inference_steps=1, progress=False)
+print("torch" in sys.modules)
+"""
+    done = processes.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
