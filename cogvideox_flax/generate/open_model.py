@@ -211,15 +211,10 @@ class OpenModel:
         return model.scheduler(kind) if self._scheduler is None else self._scheduler
 
     @scheduler.setter
-    def scheduler(self, scheduler: Scheduler | str) -> None:
-        if isinstance(scheduler, str):
-            scheduler = self.manifest.model.scheduler(scheduler)
-        if not isinstance(scheduler, Scheduler):
-            names = ", ".join(self.manifest.model.schedulers)
-            raise InputError(
-                f"scheduler is {short_repr(scheduler)}; expected one of {names}, or a cogvideox_flax Scheduler"
-            )
-        self._scheduler = scheduler
+    def scheduler(self, scheduler: Any) -> None:
+        model = self.manifest.model
+        own = model.own_scheduler(scheduler)
+        self._scheduler = model.scheduler(own) if isinstance(own, str) else own
 
     @property
     def loras(self) -> list[LoRARecord]:

@@ -65,7 +65,7 @@ def resolve(
     """
     manifest.check_complete("the model")
     model, faults = manifest.model, Faults()
-    request = _typed_fields(request, faults)
+    request = _typed_fields(request, model, faults)
     asked = given_options(request)
     with faults.caught():
         request = with_distillation(request, model)
@@ -134,7 +134,7 @@ def log_warnings(warnings: Sequence[str]) -> None:
         log.warning(warning)
 
 
-def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationRequest:
+def _typed_fields(request: GenerationRequest, model: VideoModel, faults: Faults) -> GenerationRequest:
     """The request with values that its fields take: numpy's numbers and arrays, and all sequences, become Python's.
 
     Args:
@@ -143,15 +143,17 @@ def _typed_fields(request: GenerationRequest, faults: Faults) -> GenerationReque
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(GenerationRequest):
         name, kind, value = field.name, types_of(GenerationRequest)[field.name], getattr(request, field.name)
-        if kind is Any or (name == "scheduler" and isinstance(value, Scheduler)):  # media are checked when opened
+        if kind is Any:  # media are checked when opened
             continue
         changes[name] = "" if field.default is dataclasses.MISSING else field.default
         with faults.caught():
-            changes[name] = _typed_field(name, value)
+            changes[name] = _typed_field(name, value, model)
     return dataclasses.replace(request, **changes)
 
 
-def _typed_field(name: str, value: Any) -> Any:
+def _typed_field(name: str, value: Any, model: VideoModel) -> Any:
+    if name == "scheduler":
+        return value if value is None else model.own_scheduler(value)
     if name in ("latents", "noise"):
         return value if value is None else _numbers(name, value)
     if name in ("encoder_noise", "text_features") and isinstance(value, Mapping):

@@ -489,6 +489,29 @@ class VideoModel(ABC):
         """Whether guidance is on at this scale; else the prediction is that of the prompt alone."""
         return scale > 1
 
+    def own_scheduler(self, scheduler: Any) -> str | Scheduler:
+        """A scheduler, or the name of one, as people give it: those of diffusers become ours of the same steps.
+
+        Args:
+            scheduler: a name, which may be of a class of diffusers; a `Scheduler`; or an object of such a class, which
+                keeps its own noise schedule.
+
+        Raises:
+            InputError: anything else; or an object with options that ours does not have.
+        """
+        config: Any = self.configs["scheduler"]
+        if isinstance(scheduler, str):
+            return config.diffusers_names.get(scheduler, scheduler)
+        if isinstance(scheduler, Scheduler):
+            return scheduler
+        if not isinstance(getattr(scheduler, "config", None), Mapping):
+            raise InputError(
+                f"scheduler is {short_repr(scheduler)}; expected one of {', '.join(self.schedulers)}, or a scheduler "
+                "object of cogvideox_flax or diffusers"
+            )
+        own = type(config).from_hf({**scheduler.config, "_class_name": type(scheduler).__name__})
+        return _make_scheduler(self.schedulers[own.kind], own)
+
     def scheduler(self, name: str | None = None) -> Scheduler:
         """A scheduler by its name, on the checkpoint's noise schedule. name: None for the checkpoint's own.
 
@@ -498,7 +521,8 @@ class VideoModel(ABC):
         config: Any = self.configs["scheduler"]
         name = config.kind if name is None else name
         if name not in self.schedulers:
-            raise InputError(f"unknown scheduler {short_repr(name)}; known are {', '.join(self.schedulers)}")
+            also = f", and diffusers' {', '.join(config.diffusers_names)}" if name.endswith("Scheduler") else ""
+            raise InputError(f"unknown scheduler {short_repr(name)}; known are {', '.join(self.schedulers)}{also}")
         kind: Any = self.schedulers[name]
         return _make_scheduler(kind, config)
 

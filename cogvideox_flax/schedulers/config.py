@@ -55,7 +55,9 @@ def solver_kind(raw: Mapping[str, Any], known: Mapping[str, str]) -> str:
     off = ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "thresholding"]
     off += ["euler_at_final", "use_dynamic_shifting"]
     solver |= dict.fromkeys(off, False) | {"interpolation_type": "linear", "final_sigmas_type": "zero"}
-    require("scheduler", raw, solver_order=2, lower_order_final=True, variance_type=None, **solver)
+    if name == "DDIMScheduler":
+        raw = {"clip_sample": True} | dict(raw)
+    require("scheduler", raw, solver_order=2, lower_order_final=True, variance_type=None, clip_sample=False, **solver)
     return "dpmpp_2m_sde" if is_sde else known[name]
 
 
@@ -69,6 +71,8 @@ def solver_class(kind: str, known: Mapping[str, str]) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Config):
     """The noise schedule (diffusers `CogVideoXDDIMScheduler`, `CogVideoXDPMScheduler`; see `DIFFUSERS_NAMES`)."""
+
+    diffusers_names: ClassVar[Mapping[str, str]] = DIFFUSERS_NAMES
 
     kind: str = "ddim"
     num_train_timesteps: int = 1000

@@ -26,6 +26,8 @@ DIFFUSERS_NAMES = {
 class FlowMatchConfig(Config):
     """The noise levels of a flow (scheduler_config.json). shift: above 1, more of the steps are at high noise."""
 
+    diffusers_names: ClassVar[Mapping[str, str]] = DIFFUSERS_NAMES
+
     kind: str = "flow_match"
     num_train_timesteps: int = 1000
     shift: float = 1.0

@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 
+import diffusers
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from diffusers.video_processor import VideoProcessor
 from cogvideox_flax import RELEASES, GenerationRequest, Pipeline
 from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, load_vae
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.resolve import resolve
 from tests.support import processes
 from tests.support.commands import ROOT
 from tests.support.media import smooth
@@ -140,3 +142,93 @@ print("torch" in sys.modules)
 """
     done = processes.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+RELEASED = {
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "prediction_type": "v_prediction",
+    "timestep_spacing": "trailing",
+    "rescale_betas_zero_snr": True,
+}
+"""The noise schedule of 5b."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "options"),
+    [
+        ("CogVideoXDDIMScheduler", "ddim", {"snr_shift_scale": 1.0}),
+        ("CogVideoXDPMScheduler", "dpm", {"snr_shift_scale": 1.0}),
+        ("DDIMScheduler", "ddim", {"clip_sample": False}),
+        ("DPMSolverMultistepScheduler", "dpmpp_2m", {}),
+        ("UniPCMultistepScheduler", "uni_pc", {}),
+        ("EulerDiscreteScheduler", "euler", {}),
+        ("EulerAncestralDiscreteScheduler", "euler_ancestral", {}),
+    ],
+)
+def test_schedulers_of_diffusers_are_ours_of_the_same_steps(pipe, cls, name, options):
+    """tests/models/test_solvers.py compares the steps with diffusers'."""
+    manifest = Manifest.of_release(RELEASES["cogvideox-5b"])
+    ours, *others = (
+        resolve(GenerationRequest(PROMPT, scheduler=scheduler), manifest)
+        for scheduler in (name, cls, getattr(diffusers, cls)(**RELEASED, **options))
+    )
+    for run in others:
+        assert run.scheduler == ours.scheduler
+        assert pipe.recipe(run) == pipe.recipe(ours)
+    mine = Pipeline.from_pretrained()
+    mine.scheduler = cls
+    assert mine.scheduler is pipe.resolve(GenerationRequest(PROMPT, scheduler=name)).scheduler
+
+
+def test_schedulers_of_diffusers_keep_their_noise_schedule(pipe):
+    given = diffusers.CogVideoXDDIMScheduler(**RELEASED | {"rescale_betas_zero_snr": False}, snr_shift_scale=2.0)
+    config = pipe.resolve(GenerationRequest(PROMPT, scheduler=given)).scheduler.config
+    assert (config.snr_shift_scale, config.rescale_betas_zero_snr) == (2.0, False)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (diffusers.CogVideoXDDIMScheduler(), "prediction_type: got 'epsilon', supported is 'v_prediction'"),
+        (diffusers.DDIMScheduler(**RELEASED), "clip_sample: got True, supported is False"),
+        (
+            diffusers.PNDMScheduler(),
+            "names PNDMScheduler, which has no counterpart here; expected one of CogVideoXDDIM",
+        ),
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(),
+            "names FlowMatchEulerDiscreteScheduler, which has no counterpart",
+        ),
+        ("FlowMatchEulerDiscreteScheduler", "known are ddim, .*, and diffusers' CogVideoXDDIMScheduler, "),
+        ("PNDMScheduler", "unknown scheduler 'PNDMScheduler'; known are ddim, "),
+        (
+            diffusers.DDIMScheduler,
+            "scheduler is <class .*; expected one of ddim, .* or a scheduler object of cogvideox",
+        ),
+        (3, "scheduler is 3; expected one of ddim, "),
+    ],
+)
+def test_other_schedulers_are_refused(pipe, scheduler, message):
+    with pytest.raises(InputError, match=message):
+        pipe(PROMPT, scheduler=scheduler, **QUICK)
+    with pytest.raises(InputError, match=message):
+        Pipeline.from_pretrained().scheduler = scheduler
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "options"),
+    [
+        ("FlowMatchEulerDiscreteScheduler", "flow_match", {"shift": 5.0}),
+        ("DPMSolverMultistepScheduler", "dpmpp_2m", {"flow_shift": 5.0}),
+        ("UniPCMultistepScheduler", "uni_pc", {"flow_shift": 5.0}),
+    ],
+)
+def test_schedulers_of_diffusers_on_a_flow(cls, name, options):
+    model = Manifest.of_release(RELEASES["hunyuanvideo1.5-480p-t2v"]).model
+    assert model.own_scheduler(cls) == name
+    of_flow = {} if "shift" in options else {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    assert model.own_scheduler(getattr(diffusers, cls)(**of_flow, **options)) == model.scheduler(name)
+    with pytest.raises(InputError, match="unknown scheduler 'DDIMScheduler'; known are flow_match"):
+        model.scheduler("DDIMScheduler")
