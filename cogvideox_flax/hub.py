@@ -294,9 +294,8 @@ def _local(where: str | Path | None, revision: str | None) -> Path | None:
         raise InputError(f"cannot read {path}: {e.strerror}") from e
     if (path / CONFIG_FILE).is_file():
         refuse_stand_in(path / CONFIG_FILE)
-    if is_alone(path):
-        raise _not_a_model(path, "; one component alone goes with a model that has the rest: see --transformer")
-    raise _not_a_model(path, f". Did you mean {above}?" if above else "")
+    alone = "; one component alone goes with a model that has the rest: see --transformer" if is_alone(path) else ""
+    raise _not_a_model(path, alone + (f". Did you mean {above}?" if above else ""))
 
 
 def _not_a_model(where: object, hint: str = "") -> InputError:

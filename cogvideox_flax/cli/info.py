@@ -68,7 +68,7 @@ def _stored_recipe(where: str | None) -> dict[str, Any] | None:
         return None
     path = expand_user(where)
     if not os.path.isfile(path):  # which is False, too, of a name that is too long
-        is_other = is_native(path) or (path / hub.TRAINING_RECORD).exists()
+        is_other = is_native(path) or os.path.exists(path / hub.TRAINING_RECORD)
         is_made = os.path.isdir(path) and not is_other and any(path.glob("*.png"))
     else:
         is_made = path.suffix.lower() == ".npz" or format_of(path) is not None

@@ -386,8 +386,8 @@ class GenerationRequest:
         common=True,
     )
     image: Any = _media_option(  # noqa: RUF009
-        "the first frame, for image-to-video and inpainting models (without --model an embedded one): PNG, JPEG, "
-        "WebP, AVIF, BMP or TIFF; once for all prompts, or once for each",
+        "the first frame, for image-to-video and inpainting models (without --model an embedded one); once for "
+        "all prompts, or once for each",
         common=True,
     )
     last_image: Any = _media_option(  # noqa: RUF009

@@ -88,7 +88,7 @@ def find_clips(folder: Path, num_frames: int, fps: float) -> list[Clip]:
     if faults:
         raise InputError(f"{folder} cannot be trained on ({len(faults)} faults):\n" + "\n".join(faults))
     if not clips:
-        raise InputError(f"{folder} holds no clips; expected {', '.join(SUFFIXES)} or directories of PNGs")
+        raise InputError(f"{folder} holds no clips; expected {', '.join(SUFFIXES)} or directories of images")
     return sorted(clips, key=lambda clip: clip.name)
 
 
@@ -234,9 +234,11 @@ def _visible(folder: Path) -> Iterator[Path]:
 
 
 def _is_frames(folder: Path) -> bool:
-    """Whether a directory holds the frames of one video: images, and neither captions nor videos."""
-    suffixes = {path.suffix.lower() for path in folder.iterdir() if not path.name.startswith(".")}
-    return not suffixes.isdisjoint(IMAGE_SUFFIXES) and not suffixes & {".txt", *SUFFIXES}
+    """Whether a directory holds the frames of one video: images without captions of their own, and no videos."""
+    files = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    images = {path.stem for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
+    captions = {path.stem for path in files if path.suffix == ".txt"}
+    return bool(images) and not images & captions and not any(path.suffix.lower() in SUFFIXES for path in files)
 
 
 def _is_video(path: Path) -> bool:

@@ -147,7 +147,7 @@ def test_sound_is_copied_as_far_as_the_frames_last(tmp_path, suffix, codec, offs
     frames = clip(16)
     save_video(tmp_path / f"silent{suffix}", frames, 8)
     source = add_sound(tmp_path / f"silent{suffix}", tmp_path / f"loud{suffix}", 6, codec, offset)
-    save_video(tmp_path / f"a{suffix}", frames, 8, {"seed": 1}, source)
+    save_video(tmp_path / f"a{suffix}", frames, 8, {"seed": 1}, sound=source)
     name, end, packets = sound_of(tmp_path / f"a{suffix}")
     assert codec.endswith(name) and abs(end - 2) < 0.03
     whole = sound_of(source)[2]
@@ -169,11 +169,11 @@ def test_sound_is_copied_as_far_as_the_frames_last(tmp_path, suffix, codec, offs
 def test_sound_that_the_format_does_not_take_is_left_out_with_a_line(tmp_path, caplog, name, line):
     save_video(tmp_path / "silent.mp4", clip(4), 8)
     source = add_sound(tmp_path / "silent.mp4", tmp_path / "loud.mp4", 1)
-    save_video(tmp_path / name, clip(4), 8, None, source)
+    save_video(tmp_path / name, clip(4), 8, sound=source)
     assert line.format(source) in caplog.text and len(caplog.messages) == 1
     assert len(read_video(tmp_path / name)[0]) == 4
     caplog.clear()
-    save_video(tmp_path / "b.gif", clip(4), 8, None, tmp_path / "silent.mp4")
+    save_video(tmp_path / "b.gif", clip(4), 8, sound=tmp_path / "silent.mp4")
     assert not caplog.messages
 
 
