@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import resource
 import secrets
 import signal
 import socket
@@ -23,6 +24,9 @@ from cogvideox_flax.serve.worker import ServedModel, Worker
 
 log = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 1024
+"""Connections above which requests are answered 503."""
+
 
 def serve(args: argparse.Namespace) -> None:
     """Serve until Ctrl-C; what is under way then goes on with the next start."""
@@ -39,6 +43,9 @@ def serve(args: argparse.Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port is {args.port}; expected 0 to 65535, 0 for a free one")
     models = _models(args)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # connections that say nothing take no file from the job under way
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     with JobFolder(args.dir / "jobs") as jobs:
         password = _password(args)
         events = EventLog(args.dir / "next-event")
@@ -57,6 +64,7 @@ def serve(args: argparse.Namespace) -> None:
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=2,
+                limit_concurrency=MAX_CONNECTIONS,
                 lifespan="on",
             )
 

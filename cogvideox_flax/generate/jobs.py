@@ -13,7 +13,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ class JobRecord:
     facts: what the request means for the model: width, height, num_frames, fps, num_inference_steps, seed, ...
     created, started, ended: seconds since 1970.
     starts: how many processes began it and did not end it.
+    is_cancelled: it is to stop, or did.
     error: code and message of a job that failed.
     client: what the front end keeps with it.
     """
@@ -58,6 +59,7 @@ class JobRecord:
     started: float | None = None
     ended: float | None = None
     starts: int = 0
+    is_cancelled: bool = False
     error: dict[str, str] | None = None
     client: dict[str, Any] = field(default_factory=dict)
 
@@ -85,7 +87,6 @@ class JobFolder:
         self.folder = folder
         self._changed = threading.Condition(threading.RLock())
         self._records: dict[str, JobRecord] = {}
-        self._cancelled: set[str] = set()
         self._last = 0
         self._stack = ExitStack()
 
@@ -109,6 +110,9 @@ class JobFolder:
 
     def _continue_or_fail(self, record: JobRecord) -> None:
         """Queue a job that an earlier process began, or fail it where it ended its process too often."""
+        if record.is_cancelled:
+            self.fail(record.id, "cancelled", "cancelled while it was made")
+            return
         if record.starts < MAX_STARTS:
             self.update(record.id, status="queued")
             return
@@ -147,7 +151,11 @@ class JobFolder:
                 new_id("video"), self._last, model, dict(options), dict(facts), time.time(), client=client
             )
             self.path(record.id).mkdir()
-            self._write(record)
+            try:
+                self._write(record)
+            except BaseException:
+                self.remove(record.id)
+                raise
             self._changed.notify_all()
             return record
 
@@ -166,11 +174,15 @@ class JobFolder:
         write_json(self.path(record.id, _RECORD), dataclasses.asdict(record))
         self._records[record.id] = record
 
-    def begin(self, stop: threading.Event) -> JobRecord | None:
-        """Wait for the next job, and mark it as begun; None when `stop` is set (`wake` then ends the wait)."""
+    def begin(self, stop: threading.Event, models: Container[str] | None = None) -> JobRecord | None:
+        """Wait for the next job, and mark it as begun; None when `stop` is set (`wake` then ends the wait).
+
+        models: those whose jobs are begun; the others wait for a process that has theirs.
+        """
         with self._changed:
             while not stop.is_set():
                 waiting = [record for record in self._records.values() if record.status == "queued"]
+                waiting = [record for record in waiting if models is None or record.model in models]
                 if waiting:
                     record = waiting[0]
                     now = {"status": "in_progress", "started": time.time(), "starts": record.starts + 1}
@@ -208,19 +220,19 @@ class JobFolder:
             if record is not None and record.status == "queued":
                 return self.fail(job_id, "cancelled", "cancelled before it began")
             if record is not None and record.status == "in_progress":
-                self._cancelled.add(job_id)
+                record = self.update(job_id, is_cancelled=True)
             return record
 
     def is_cancelled(self, job_id: str) -> bool:
         """Whether a job under way should stop."""
         with self._changed:
-            return job_id in self._cancelled or job_id not in self._records
+            record = self._records.get(job_id)
+            return record is None or record.is_cancelled
 
     def remove(self, job_id: str) -> None:
         """Remove a job and its files; one that is under way stops after its current step."""
         with self._changed:
             self._records.pop(job_id, None)
-            self._cancelled.discard(job_id)
         shutil.rmtree(self.path(job_id), ignore_errors=True)
 
 

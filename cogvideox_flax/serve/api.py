@@ -11,9 +11,10 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder, JobRecord
 from cogvideox_flax.serve.bodies import digest_of, read_body
 from cogvideox_flax.serve.errors import HANDLERS, ApiError
-from cogvideox_flax.serve.events import EventLog, ServerEvent
+from cogvideox_flax.serve.events import ENDS, EventLog, ServerEvent
 from cogvideox_flax.serve.fields import (
     MEDIA_FIELDS,
     CreateRequest,
@@ -227,19 +228,16 @@ class Api:
 
     async def extend(self, request: Request) -> Response:
         """A video that goes on from the last frame of one."""
-        values, _ = await read_body(request)
-        match values.pop("video", None):
+        values, files = await read_body(request)
+        match values.get("video"):
             case {"id": str(video_id)} if (record := self.jobs.get(video_id)) is not None:
                 pass
             case _:
                 raise ApiError(
                     422, "invalid_value", 'expected "video": {"id": ID} of a video that is there', [("video", "")]
                 )
-        if record.status != "completed":
-            raise ApiError(409, "not_ready", "this video is not made yet", retry_after=5)
-        file = await run_in_threadpool(self._last_frame, record)
-        values = {"model": record.model, "input_reference": {"file_id": file}} | values
-        return await self._queue(request, {}, values, extends=record.id)
+        self._check_made(record)
+        return await self._queue(request, {}, (values, files), extends=record.id)
 
     def _last_frame(self, record: JobRecord) -> str:
         """The last frame of a video as an upload; returns its id."""
@@ -255,20 +253,24 @@ class Api:
         return self.uploads.add(f"last frame of {record.id}", data.getvalue()).id
 
     async def _queue(
-        self, request: Request, base: Mapping[str, Any], values: dict[str, Any] | None = None, **client: Any
+        self,
+        request: Request,
+        base: Mapping[str, Any],
+        body: tuple[dict[str, Any], dict[str, UploadFile]] | None = None,
+        **client: Any,
     ) -> Response:
         """Answer a request for videos.
 
         Args:
             base: options of an earlier job, which stand where the request says nothing.
-            values: of the request; None: its body.
+            body: values and files of the request, where they were read.
         """
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 255:
             raise ApiError(422, "invalid_value", "Idempotency-Key has 1 to 255 characters")
-        own, files = await read_body(request) if values is None else (values, {})
+        values, files = await read_body(request) if body is None else body
         async with self._creating:
-            return await run_in_threadpool(self._create, own, files, base, key, client)
+            return await run_in_threadpool(self._create, values, files, base, key, client)
 
     def _create(
         self,
@@ -283,6 +285,11 @@ class Api:
             if earlier[0].client["body"] != body:
                 raise ApiError(422, "idempotency_conflict", "this Idempotency-Key came with another body before")
             return self._created(earlier, 200, {"idempotency-replayed": "true"})
+        if (extended := client.get("extends")) is not None:
+            record = self.jobs.get(extended)
+            assert record is not None
+            frame = {"model": record.model, "input_reference": {"file_id": self._last_frame(record)}}
+            values = frame | {name: value for name, value in values.items() if name != "video"}
         wanted, model, runs = self._resolve(values, files, base)
         waiting = sum(not record.is_over for record in self.jobs.all())
         if waiting + len(runs) > self.max_queue:
@@ -305,7 +312,11 @@ class Api:
         return JSONResponse({"object": "list", "data": answers}, status, headers)
 
     def _resolve(
-        self, values: Mapping[str, Any], files: Mapping[str, UploadFile], base: Mapping[str, Any]
+        self,
+        values: Mapping[str, Any],
+        files: Mapping[str, UploadFile],
+        base: Mapping[str, Any],
+        is_estimate: bool = False,
     ) -> tuple[CreateRequest, str, list[tuple[dict[str, Any], Run]]]:
         """Read a request, and return it, its model, and the options and the run of each of its videos.
 
@@ -313,15 +324,18 @@ class Api:
             ApiError: with every field that cannot be served.
         """
         self._check_ready()
-        is_new_seed = "seed" in values and values["seed"] is None
+        left_out = {api_names().get(name, name) for name, value in values.items() if value is None}
         values = {name: value for name, value in values.items() if value is not None}
-        base = {name: value for name, value in base.items() if not (is_new_seed and name == "seed")}
+        base = {name: value for name, value in base.items() if name not in left_out}
+        own: list[str] = []
         try:
-            wanted = read_fields({**values, **files}, self._media, self._adapter, base)
+            wanted = read_fields({**values, **files}, partial(self._media, own), self._adapter, base)
         except FieldError as e:
+            self._remove(own)
             raise ApiError(422, "invalid_value", str(e), e.faults) from e
         model = wanted.model or base.get("model") or next(iter(self.worker.models))
         if model not in self.worker.models:
+            self._remove(own)
             known = ", ".join(self.worker.models)
             message = f"there is no model {model[:100]!r} here; there are: {known}"
             raise ApiError(404, "model_not_found", message, [("model", message)])
@@ -332,10 +346,19 @@ class Api:
             run = self.worker.resolve(model, options)
             runs = [(options | {"seed": one.request.seed}, one) for one in run.varied(num_videos=wanted.n).seeds()]
         except InputError as e:
-            faults = _faults_of(str(e))
+            self._remove(own)
+            message = self.worker.without_paths(str(e))
+            faults = _faults_of(message)
             is_input = any(field in MEDIA_FIELDS.values() for field, _ in faults)
-            raise ApiError(422, "unsupported_input" if is_input else "invalid_value", str(e), faults) from e
+            raise ApiError(422, "unsupported_input" if is_input else "invalid_value", message, faults) from e
+        if is_estimate:
+            self._remove(own)
         return wanted, model, runs
+
+    def _remove(self, uploads: Sequence[str]) -> None:
+        """Remove the files that came with a request which makes no video."""
+        for file_id in uploads:
+            self.uploads.remove(file_id)
 
     def _frames(self, model: str, seconds: float, fps: int | None) -> int:
         """The count of frames that is nearest to a length."""
@@ -346,10 +369,14 @@ class Api:
         above = below + rule.period
         return below if wanted - below <= above - wanted else above
 
-    def _media(self, field: str, value: Any) -> str:
-        """The path of an image or clip: a file of the request, an id of an upload, or a data: URL."""
+    def _media(self, own: list[str], field: str, value: Any) -> str:
+        """The path of an image or clip: a file of the request, an id of an upload, or a data: URL.
+
+        own: gets the ids of the files that the request brings.
+        """
         if isinstance(value, UploadFile):
             file = self.uploads.add(value.filename or "", value.file)
+            own.append(file.id)
             return str(self.uploads.path(file))
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
@@ -364,6 +391,7 @@ class Api:
                 file = found
             case {"image_url": str(url)} if len(value) == 1:
                 file = self.uploads.add(field, data_url(url, MAX_JSON_BYTES))
+                own.append(file.id)
             case _:
                 raise InputError(f'{field}: expected {{"file_id": ID}} of /v1/files, or {{"image_url": "data:..."}}')
         return str(self.uploads.path(file))
@@ -378,7 +406,7 @@ class Api:
         order, limit, after = (request.query_params.get(name) for name in ("order", "limit", "after"))
         if order not in (None, "asc", "desc"):
             raise ApiError(422, "invalid_value", "order is asc or desc")
-        if limit is not None and not (limit.isdigit() and 1 <= int(limit) <= 100):
+        if limit is not None and not (limit.isascii() and limit.isdigit() and 1 <= int(limit) <= 100):
             raise ApiError(422, "invalid_value", "limit is a whole number from 1 to 100")
         records = self.jobs.all() if order == "asc" else self.jobs.all()[::-1]
         if after is not None:
@@ -444,7 +472,7 @@ class Api:
         from cogvideox_flax.generate.open_model import abstract_weights
         from cogvideox_flax.runtime.devices import bytes_per_device
 
-        _, model, runs = self._resolve(values, files, {})
+        _, model, runs = self._resolve(values, files, {}, is_estimate=True)
         (_, run), *_ = runs
         step = self.worker.step_seconds.get(speed_key(model, run))
         weights = [
@@ -485,9 +513,7 @@ class Api:
             return Response(preview, media_type="image/webp", headers={"cache-control": "no-cache"})
         if variant not in ("video", "thumbnail"):
             raise ApiError(422, "invalid_value", "variant is video, thumbnail or preview", [("variant", "")])
-        if record.status != "completed":
-            said = record.error["message"] if record.error else f"it is {record.status}"
-            raise ApiError(409, "not_ready", f"there is no video: {said}", retry_after=5)
+        self._check_made(record)
         if variant == "thumbnail":
             path = await run_in_threadpool(self._thumbnail, record)
             return FileResponse(path, media_type="image/webp")
@@ -518,8 +544,7 @@ class Api:
 
     async def recipe(self, request: Request) -> Response:
         record = self._record(request)
-        if record.status != "completed":
-            raise ApiError(409, "not_ready", "the recipe is there with the video", retry_after=5)
+        self._check_made(record)
         return JSONResponse(record.facts["recipe"])
 
     async def read_recipe(self, request: Request) -> Response:
@@ -540,7 +565,8 @@ class Api:
         try:
             recipe = await run_in_threadpool(read)
         except InputError as e:
-            raise ApiError(422, "invalid_value", str(e), [("file", str(e))]) from e
+            message = self.worker.without_paths(str(e))
+            raise ApiError(422, "invalid_value", message, [("file", message)]) from e
         if not recipe:
             message = "the video does not say how it was made; this program did not write it"
             raise ApiError(422, "no_recipe", message, [("file", message)])
@@ -556,21 +582,27 @@ class Api:
         if last is not None and not (last.isascii() and last.isdigit() and len(last) < 19):
             raise ApiError(422, "invalid_value", "Last-Event-ID and after are whole numbers")
         if record is not None and record.is_over:
-            if last is not None:
+            if last is not None and int(last) >= self.events.end_of(record.id):
                 return Response(status_code=204)  # which tells a browser not to come back
-            over = ServerEvent(self.events.last, record.status, record.id, {})
-            return Response(f"retry: 2000\n{self._sse(over)}", media_type="text/event-stream")
+            return Response(f"retry: 2000\n{self._sse(self._end(record))}", media_type="text/event-stream")
         if self.events.followers >= MAX_FOLLOWERS:
             raise ApiError(503, "too_many_streams", f"{MAX_FOLLOWERS} streams are open", retry_after=30)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         stream = self._stream(job, None if last is None else int(last))
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
+    def _end(self, record: JobRecord) -> ServerEvent:
+        """The event that ended a job."""
+        return ServerEvent(self.events.end_of(record.id), record.status, record.id, {})
+
     async def _stream(self, job: str | None, after: int | None) -> AsyncIterator[str]:
         yield "retry: 2000\n\n"
         async for event in self.events.follow(job, after, PING_S):
+            record = None if job is None else self.jobs.get(job)
+            if event is None and record is not None and record.is_over:  # it ended before this stream began
+                event = self._end(record)
             yield ": ping\n\n" if event is None else self._sse(event)
-            if event is not None and job is not None and event.kind in ("completed", "failed", "deleted"):
+            if event is not None and job is not None and event.kind in ENDS:
                 return
 
     def _sse(self, event: ServerEvent) -> str:
@@ -607,6 +639,12 @@ class Api:
 
     async def remove_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]
+        for record in self.jobs.all():
+            used = [
+                Path(str(record.options[name])).parent.name for name in MEDIA_FIELDS.values() & record.options.keys()
+            ]
+            if not record.is_over and file_id in used:
+                raise ApiError(409, "in_use", f"{record.id} is made of this file; remove that one first")
         if not await run_in_threadpool(self.uploads.remove, file_id):
             raise ApiError(404, "not_found", "there is no such file")
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
@@ -617,6 +655,15 @@ class Api:
         if (record := self.jobs.get(request.path_params["id"])) is None:
             raise ApiError(404, "not_found", "there is no such video")
         return record
+
+    def _check_made(self, record: JobRecord) -> None:
+        """Refuse a job whose video is not there."""
+        if record.status != "completed":
+            said = record.error["message"] if record.error else f"it is {record.status}"
+            retry_after = None if record.is_over else 5
+            raise ApiError(409, "not_ready", f"there is no video: {said}", retry_after=retry_after)
+        if not self.jobs.path(record.id, VIDEO).is_file():
+            raise ApiError(410, "gone", "the file of this video is not there any more")
 
     async def _ready(self) -> None:
         await run_in_threadpool(self._check_ready)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from cogvideox_flax.errors import describe_file_error
@@ -67,9 +67,14 @@ async def _body_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_json(str(error), error.code), error.status, {"connection": "close"})
 
 
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
 HANDLERS: dict[Any, Any] = {
     ApiError: _api_error,
     BodyError: _body_error,
+    ClientDisconnect: _left,
     HTTPException: _http_error,
     OSError: _os_error,
     Exception: _internal_error,

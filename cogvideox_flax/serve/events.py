@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.atomic import write_text
+
+log = logging.getLogger(__name__)
 
 KEPT = 1024
 """The latest events of a server, which a client that comes back is sent again."""
@@ -20,6 +24,9 @@ PENDING = 64
 
 REPLACED = ("progress", "preview")
 """Kinds of events of which only the latest matters."""
+
+ENDS = ("completed", "failed", "deleted")
+"""Kinds of events after which a job has no more."""
 
 BLOCK = 1000
 """Numbers of events that are reserved at once, so that a restart does not use one twice."""
@@ -54,8 +61,11 @@ class Follower:
 
     def _put(self, event: ServerEvent) -> None:
         if len(self._events) >= PENDING:
-            dropped = next((each for each in self._events if each.kind in REPLACED), self._events[0])
-            self._events.remove(dropped)
+            if (dropped := next((each for each in self._events if each.kind in REPLACED), None)) is not None:
+                self._events.remove(dropped)
+            else:  # the client reads all anew
+                self._events.clear()
+                event = ServerEvent(event.id, "reset", self.job or "", {})
         self._events.append(event)
         self._new.set()
 
@@ -86,6 +96,7 @@ class EventLog:
         self._next = self._reserved = self._first = _read_number(path)
         self._kept: deque[ServerEvent] = deque(maxlen=KEPT)
         self._followers: set[Follower] = set()
+        self._ends: dict[str, int] = {}
         self._is_over = False
 
     @property
@@ -103,12 +114,21 @@ class EventLog:
         with self._lock:
             if self._next >= self._reserved:
                 self._reserved = self._next + BLOCK
-                write_text(self._path, str(self._reserved))
+                try:
+                    write_text(self._path, str(self._reserved))
+                except (OSError, InputError) as e:  # then a restart uses numbers twice, and clients read anew
+                    log.warning("cannot write %s: %s", self._path, e)
             event = ServerEvent(self._next, kind, job, data)
             self._next += 1
             self._kept.append(event)
+            if kind in ENDS:
+                self._ends[job] = event.id
             for follower in self._followers:
                 follower.put(event)
+
+    def end_of(self, job: str) -> int:
+        """The number of the event that ended a job; of one that an earlier process ended, the first of this one."""
+        return self._ends.get(job, self._first)
 
     def end(self) -> None:
         """End what `follow` yields: the server stops. May be called by a signal handler, so it waits for no lock."""
@@ -117,7 +137,7 @@ class EventLog:
             follower.wake()
 
     async def follow(self, job: str | None, after: int | None, every: float) -> AsyncIterator[ServerEvent | None]:
-        """Yield events as they happen, and None where there was none for `every` seconds.
+        """Yield events as they happen, and None at the beginning and where there was none for `every` seconds.
 
         Args:
             job: of this job alone.
@@ -138,6 +158,7 @@ class EventLog:
                 for event in earlier:
                     if job in (None, event.job):
                         yield event
+            yield None  # from here on nothing is missed
             while not self._is_over:
                 yield await follower.next(every)
         finally:

@@ -11,7 +11,6 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Collection
-from http.cookies import SimpleCookie
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -110,7 +109,7 @@ class Guard:
         if kind.lower() != "bearer":
             words = "a password is needed: the header Authorization: Bearer PASSWORD, or the page's form"
             return 401, "unauthorized", words, {"www-authenticate": "Bearer"}
-        return self._checked(scope, given.strip())
+        return self._checked(scope, given.strip().encode("latin-1"))  # the bytes as they were sent
 
     def _is_own(self, host: str) -> bool:
         """Whether a Host header is an address, which no foreign name is resolved to, or a name of this server."""
@@ -125,20 +124,17 @@ class Guard:
         return True
 
     def _has_session(self, headers: dict[str, str]) -> bool:
-        try:
-            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except Exception:  # what a stranger sends need not be a cookie
-            return False
-        return morsel is not None and morsel.value in self._sessions
+        pairs = [pair.strip().partition("=") for pair in headers.get("cookie", "").split(";")]
+        return any(name == COOKIE and value in self._sessions for name, _, value in pairs)
 
-    def _checked(self, scope: Any, given: str) -> tuple[int, str, str, dict[str, str]] | None:
+    def _checked(self, scope: Any, given: bytes) -> tuple[int, str, str, dict[str, str]] | None:
         """Compare a password; after `FREE_TRIES` wrong ones, an address has one try a second."""
         address = (scope.get("client") or ("", 0))[0]
         count, last = self._wrong.get(address, (0, 0.0))
         if count >= FREE_TRIES and (wait := last + TRY_INTERVAL_S - time.monotonic()) > 0:
             return 429, "too_many_tries", f"wrong passwords; try again in {wait:.1f} s", {"retry-after": "1"}
         assert self.password is not None
-        if hmac.compare_digest(given.encode(), self.password.encode()):
+        if hmac.compare_digest(given, self.password.encode()):
             self._wrong.pop(address, None)
             return None
         self._wrong[address] = count + 1, time.monotonic()
@@ -160,7 +156,7 @@ class Guard:
             assert isinstance(given, str)
         except (ValueError, TypeError, KeyError, AssertionError, RecursionError):
             return 422, "invalid_value", 'expected {"password": TEXT}', {}
-        if self.password is not None and (refused := self._checked(scope, given)) is not None:
+        if self.password is not None and (refused := self._checked(scope, given.encode(errors="replace"))) is not None:
             return refused
         self._sessions[session := secrets.token_hex(32)] = None
         if len(self._sessions) > MAX_SESSIONS:
@@ -205,5 +201,9 @@ async def _answer(send: Any, status: int, code: str, message: str, headers: dict
 
 def error_json(message: str, code: str, param: str | None = None, **more: Any) -> dict[str, Any]:
     """The body of an answer that is an error."""
-    kind = "invalid_request_error" if code not in ("internal_error", "starting", "failed") else "server_error"
+    kind = (
+        "invalid_request_error"
+        if code not in ("internal_error", "server_error", "starting", "failed")
+        else "server_error"
+    )
     return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}

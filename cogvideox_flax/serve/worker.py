@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import shutil
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder, JobRecord
 from cogvideox_flax.serve.events import EventLog
+from cogvideox_flax.serve.fields import MEDIA_FIELDS
 
 if typing.TYPE_CHECKING:
     from cogvideox_flax.checkpoint import Manifest
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 
 VIDEO, PREVIEW, STAGES = "video.mp4", "preview.webp", "stages"
 """Files of a job."""
+
+RETRY_S = 5.0
+"""Seconds until the next try where the state of a job cannot be written."""
 
 EVENT_INTERVAL_S = 0.25
 """The minimum seconds between two events of progress."""
@@ -100,6 +105,8 @@ class Worker(threading.Thread):
         """ "starting", "ready", "busy" or "failed"."""
         if self.failure is not None:
             return "failed"
+        if not self.is_alive() and self.ready.is_set() and not self._stop_now.is_set():
+            return "failed"
         return "starting" if not self.ready.is_set() else "ready" if self.current is None else "busy"
 
     def stop(self) -> None:
@@ -116,8 +123,13 @@ class Worker(threading.Thread):
             return
         finally:
             self.ready.set()
-        while (job := self.jobs.begin(self._stop_now)) is not None:
-            self._make(job)
+        while not self._stop_now.is_set():
+            try:
+                if (job := self.jobs.begin(self._stop_now, self.models)) is not None:
+                    self._make(job)
+            except Exception:  # such as a full disk where a job's state is written; the queue goes on
+                log.exception("the queue waits for %g s", RETRY_S)
+                self._stop_now.wait(RETRY_S)
 
     def _look(self) -> None:
         """Read the configs of all models, and check that they can be run here. Imports JAX."""
@@ -166,9 +178,9 @@ class Worker(threading.Thread):
         """Make a job's video, whatever goes wrong with it."""
         progress = Progress()
         self.current = job.id, progress
-        self.events.publish("started", job.id, stage=progress.stage)
         began = time.monotonic()
         try:
+            self.events.publish("started", job.id, stage=progress.stage)
             facts = self._video(job, progress)
             facts["inference_time_s"] = round(time.monotonic() - began, 3)
             self.jobs.complete(job.id, **facts)
@@ -182,12 +194,21 @@ class Worker(threading.Thread):
             else:
                 self.jobs.interrupt(job.id)
         except InputError as e:
-            self._fail(job, "invalid_input", str(e))
+            self._fail(job, "invalid_input", self.without_paths(str(e)))
         except Exception as e:
             log.exception("%s failed", job.id)
-            self._fail(job, "internal_error", f"{type(e).__name__}: {e}")
+            self._fail(job, "internal_error", f"{type(e).__name__}: a fault of this server, whose log says more")
         finally:
             self.current = None
+            if (now := self.jobs.get(job.id)) is not None and now.status == "in_progress":
+                self.jobs.interrupt(job.id)  # its end could not be written: it is made again
+
+    def without_paths(self, message: str) -> str:
+        """A message for clients, who see nothing of where the server keeps its files."""
+        folder = self.jobs.folder.parent
+        for text in {str(folder.resolve()), str(folder.absolute()), str(folder)}:
+            message = message.replace(f"{text}/", "")
+        return message
 
     def _fail(self, job: JobRecord, code: str, message: str) -> None:
         with suppress(KeyError):  # removed meanwhile
@@ -206,6 +227,7 @@ class Worker(threading.Thread):
 
         pipe, model = self.pipeline(job.model), self.models[job.model]
         run = pipe.resolve(GenerationRequest(**{"lora": [], **job.options}))
+        run = run.varied(**{name: _by_id(getattr(run.request, name)) for name in MEDIA_FIELDS.values()})
         store = RunDirectory(
             folder=self.jobs.path(job.id, STAGES),
             model_id=model.where or "embedded",
@@ -252,6 +274,11 @@ class Worker(threading.Thread):
                 seen = now
                 self.events.publish("preview", job.id, step=progress.step)
             yield event
+
+
+def _by_id(media: Any) -> Any:
+    """Images or clips under the ids of their uploads, as a recipe names them; their folders are the server's."""
+    return media and [dataclasses.replace(each, file=Path(each.file).parent.name) for each in media]
 
 
 def progress_json(progress: Progress) -> dict[str, Any]:

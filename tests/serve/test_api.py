@@ -320,8 +320,9 @@ def test_events_of_a_video(server):
     with server.client.stream("GET", "/v1/events", headers={"last-event-id": str(after)}) as response:
         again = [number for _, number, _ in read_events(response)]
     assert again == [number for number in ids if number > after]
-    over = server.client.get(f"/v1/videos/{video['id']}/events", headers={"last-event-id": str(ids[-1])})
-    assert over.status_code == 204
+    url = f"/v1/videos/{video['id']}/events"
+    assert server.client.get(url, headers={"last-event-id": str(ids[-1])}).status_code == 204
+    assert "event: completed" in server.client.get(url, headers={"last-event-id": str(ids[0])}).text  # it was missed
 
 
 # --- files
@@ -386,7 +387,11 @@ def test_a_killed_server_goes_on(tmp_path):
     done = server.wait(server.create(seed=1)["id"], "completed")
     long = server.create(num_inference_steps=40, seed=2)
     later = server.create(seed=3)
-    server.wait_for_step(long["id"], 12)
+    state = folder / "jobs" / long["id"] / "stages" / "stage2_state.safetensors"
+    end = time.monotonic() + 120
+    while not state.exists():  # at most once a second
+        assert time.monotonic() < end
+        time.sleep(0.02)
     last = server.client.get(f"/v1/videos/{long['id']}").headers["etag"]
     server.stop(signal.SIGKILL)
     server = Server(folder)
@@ -422,6 +427,61 @@ def test_two_servers_and_a_wrong_model(tmp_path):
         server.client.get("/health")
     second = Server(tmp_path / "other", "--model", str(tmp_path))
     assert second.process.wait(60) == 2 and "Hugging Face layout" in second.log.read_text()
+
+
+def test_a_queue_survives_what_cannot_be_written(tmp_path):
+    """A job whose state cannot be written does not end the thread that makes the others."""
+    with serving(tmp_path / "gallery") as server:
+        running = server.create(num_inference_steps=40)
+        broken = server.create()
+        good = server.create()
+        folder = server.folder / "jobs" / broken["id"]
+        folder.rename(tmp_path / "away")
+        folder.write_text("as if the disk were full")
+        server.wait(running["id"], "completed")
+        time.sleep(1)
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        for video in (broken, good):
+            server.wait(video["id"], "completed")
+
+
+def test_nothing_says_where_the_server_keeps_its_files(image_server):
+    """Neither recipes, nor the video itself, nor messages."""
+    client, where = image_server.client, str(image_server.folder)
+    how = {"model": "embedded-image-to-video", "prompt": "a red circle", "num_inference_steps": 2}
+    video = client.post("/v1/videos", data=how, files={"image": ("a.png", image_bytes())}).json()
+    made = image_server.wait(video["id"], "completed")
+    recipe = client.get(made["recipe_url"]).json()
+    assert recipe["settings"]["image"][0]["file"].startswith("file_")
+    texts = [json.dumps(recipe), client.get(made["content_url"]).content.decode("latin-1"), json.dumps(made)]
+    damaged = client.get(made["content_url"]).content.replace(b'"seed": ', b'"seed":{', 1)
+    texts.append(client.post("/v1/read-recipe", files={"file": ("a.mp4", damaged)}).text)
+    (image_server.folder / "adapters").mkdir(exist_ok=True)
+    (image_server.folder / "adapters" / "bad.safetensors").write_bytes(b"no adapter")
+    texts.append(client.post("/v1/videos/estimate", json={"prompt": "x", "lora": [{"name": "bad"}]}).text)
+    assert not [text[:300] for text in texts if where in text]
+
+
+def test_an_extension_with_a_key_and_files_of_what_is_no_video(image_server):
+    client = image_server.client
+    how = {"model": "embedded-image-to-video", "prompt": "a red circle", "num_inference_steps": 2}
+    first = client.post("/v1/videos", data=how, files={"image": ("a.png", image_bytes())}).json()
+    image_server.wait(first["id"], "completed")
+    body, headers = {"video": {"id": first["id"]}, **how}, {"idempotency-key": "extended"}
+    answers = [client.post("/v1/videos/extensions", json=body, headers=headers) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 200], answers[-1].text
+    assert answers[0].json()["id"] == answers[1].json()["id"]
+    used = client.get(f"/v1/videos/{answers[0].json()['id']}").json()
+    image_server.wait(used["id"], "completed")
+    files = len(list((image_server.folder / "files").iterdir()))
+    estimate = {**how, "prompt": "x"}
+    assert (
+        client.post("/v1/videos/estimate", data=estimate, files={"image": ("a.png", image_bytes())}).status_code == 200
+    )
+    refused = client.post("/v1/videos", data={**how, "height": "17"}, files={"image": ("a.png", image_bytes())})
+    assert refused.status_code == 422
+    assert len(list((image_server.folder / "files").iterdir())) == files  # what makes no video is not kept
 
 
 # --- strangers

@@ -1,11 +1,13 @@
 """The durable queue in a folder, without a server."""
 
+import asyncio
 import threading
 
 import pytest
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import MAX_STARTS, JobFolder
+from cogvideox_flax.serve.events import PENDING, EventLog
 
 STOP = threading.Event()
 
@@ -41,6 +43,30 @@ def test_a_job_that_is_left_in_order_is_no_start(tmp_path):
         with JobFolder(tmp_path) as jobs:
             assert jobs.begin(STOP).id == job.id
             jobs.interrupt(job.id)
+
+
+def test_a_cancelled_job_stays_cancelled_and_other_models_wait(tmp_path):
+    with JobFolder(tmp_path) as jobs:
+        cancelled, other, own = jobs.add("m", {}, {}), jobs.add("absent", {}, {}), jobs.add("m", {}, {})
+        assert jobs.begin(STOP, {"m"}).id == cancelled.id
+        jobs.cancel(cancelled.id)
+    with JobFolder(tmp_path) as jobs:
+        assert jobs.get(cancelled.id).error["code"] == "cancelled"
+        assert jobs.begin(STOP, {"m"}).id == own.id
+        assert jobs.get(other.id).status == "queued"
+
+
+def test_a_slow_client_reads_anew_rather_than_miss_an_end(tmp_path):
+    async def follow():
+        events = EventLog(tmp_path / "next")
+        stream = events.follow(None, None, 1)
+        assert await anext(stream) is None
+        for i in range(3 * PENDING):
+            events.publish("completed", f"video_{i}")
+        await asyncio.sleep(0.1)
+        return [(await anext(stream)).kind for _ in range(3)]
+
+    assert "reset" in asyncio.run(follow())
 
 
 def test_half_written_and_foreign_folders_are_left_out(tmp_path):

@@ -76,7 +76,7 @@ class Server:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(30) == 130
+        assert self.process.wait(30) == 0
         assert "Exception" not in (self.folder / "log").read_text()
 
     def _wait(self):
