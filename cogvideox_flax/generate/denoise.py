@@ -197,8 +197,10 @@ def run_loop(
     steps: int,
     profiling: ProfilingOptions,
     hint: str = "",
-) -> Generator[DenoiseState]:
+) -> Generator[DenoiseState, DenoiseState | None]:
     """Denoise; yields the state after each step, or after the last alone with a `DenoiseLoop`, when it is really there.
+
+    A state that is sent takes the place of the one that was yielded, and is yielded in return.
 
     Args:
         program: a `DenoiseStep` or a `DenoiseLoop`, prepared for these arguments.
@@ -221,7 +223,8 @@ def run_loop(
             with around(i):
                 state, finite = program(model, inputs, place_state(state, program.mesh), jit=profiling.jit)
                 check_finite(np.asarray([bool(finite)]), inputs, steps, hint, first=i)
-            yield state
+            while (changed := (yield state)) is not None:
+                state = changed
 
 
 def place_state(state: DenoiseState, mesh: Mesh | None) -> DenoiseState:

@@ -14,10 +14,10 @@ from cogvideox_flax.generate.request import GenerationRequest, help_of, option_n
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 CALL = {
-    "generator": "seed=0 is the seed; latents= and noise= take the noise itself",
-    "num_videos_per_prompt": "num_videos=2 makes videos of each prompt, of seed, seed + 1, ...",
-    "callback_on_step_end": "callback=f, called as f(step, timestep, latents); or iterate over pipe.run(request)",
-    "callback_on_step_end_tensor_inputs": "callback=f is given the latents",
+    "generator": "seed=0 is the seed, [0, 1] one for each video; latents= and noise= take the noise itself",
+    "callback_on_step_end": "callback=f, called as f(step, timestep, latents), which may return latents to go on with "
+    "or True to stop; or iterate over pipe.run(request)",
+    "callback_on_step_end_tensor_inputs": "callback=f is given the latents [B, T, h, w, C]",
     "eta": "leave it out: the schedulers are those of the releases, and DDIM's eta is 0",
     "sigmas": "timesteps=[...]; for flow matching, 1000 sigma after the shift",
     "return_dict": "leave it out: the result has .frames, .fps and .metadata",

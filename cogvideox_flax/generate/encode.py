@@ -60,17 +60,15 @@ NEGATIVE = "negative_"
 """Before the name of a text feature: of the negative prompt."""
 
 
-def text_conditioning(features: Mapping[str, Any], negative: bool) -> Conditioning:
-    """The conditioning of text features by their names.
+def text_features(features: Mapping[str, Any]) -> dict[str, Features]:
+    """The fields of a `Conditioning` that text features are, by their names.
 
-    Args:
-        features: such as `prompt_embeds`, and `negative_prompt_embeds` where there are any.
-        negative: whether those of the negative prompts are part of it.
+    features: such as `prompt_embeds`, and `negative_prompt_embeds` where there are any.
     """
     arrays = {name: np.asarray(x, np.float32) for name, x in features.items()}
     text = {name: x for name, x in arrays.items() if not name.startswith(NEGATIVE)}
     others = {name.removeprefix(NEGATIVE): x for name, x in arrays.items() if name.startswith(NEGATIVE)}
-    return Conditioning(text, others if negative and others else None)
+    return {"text": text} | ({"negative_text": others} if others else {})
 
 
 @dataclass(frozen=True)

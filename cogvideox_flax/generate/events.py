@@ -50,7 +50,7 @@ class LoopBegan(RunEvent):
 
 @dataclass(frozen=True)
 class Step(RunEvent):
-    """A denoising step is done.
+    """A denoising step is done. A state that is sent takes the place of `state`: the loop goes on from it.
 
     state: after it.
     timestep: of it, as the scheduler has it: int or float.
@@ -80,7 +80,7 @@ class Finished(RunEvent):
 
 
 Event = Compiling | LoopBegan | Step | Denoised | Finished
-Events = Generator[Event, None, T]
+Events = Generator[Event, DenoiseState | None, T]
 """A generator of events that returns a T."""
 
 
@@ -115,7 +115,8 @@ def show(events: Events[T], progress: bool = True, *, bar: bool = True) -> Event
                         seconds = round(time.monotonic() - start, 3)
                         say(f"made in {duration_text(seconds)}{part}", progress, "made", seconds=seconds)
                         start, compiling = time.monotonic(), 0.0
-                yield event
+                while (sent := (yield event)) is not None:
+                    event = events.send(sent)
         finally:
             if steps is not None:
                 steps.close()

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.decode import Decode, DecodeChunk
 from cogvideox_flax.generate.denoise import DenoiseState, check_finite, noise_key, place_state, run_loop
-from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_conditioning
+from cogvideox_flax.generate.encode import VIDEO_FEATURE, Conditioning, text_features
 from cogvideox_flax.generate.events import Denoised, Events, Finished, LoopBegan, Step
 from cogvideox_flax.generate.media import clips_with_sound
 from cogvideox_flax.generate.open_model import OpenModel
@@ -111,7 +111,10 @@ def _denoise_from_store(model: OpenModel, run: Run, conditioning: Conditioning, 
         with closing(loop):
             for state in loop:
                 states.keep(state)
-                yield Step(run, state, run.steps.timesteps[int(state.step) - 1].item())
+                while (
+                    changed := (yield Step(run, state, run.steps.timesteps[int(state.step) - 1].item()))
+                ) is not None:
+                    state = loop.send(changed)
         assert state is not None  # of a loop that was stopped after its last step, the one that was found
         if isinstance(run.predict, StepCache) and (summary := run.predict.summary(state.cache)) is not None:
             log.info(summary)
@@ -170,14 +173,13 @@ def encode(
 def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> Events[Conditioning]:
     """`encode` of the prompts alone."""
     request, texts = run.request, {"text": run.request.prompt}
-    negative = run.guided if negative is None else negative
-    if request.text_features is not None:
-        return text_conditioning(request.text_features, negative)
-    if negative:
+    if run.guided if negative is None else negative:
         texts["negative_text"] = request.negative_prompt
+    given = {} if request.text_features is None else text_features(request.text_features)
+    features: dict[str, Any] = {name: given.get(name, {}) for name in texts}
+    texts = {name: prompts for name, prompts in texts.items() if name not in given}
     tokens = {name: model.tokenize(text) for name, text in texts.items()}  # first: a cut prompt is reported at once
-    features: dict[str, Any] = {name: {} for name in texts}
-    for stage in run.model.text:
+    for stage in run.model.text if texts else ():
         program = run.encode(stage)
         for name in texts:
             module, ids = model.component(stage.component), replicate(tokens[name][stage.component], model.mesh)
@@ -191,7 +193,7 @@ def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> 
 
 def denoise(
     model: OpenModel, run: Run, conditioning: Conditioning, *, state: DenoiseState | None = None
-) -> Events[Generator[DenoiseState]]:
+) -> Events[Generator[DenoiseState, DenoiseState | None]]:
     """Compile and load what the denoising loop needs; returns the loop, a generator of the states after each step.
 
     Args:

@@ -205,10 +205,10 @@ def frames_of(images: Sequence[Image.Image | np.ndarray], ground: str = "white")
 
     ground: the colour of transparent parts.
     """
-    images = [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
-    limits.check_size(Path("the PIL images"), images[0].height, images[0].width)
+    pil = [Image.fromarray(image) if isinstance(image, np.ndarray) else image for image in images]
+    limits.check_size(Path("the PIL images"), pil[0].height, pil[0].width)
     with decoding("the PIL images"):
-        frames = [to_rgb(image, ground) for image in images]
+        frames = [to_rgb(image, ground) for image in pil]
     if len(sizes := {frame.shape[:2] for frame in frames}) > 1:
         named = ", ".join(f"{width}x{height}" for height, width in sorted(sizes)[:4])
         raise InputError(f"the PIL images of a clip have different sizes: {named}")

@@ -5,11 +5,12 @@ The whole journey is in `journey`; `encode`, `denoise` and `decode` are its stag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 from PIL import Image
@@ -21,9 +22,10 @@ from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
 from cogvideox_flax.generate.open_model import OpenModel
-from cogvideox_flax.generate.request import STAGES, GenerationRequest
-from cogvideox_flax.generate.resolve import check_run, log_warnings, resolve
-from cogvideox_flax.generate.result import GenerationResult, join
+from cogvideox_flax.generate.recipe import array_hash
+from cogvideox_flax.generate.request import STAGES, GenerationRequest, check_option
+from cogvideox_flax.generate.resolve import check_run, log_warnings, numbers, plain, resolve
+from cogvideox_flax.generate.result import GenerationResult, items, join
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Store
 from cogvideox_flax.io.arrays import channels_last_advice, from_torch
@@ -31,9 +33,9 @@ from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
 
-Callback = Callable[[int, float, Float32[Array, "B T h w C"]], bool | None]
-"""callback(step, timestep, latents), after each step; True stops the run there. Timesteps are the scheduler's, int or
-float."""
+Callback = Callable[[int, float, Float32[Array, "B T h w C"]], Any]
+"""callback(step, timestep, latents), after each step. True stops the run there; latents that it returns, alone or as
+{"latents": ...}, are those to go on with. Timesteps are the scheduler's, int or float."""
 
 
 Request = GenerationRequest | str | Sequence[str] | Run
@@ -54,6 +56,7 @@ class Pipeline(OpenModel):
         self,
         prompt: Request | None = None,
         *options: Any,
+        num_videos_per_prompt: int | None = None,
         callback: Callback | None = None,
         progress: bool = True,
         **named: Any,
@@ -62,7 +65,9 @@ class Pipeline(OpenModel):
 
         Args:
             prompt: one prompt, a list of them, or a whole `GenerationRequest`; may be left out with `prompt_embeds`.
-            callback: called after each step, may stop the run or read the latents.
+            num_videos_per_prompt: diffusers' `num_videos`: the same videos, those of one prompt side by side; those of
+                `num_videos` are in the order of their seeds.
+            callback: called after each step; may read the latents, stop the run, or return latents to go on with.
             progress: progress bar and compile times on stderr.
 
         output_type: "uint8" and "float" give frames [B, F, H, W, 3], "latent" gives latents [B, T, h, w, C], which
@@ -70,7 +75,10 @@ class Pipeline(OpenModel):
         video; its own latents have the axes [B, T, C, h, w], or [B, C, T, h, w] of HunyuanVideo-1.5.
 
         `prompt_embeds` and `negative_prompt_embeds` (for HunyuanVideo-1.5 also those with _mask, _2 and _mask_2), float
-        [B, L, E], stand for the prompts. Arrays may be tensors of PyTorch, in bfloat16 and with gradients too.
+        [B, L, E], stand for the prompts; without the latter, the `negative_prompt` is encoded. Arrays may be tensors of
+        PyTorch, in bfloat16 and with gradients too.
+
+        `seed` may be a list: one seed for each video, prompt by prompt, each made as it is alone.
 
         Raises:
             InputError: an argument that cannot be served; before anything is loaded or compiled.
@@ -80,6 +88,10 @@ class Pipeline(OpenModel):
         names = self._feature_names()
         features = {name: x for name, x in named.items() if name in names and x is not None}
         named = {name: x for name, x in named.items() if name not in names}
+        if num_videos_per_prompt is not None:
+            if "num_videos" in named:
+                raise TypeError("num_videos and num_videos_per_prompt are the same; give one of them")
+            named["num_videos"] = num_videos_per_prompt
         if isinstance(prompt, GenerationRequest | Run):
             if options or named or features:
                 raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
@@ -98,27 +110,49 @@ class Pipeline(OpenModel):
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {short_repr(callback)}; expected a function of step, timestep and latents")
         self._warned.clear()
-        run = self.resolve(prompt)
-        if callback is not None and (run.request.compiled_loop or run.request.one_program):
+        runs = self._runs(prompt)
+        if callback is not None and (runs[0].request.compiled_loop or runs[0].request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
-        results, stopped = [], None
-        with closing(show(generate(self, run), progress)) as events:
+        results, changed, stopped = [], None, None
+        with closing(show(_all_of(generate(self, run) for run in runs), progress)) as events:
             for event in events:
                 match event:
                     case Finished(result=result):
                         results.append(result)
                     case Step(_, state, timestep) if callback is not None:
-                        if callback(int(state.step) - 1, timestep, state.latents):
+                        answer = callback(int(state.step) - 1, timestep, state.latents)
+                        if (latents := _latents_of(answer, state)) is not None:
+                            changed = latents
+                            events.send(replace(state, latents=latents))
+                        elif answer and not isinstance(answer, Mapping):
                             stopped = event
                             break
         if stopped is not None:
             done, of = int(stopped.state.step), stopped.run.num_steps
             say(f"stopped by the callback after step {done} of {of}", progress)
             results.append(last_of(finish(self, stopped.run, stopped.state), progress).result)
+        if num_videos_per_prompt is not None:
+            results = [item for prompts in zip(*map(items, results), strict=True) for item in prompts]
         result = join(results)
+        if changed is not None:
+            settings = result.metadata["settings"]
+            settings["arrays"] = settings.get("arrays", {}) | {"callback": array_hash(changed)}
         if output_type == "pil":
             return replace(result, frames=[[Image.fromarray(frame) for frame in clip] for clip in result.frames])
         return result
+
+    def _runs(self, request: Request) -> list[Run]:
+        """The run of a request; of one with a list of seeds, a run for each of its videos."""
+        seeds = plain(request.seed) if isinstance(request, GenerationRequest) else None
+        if not isinstance(request, GenerationRequest) or not isinstance(seeds, list) or not seeds:
+            return [self.resolve(request)]
+        seeds = [check_option("seed", seed) for seed in seeds]
+        batch = self.resolve(replace(request, seed=max(seeds), num_videos=1))
+        count = batch.batch * request.num_videos
+        if len(seeds) != count and (batch.batch, request.num_videos) != (1, 1):
+            raise InputError(f"seed holds {len(seeds)} seeds for {count} videos; give one for each, or the first alone")
+        each = len(seeds) // batch.batch
+        return [self.resolve(batch.row(i // each, seed)) for i, seed in enumerate(seeds)]
 
     def _feature_names(self) -> set[str]:
         """Keywords that are text features: diffusers' names."""
@@ -184,8 +218,10 @@ class Pipeline(OpenModel):
         *,
         state: DenoiseState | None = None,
         progress: bool = False,
-    ) -> Generator[DenoiseState]:
+    ) -> Generator[DenoiseState, DenoiseState | None]:
         """The denoising loop: yields the state after each step (after the last only, with `compiled_loop`).
+
+        A state that is sent to it, such as one with other latents, takes the place of the one that was yielded.
 
         What it needs is compiled and loaded before this returns.
 
@@ -251,6 +287,31 @@ class Pipeline(OpenModel):
         run = self.resolve(request)
         compiled = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
         result_of(self.checking_memory(compiled, keep=keep), progress)
+
+
+def _all_of(runs: Iterable[Events[None]]) -> Events[None]:
+    """One after the other."""
+    for events in runs:
+        yield from events
+
+
+def _latents_of(answer: Any, state: DenoiseState) -> Array | None:
+    """The latents to go on with that a callback returns; None if it returns none.
+
+    Raises:
+        InputError: latents of another shape, or anything else to go on with.
+    """
+    if isinstance(answer, Mapping):
+        if others := answer.keys() - {"latents"}:
+            raise InputError(f"the callback returns {', '.join(map(str, others))}; it can change the latents alone")
+        answer = answer.get("latents")
+    if not np.ndim(from_torch(answer)):
+        return None
+    latents, shape = numbers("latents of the callback", answer), state.latents.shape
+    if latents.shape != shape:
+        advice = channels_last_advice(latents.shape, shape[-1])
+        raise InputError(f"the callback returns latents {list(latents.shape)}; expected {list(shape)}{advice}")
+    return jnp.asarray(latents, jnp.float32)
 
 
 class CogVideoXPipeline(Pipeline):

@@ -155,28 +155,28 @@ def _typed_field(name: str, value: Any, model: VideoModel) -> Any:
     if name == "scheduler":
         return value if value is None else model.own_scheduler(value)
     if name in ("latents", "noise"):
-        return value if value is None else _numbers(name, value)
+        return value if value is None else numbers(name, value)
     if name in ("encoder_noise", "text_features") and isinstance(value, Mapping):
-        return {key: _numbers(f"{name} of {short_repr(key)}", each) for key, each in value.items()}
-    plain = _plain(value)
-    if name == "lora" and plain is not None and not isinstance(plain, list):
-        plain = [plain]
-    return check_option(name, plain)
+        return {key: numbers(f"{name} of {short_repr(key)}", each) for key, each in value.items()}
+    value = plain(value)
+    if name == "lora" and value is not None and not isinstance(value, list):
+        value = [value]
+    return check_option(name, value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value of numpy, and what is like it, as one of Python; paths as text, sequences as lists."""
     if hasattr(value, "tolist") and not isinstance(value, type):
         return value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: plain(each) for key, each in value.items()}
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
-    return [_plain(each) for each in value] if is_list else value
+    return [plain(each) for each in value] if is_list else value
 
 
-def _numbers(name: str, value: Any) -> Any:
+def numbers(name: str, value: Any) -> Any:
     """An array of numbers; one of JAX stays where it is, a tensor of PyTorch becomes NumPy's."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(from_torch(value))
@@ -307,15 +307,15 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
 
 
 def _check_negative_features(run: Run) -> None:
-    """Refuse text features that lack a half of guidance, or that a whole run as one program has no place for."""
+    """Refuse text features of a part of the negative prompt, or that a whole run as one program has no place for."""
     request = run.request
     if request.text_features is None:
         return
     if request.one_program:
         raise InputError("one program begins with the prompts; leave prompt_embeds or one_program out")
-    names = run.model.feature_shapes(1)
-    if run.guided and not all(NEGATIVE + name in request.text_features for name in names):
-        raise InputError("with guidance, prompt_embeds need negative_prompt_embeds; or take guidance_scale=1")
+    names = {NEGATIVE + name for name in run.model.feature_shapes(1)}
+    if run.guided and names & request.text_features.keys() and (missing := names - request.text_features.keys()):
+        raise InputError(f"text_features lack {', '.join(sorted(missing))}; or give the negative_prompt as text")
 
 
 def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Faults) -> dict[str, Any]:

@@ -162,6 +162,19 @@ def save_latents(path: Path, latents: Float32[np.ndarray, "B T h w C"], metadata
         np.savez(file, latents=latents, metadata=json.dumps(metadata, ensure_ascii=False))
 
 
+def items(result: GenerationResult) -> list[GenerationResult]:
+    """Each item of a result as a result of its own."""
+    return [
+        dataclasses.replace(
+            result,
+            frames=result.frames[i : i + 1],
+            metadata=item_of(result.metadata, i),
+            sound=result.sound[i : i + 1],
+        )
+        for i in range(len(result.frames))
+    ]
+
+
 def join(results: Sequence[GenerationResult]) -> GenerationResult:
     """The results of several seeds as one, with all frames at hand."""
     frames = [_in_memory(each.frames) for each in results]

@@ -84,6 +84,16 @@ class Run:
         seed, count = self.request.seed, self.request.num_videos
         return [self] if count == 1 else [self.varied(num_videos=1, seed=seed + n) for n in range(count)]
 
+    def row(self, i: int, seed: int) -> Run:
+        """The run of one video of the batch alone, with a seed of its own; it is not checked again."""
+        request, fields = self.request, ("prompt", "negative_prompt", "latents", *MEDIA)
+        rows = {name: x[i : i + 1] for name in fields if (x := getattr(request, name)) is not None and len(x) > 1}
+        noise = {} if request.noise is None else {"noise": request.noise[:, i : i + 1]}
+        for name in ("text_features", "encoder_noise"):
+            if (arrays := getattr(request, name)) is not None:
+                rows[name] = {key: x[i : i + 1] for key, x in arrays.items()}
+        return self.varied(**rows, **noise, seed=seed, num_videos=1)
+
     @property
     def batch(self) -> int:
         """Number of videos that are made at once."""

@@ -510,7 +510,8 @@ class VideoModel(ABC):
                 "object of cogvideox_flax or diffusers"
             )
         own = type(config).from_hf({**scheduler.config, "_class_name": type(scheduler).__name__})
-        return _make_scheduler(self.schedulers[own.kind], own)
+        kind: Any = self.schedulers[own.kind]
+        return _make_scheduler(kind, own)
 
     def scheduler(self, name: str | None = None) -> Scheduler:
         """A scheduler by its name, on the checkpoint's noise schedule. name: None for the checkpoint's own.

@@ -14,6 +14,7 @@ from cogvideox_flax.errors import InputError
 
 T = TypeVar("T")
 R = TypeVar("R")
+S = TypeVar("S")
 
 _PRNG = "threefry2x32"
 
@@ -60,7 +61,7 @@ def own_settings() -> Iterator[None]:
         yield
 
 
-def in_own_settings(steps: Generator[T, None, R]) -> Generator[T, None, R]:
+def in_own_settings(steps: Generator[T, S, R]) -> Generator[T, S | None, R]:
     """The same generator, advanced in `own_settings`; between its steps the caller's settings hold."""
     try:
         while True:
@@ -69,7 +70,9 @@ def in_own_settings(steps: Generator[T, None, R]) -> Generator[T, None, R]:
                     step = next(steps)
                 except StopIteration as end:
                     return end.value
-            yield step
+            while (sent := (yield step)) is not None:
+                with own_settings():
+                    step = steps.send(sent)
     finally:
         steps.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import sys
@@ -17,6 +18,7 @@ from cogvideox_flax import RELEASES, GenerationRequest, Pipeline
 from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, load_vae
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.resolve import resolve
+from cogvideox_flax.generate.result import items
 from tests.support import processes
 from tests.support.commands import ROOT
 from tests.support.media import smooth
@@ -232,3 +234,98 @@ def test_schedulers_of_diffusers_on_a_flow(cls, name, options):
     assert model.own_scheduler(getattr(diffusers, cls)(**of_flow, **options)) == model.scheduler(name)
     with pytest.raises(InputError, match="unknown scheduler 'DDIMScheduler'; known are flow_match"):
         model.scheduler("DDIMScheduler")
+
+
+def test_prompt_embeds_alone_go_with_the_negative_prompt(pipe):
+    (embeds,) = pipe.encode(PROMPT, negative=False, progress=False).text.values()
+    for negative in ({}, {"negative_prompt": "a blue square"}, {"negative_prompt": None}):
+        expected = pipe(PROMPT, output_type="latent", **negative, **QUICK).frames
+        found = pipe(prompt_embeds=embeds, output_type="latent", **negative, **QUICK).frames
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_callback_returns_latents_to_go_on_with(pipe):
+    """As a request whose loop the caller owns; also the last step's, and those of several seeds."""
+    request = GenerationRequest(PROMPT, num_inference_steps=3, scheduler="dpm", output_type="latent", num_videos=2)
+    expected = []
+    for run in pipe.resolve(request).seeds():
+        loop = pipe.denoise(pipe.encode(run, progress=False), run)
+        for state in loop:
+            if int(state.step) != 2:
+                state = loop.send(dataclasses.replace(state, latents=state.latents * 0.5))
+        expected.append(np.asarray(state.latents))
+    expected = np.concatenate(expected)
+    for form in (lambda x: 0.5 * x, lambda x: {"latents": torch.tensor(np.asarray(x)) * 0.5}):
+        seen = []
+
+        def callback(step, timestep, latents, form=form, seen=seen):
+            seen.append(step)
+            return form(latents) if step != 1 else {}
+
+        video = pipe(request, callback=callback, progress=False)
+        np.testing.assert_array_equal(video.frames, expected)
+        assert seen == [0, 1, 2] * 2 and set(video.metadata["settings"]["arrays"]) == {"callback"}
+    assert (pipe(request, progress=False).frames != expected).any()
+
+
+def test_what_a_callback_cannot_change_is_refused(pipe):
+    for answer, message in (
+        ({"prompt_embeds": 1}, "the callback returns prompt_embeds; it can change the latents alone"),
+        (
+            np.zeros((1, 5, 16, 8, 8)),
+            r"returns latents \[1, 5, 16, 8, 8\]; expected \[1, 5, 8, 8, 16\]. Channels come last",
+        ),
+        (np.array(["x"]), "latents of the callback is .*; expected an array of numbers"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pipe(PROMPT, callback=lambda *_, answer=answer: answer, **QUICK)
+    with pytest.raises(
+        TypeError, match=r"callback_on_step_end is .*; here: callback=f, .* may return latents to go on"
+    ):
+        pipe(PROMPT, callback_on_step_end=print)
+
+
+def test_a_seed_for_each_video(pipe):
+    prompts = [PROMPT, "a blue square moves down"]
+    options = {"negative_prompt": ["", "green"], "scheduler": "dpm", **QUICK}
+    found = pipe(prompts, seed=[7, 3], **options)
+    alone = [
+        pipe(prompts[i], options["negative_prompt"][i], seed=seed, scheduler="dpm", **QUICK)
+        for i, seed in ((0, 7), (1, 3))
+    ]
+    np.testing.assert_array_equal(found.frames, np.concatenate([one.frames for one in alone]))
+    assert (found.metadata["seed"], found.metadata["prompt"]) == ([7, 3], prompts)
+    assert items(found)[1].metadata == alone[1].metadata
+    of_one = pipe(PROMPT, seed=torch.tensor([7, 3]), scheduler="dpm", **QUICK)
+    assert (of_one.frames[0] == found.frames[0]).all() and of_one.metadata["seed"] == [7, 3]
+    four = pipe(prompts, seed=(1, 7, 3, 2), num_videos=2, **options)
+    assert (four.frames[1:3] == found.frames).all()
+    assert four.metadata["prompt"] == [prompts[0]] * 2 + [prompts[1]] * 2
+
+
+def test_a_seed_for_each_video_splits_what_is_given_for_each(pipe):
+    clips, latents = [smooth(i, 17, 64, 64) for i in (0, 1)], noise(2, 5, 8, 8, 16)
+    steps = noise(2, 2, 5, 8, 8, 16)
+    options = {"scheduler": "dpm", "strength": 1.0, "output_type": "latent", **QUICK}
+    found = pipe([PROMPT] * 2, video=clips, seed=[7, 3], latents=latents, noise=steps, **options).frames
+    second = pipe(PROMPT, video=clips[1], seed=3, latents=latents[1:], noise=steps[:, 1:], **options).frames
+    np.testing.assert_array_equal(found[1:], second)
+
+
+def test_seeds_that_do_not_go_with_the_videos_are_refused(pipe):
+    with pytest.raises(InputError, match="seed holds 3 seeds for 2 videos"):
+        pipe([PROMPT] * 2, seed=[1, 2, 3], **QUICK)
+    for seed in ([], [1, -2], ["x"], [True]):
+        with pytest.raises(InputError, match=r"seed is .*; expected a whole number"):
+            pipe(PROMPT, seed=seed, **QUICK)
+
+
+def test_videos_per_prompt_stand_side_by_side(pipe):
+    prompts = [PROMPT, "a blue square moves down"]
+    ours, theirs = (pipe(prompts, **{name: 2}, **QUICK) for name in ("num_videos", "num_videos_per_prompt"))
+    np.testing.assert_array_equal(theirs.frames, ours.frames[[0, 2, 1, 3]])
+    assert theirs.metadata["prompt"] == [prompts[0]] * 2 + [prompts[1]] * 2
+    assert theirs.metadata["seed"] == [0, 1, 0, 1]
+    np.testing.assert_array_equal(pipe(PROMPT, num_videos_per_prompt=1, **QUICK).frames, pipe(PROMPT, **QUICK).frames)
+    with pytest.raises(TypeError, match="are the same; give one of them"):
+        pipe(PROMPT, num_videos=2, num_videos_per_prompt=2)

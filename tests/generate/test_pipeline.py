@@ -47,7 +47,7 @@ def pipe(native):
     return cogvideox_flax.CogVideoXPipeline.from_pretrained(native, dtype="float32")
 
 
-def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=False, **options):
+def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=False, change=None, **options):
     text_encoder = T5EncoderModel.from_pretrained(layout / "text_encoder")
     pipe = CogVideoXPipeline(
         tokenizer=None,
@@ -64,7 +64,7 @@ def run_reference(layout, ids, scheduler, latents, noise, monkeypatch, tiling=Fa
 
     def next_step(pipe, i, t, kwargs):
         step["i"] = i + 1
-        return kwargs
+        return kwargs if change is None else {"latents": change(i, kwargs["latents"])}
 
     monkeypatch.setattr(
         scheduling_dpm_cogvideox, "randn_tensor", lambda *_, **__: torch.tensor(noise[step["i"]]).permute(0, 1, 4, 2, 3)
@@ -195,6 +195,34 @@ def test_callback_reads_latents_and_stops_the_run(pipe):
     assert [(s, t) for s, t, _ in seen] == [(0, 999), (1, 799)]
     assert (video.frames == seen[-1][2]).all()
     assert video.metadata["steps_done"] == 2
+
+
+@pytest.mark.parametrize("kind", ["ddim", "dpm"])
+def test_latents_of_a_callback_against_diffusers(pipe, native, kind, monkeypatch):
+    random = np.random.default_rng(0)
+    shape = pipe.resolve(cogvideox_flax.GenerationRequest(PROMPTS, **SIZE)).size.latent_shape(2)
+    latents, noise = (random.normal(size=(*n, *shape)).astype(np.float32) for n in ((), (4,)))
+
+    def change(i, x):
+        return 0.9 * x + 0.2 if i % 2 else x
+
+    options = {"num_inference_steps": 4, "guidance_scale": 6.0, **SIZE}
+    given = {"noise": noise} if kind == "dpm" else {}
+    ours = pipe(
+        PROMPTS,
+        [NEGATIVE, ""],
+        scheduler=kind,
+        latents=latents,
+        output_type="float",
+        callback=lambda i, t, x: change(i, x),
+        progress=False,
+        **given,
+        **options,
+    ).frames
+    ids = [pipe.tokenizer(texts) for texts in (PROMPTS, [NEGATIVE, ""])]
+    scheduler = make_scheduler(kind, pipe.scheduler.config.snr_shift_scale)
+    theirs = run_reference(native.parent / "hf", ids, scheduler, latents, noise, monkeypatch, change=change, **options)
+    assert np.abs(ours - theirs).max() < PIXEL_BAR
 
 
 def test_progress_says_when_it_compiles(native, capfd, monkeypatch):
