@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
@@ -235,7 +236,11 @@ class Pipeline(OpenModel):
             InputError: an argument that cannot be served.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        loop = result_of(denoise(self, self.resolve(request), conditioning, state=state), progress)
+        run = self.resolve(request)
+        _check_concrete(
+            "denoise", "resolve(request).denoise", conditioning, state, run.request.latents, run.request.noise
+        )
+        loop = result_of(denoise(self, run, conditioning, state=state), progress)
         return in_own_settings(loop)
 
     def decode(
@@ -262,6 +267,7 @@ class Pipeline(OpenModel):
         """
         if isinstance(latents, DenoiseState):
             latents = latents.video_latents
+        _check_concrete("decode", "manifest.model.codec.decode", latents)
         latents = from_torch(latents)
         channels = self.manifest.model.codec.latent_channels
         if np.ndim(latents) != 5 or np.shape(latents)[-1] != channels:
@@ -287,6 +293,15 @@ class Pipeline(OpenModel):
         run = self.resolve(request)
         compiled = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
         result_of(self.checking_memory(compiled, keep=keep), progress)
+
+
+def _check_concrete(name: str, function: str, *arrays: Any) -> None:
+    """Refuse arrays of a transformation of JAX."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+        raise InputError(
+            f"pipe.{name} runs compiled programs, which jax.grad, jit and vmap cannot trace; pipe.{function} is the "
+            "function of arrays that they can: see docs/activations.md"
+        )
 
 
 def _all_of(runs: Iterable[Events[None]]) -> Events[None]:
