@@ -333,12 +333,14 @@ class Api:
         except FieldError as e:
             self._remove(own)
             raise ApiError(422, "invalid_value", str(e), e.faults) from e
-        model = wanted.model or base.get("model") or next(iter(self.worker.models))
+        model = wanted.model or base.get("model") or self._made_by(wanted) or next(iter(self.worker.models))
         if model not in self.worker.models:
             self._remove(own)
             known = ", ".join(self.worker.models)
             message = f"there is no model {model[:100]!r} here; there are: {known}"
             raise ApiError(404, "model_not_found", message, [("model", message)])
+        if wanted.made_by:
+            self._check_made_by(wanted, model)
         options = {"seed": secrets.randbelow(2**31), **wanted.options}
         if wanted.seconds is not None:
             options["num_frames"] = self._frames(model, wanted.seconds, options.get("fps"))
@@ -354,6 +356,23 @@ class Api:
         if is_estimate:
             self._remove(own)
         return wanted, model, runs
+
+    def _release(self, model: str) -> str:
+        """What the recipes of a model's videos call it."""
+        release = self.worker.manifests[model].release
+        return release.name if release else model.replace("-", "_")
+
+    def _made_by(self, wanted: CreateRequest) -> str | None:
+        """The model of this server that made the video of a recipe."""
+        made_by = wanted.made_by.get("release")
+        return next((model for model in self.worker.models if self._release(model) == made_by), None)
+
+    def _check_made_by(self, wanted: CreateRequest, model: str) -> None:
+        """Refuse a recipe of another model or dtype, whose video would be another one."""
+        here = {"release": self._release(model), "dtype": self.worker.dtypes[model]}
+        if other := [f"{name} {value}" for name, value in wanted.made_by.items() if value != here[name]]:
+            message = f"the recipe is of {' and '.join(other)}; {model} here is {here['release']} in {here['dtype']}"
+            raise ApiError(422, "invalid_value", message, [("recipe", message)])
 
     def _remove(self, uploads: Sequence[str]) -> None:
         """Remove the files that came with a request which makes no video."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -28,24 +29,43 @@ async def read_body(request: Request) -> tuple[dict[str, Any], dict[str, UploadF
             form = await request.form(max_files=8, max_fields=200, max_part_size=MAX_JSON_BYTES)
         except (MultiPartException, HTTPException) as e:
             raise ApiError(422, "invalid_value", f"the form cannot be read: {getattr(e, 'message', e)}") from e
-        values = {name: value for name, value in form.multi_items() if isinstance(value, str)}
-        files = {name: value for name, value in form.multi_items() if isinstance(value, UploadFile)}
-        if len(values) + len(files) < len(form.multi_items()):
-            raise ApiError(422, "invalid_value", "the form gives a field twice")
-        return {**_object(values.pop("request", "{}")), **values}, files
+        items = form.multi_items()
+        inner = _object(next((str(value) for name, value in items if name == "request"), "{}"))
+        own = [(name, value) for name, value in items if name != "request"]
+        _check_once([*inner, *(name for name, _ in items)])
+        values = {name: value for name, value in own if isinstance(value, str)}
+        return inner | values, {name: value for name, value in own if isinstance(value, UploadFile)}
     if kind not in ("application/json", ""):
         raise ApiError(415, "unsupported_type", f"expected application/json or multipart/form-data; got {kind[:80]!r}")
     return _object(await request.body() or b"{}"), {}
 
 
 def _object(text: str | bytes) -> dict[str, Any]:
+    """A JSON object whose keys are given once, without NaN, infinity and halves of surrogate pairs."""
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_pairs, parse_constant=_refuse_constant)
+        json.dumps(values, ensure_ascii=False).encode()  # which a lone surrogate fails
     except (ValueError, RecursionError) as e:
-        raise ApiError(422, "invalid_json", "the body is no JSON") from e
+        raise ApiError(422, "invalid_json", "the body is not valid JSON") from e
     if not isinstance(values, dict):
-        raise ApiError(422, "invalid_json", "the body is no JSON object")
+        raise ApiError(422, "invalid_json", "the body is not a JSON object")
     return values
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_once([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _check_once(names: Sequence[str]) -> None:
+    """Refuse a field that is given twice: one of its values would be lost."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        message = f"{twice[0][:80]} is given more than once"
+        raise ApiError(422, "invalid_value", message, [(twice[0][:80], message)])
 
 
 def digest_of(values: Mapping[str, Any], files: Mapping[str, UploadFile]) -> str:

@@ -7,7 +7,7 @@ import binascii
 import json
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -15,6 +15,7 @@ from typing import Any
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import (
+    MAX_SEED,
     GenerationRequest,
     Option,
     check_option,
@@ -24,7 +25,7 @@ from cogvideox_flax.generate.request import (
     options_of,
     types_of,
 )
-from cogvideox_flax.io.values import short_repr
+from cogvideox_flax.io.values import is_finite_number, short_repr
 
 MEDIA_FIELDS = {
     "input_reference": "image",
@@ -35,8 +36,12 @@ MEDIA_FIELDS = {
 }
 """Field of the API -> option of the request; the options' own names are taken, too."""
 
-LEFT_OUT = ("num_videos", "compiled_loop")
-"""Options that the API does not have: `n` is the first, and a compiled loop cannot be cancelled or watched."""
+LEFT_OUT = ("num_videos", "compiled_loop", "force")
+"""Options that the API does not have: `n` is the first, a compiled loop cannot be cancelled or watched, and a size at which
+the model gives no usable video is not a stranger's to choose."""
+
+MAX_FIELDS, MAX_NAME = 100, 64
+"""Fields of a request, and characters of an unknown one for which a known name is looked for."""
 
 DEFAULTS = {"seed": "a new one"}
 """Options whose default is another one in the API."""
@@ -70,6 +75,7 @@ class CreateRequest:
 
     options: field of the request -> value, images and clips as paths.
     seconds: as asked; None: `num_frames`, or the model's.
+    made_by: release and dtype of the recipe, as far as there is one.
     """
 
     model: str | None
@@ -77,6 +83,7 @@ class CreateRequest:
     seconds: float | None
     n: int
     metadata: dict[str, str] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
 
 
 def api_names() -> dict[str, str]:
@@ -102,11 +109,16 @@ def read_fields(
     Raises:
         FieldError: with all fields that cannot be served.
     """
+    if len(values) > MAX_FIELDS:
+        raise FieldError([("", f"the request has {len(values)} fields; expected at most {MAX_FIELDS}")])
     faults: list[tuple[str, str]] = []
     names, options, own = api_names(), dict[str, Any](), dict[str, Any]()
     for key, value in values.items():
         try:
-            if key in OWN_FIELDS:
+            if key == "recipe":
+                given_too = {names[name] for name in values if name in names}
+                own[key] = _recipe(_json(key, value, dict), given_too)
+            elif key in OWN_FIELDS:
                 own[key] = _own(key, value)
             elif (name := names.get(key)) is None:
                 raise InputError(_unknown(key, names))
@@ -115,15 +127,16 @@ def read_fields(
             elif name in MEDIA_FIELDS.values():
                 options[name] = media(key, value)
             elif name == "lora":
-                options[name] = [_adapter(each, adapter) for each in _json(value, list)]
+                options[name] = [_adapter(each, adapter) for each in _json(key, value, list)]
             elif name == "prompt":
                 options[name] = _prompt(value)
             else:
                 options[name] = _option(name, value)
-        except (InputError, ValueError) as e:
+        except (InputError, ValueError, OverflowError) as e:
             faults.append((key, str(e)))
+    recipe, made_by = own.get("recipe", ({}, {}))
     given = options
-    options = {name: value for name, value in base.items() if name != "model"} | own.get("recipe", {}) | given
+    options = {name: value for name, value in base.items() if name != "model"} | recipe | given
     if "prompt" not in options and not any(key == "prompt" for key, _ in faults):
         faults.append(("prompt", "prompt is missing; expected a text"))
     if "size" in own:
@@ -135,23 +148,27 @@ def read_fields(
         faults.append(("seconds", "seconds and num_frames were given; give one of them"))
     if faults:
         raise FieldError(faults)
-    return CreateRequest(own.get("model"), options, own.get("seconds"), own.get("n", 1), own.get("metadata", {}))
+    count, seed = own.get("n", 1), options.get("seed", 0)
+    if seed + count - 1 > MAX_SEED:
+        raise FieldError([("n", f"n is {count} from seed {seed}; expected seeds up to {MAX_SEED}")])
+    return CreateRequest(own.get("model"), options, own.get("seconds"), count, own.get("metadata", {}), made_by)
 
 
 def _unknown(key: str, names: Mapping[str, str]) -> str:
-    close = get_close_matches(key, [*names, *OWN_FIELDS], 1)
+    close = get_close_matches(key, [*names, *OWN_FIELDS], 1) if len(key) <= MAX_NAME else []
     return f"there is no field {short_repr(key)}; " + (f"did you mean {close[0]}?" if close else "see /openapi.json")
 
 
-def _json(value: Any, kind: type) -> Any:
+def _json(key: str, value: Any, kind: type) -> Any:
     """A value of a JSON type, which a form holds as text."""
     if isinstance(value, str) and kind is not str:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as e:
-            raise InputError(f"it is {short_repr(value)}; expected JSON") from e
+            raise InputError(f"{key} is {short_repr(value)}; expected JSON") from e
     if not isinstance(value, kind):
-        raise InputError(f"it is {short_repr(value)}; expected a JSON {kind.__name__}")
+        words: dict[Any, str] = {dict: "a JSON object", list: "a JSON array", str: "a text"}
+        raise InputError(f"{key} is {short_repr(value)}; expected {words[kind]}")
     return value
 
 
@@ -183,13 +200,15 @@ def _takes_text(name: str) -> bool:
 def _adapter(value: Any, adapter: Callable[[str], str]) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or set(value) - {"name", "scale"}:
         raise InputError(f'lora holds {short_repr(value)}; expected {{"name": TEXT, "scale": NUMBER}}')
-    return {"file": adapter(value["name"]), "scale": check_option("guidance_scale", value.get("scale", 1.0))}
+    if not is_finite_number(scale := value.get("scale", 1.0)):
+        raise InputError(f"lora: scale is {short_repr(scale)}; expected a number")
+    return {"file": adapter(value["name"]), "scale": float(scale)}
 
 
 def _own(key: str, value: Any) -> Any:
     match key:
         case "model":
-            return _json(value, str)
+            return _json(key, value, str)
         case "size":
             if not isinstance(value, str) or (match := SIZE.fullmatch(value)) is None:
                 raise InputError(f"size is {short_repr(value)}; expected WIDTHxHEIGHT, such as 720x480")
@@ -198,10 +217,8 @@ def _own(key: str, value: Any) -> Any:
             return _number(key, value, 1e-3, 1e5)
         case "n":
             return int(_number(key, value, 1, MAX_N, whole=True))
-        case "recipe":
-            return _recipe(_json(value, dict))
         case _:
-            texts = _json(value, dict)
+            texts = _json(key, value, dict)
             if len(texts) > MAX_METADATA or not all(
                 isinstance(text, str) and len(text) <= 512 for text in texts.values()
             ):
@@ -212,7 +229,7 @@ def _own(key: str, value: Any) -> Any:
 def _number(key: str, value: Any, low: float, high: float, whole: bool = False) -> float:
     try:
         number = float(value) if not isinstance(value, bool) else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or not low <= number <= high or (whole and number != int(number)):
         kind = "a whole number" if whole else "a number"
@@ -220,20 +237,35 @@ def _number(key: str, value: Any, low: float, high: float, whole: bool = False) 
     return number
 
 
-def _recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The options of a recipe. Its images, clips and adapters are files of another machine, which are given again."""
-    names, known = api_names(), options_of(GenerationRequest)
+def _recipe(recipe: dict[str, Any], given: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of a recipe, and the release and dtype that it names.
+
+    Its images, clips and adapters are files of another machine, which are given anew.
+
+    Args:
+        given: options that the request gives beside it.
+
+    Raises:
+        InputError: it states what no option gives, or a file that is not given.
+    """
+    from cogvideox_flax.generate.recipe import UNREPEATABLE
+
+    names = set(api_names().values())
     settings: dict[str, Any] = {name: recipe[name] for name in ("prompt", "negative_prompt", "seed") if name in recipe}
-    settings |= _json(recipe.get("settings", {}), dict)
+    settings |= _json("settings", recipe.get("settings", {}), dict)
+    made_by = {"release": recipe.get("release"), "dtype": settings.pop("dtype", None)}
     options: dict[str, Any] = {}
     for name, value in settings.items():
+        if name in given or value is None:
+            continue
         if name in MEDIA_FIELDS.values() or name == "lora":
-            raise InputError(f"the recipe was made with {name}; leave it out of the recipe and give the file as {name}")
-        if name == "prompt":
-            options[name] = _prompt(value)
-        elif name in known and name in names:
-            options[name] = check_option(name, value)
-    return options
+            raise InputError(f"the recipe was made with {name}: give the file again as {name}")
+        if name not in names:
+            raise InputError(f"the recipe states {short_repr(name)}, which no field of a request gives")
+        options[name] = _prompt(value) if name == "prompt" else check_option(name, value)
+    if stated := [name for name in (*UNREPEATABLE, "row") if recipe.get(name)]:
+        raise InputError(f"the recipe states {' and '.join(stated)}, which no field of a request gives")
+    return options, {name: value for name, value in made_by.items() if value is not None}
 
 
 def data_url(text: str, most: int) -> bytes:

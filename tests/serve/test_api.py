@@ -117,9 +117,18 @@ def test_the_examples_of_the_docs(server, tmp_path):
         ({"prompt": "x", "video_reference": {"image_url": "http://169.254.169.254/"}}, "video_reference", "data: URLs"),
         ({"prompt": "x", "lora": [{"name": "../x"}]}, "lora", "there is no adapter"),
         ({"prompt": "x", "num_videos": 2}, "num_videos", "there is no field"),
+        ({"prompt": "x", "force": True}, "force", "there is no field"),
+        ({"prompt": "x", "n": 10**400}, "n", "from 1 to 8"),
+        ({"prompt": "x", "n": 2, "seed": 2**32 - 1}, "n", "seeds up to"),
+        ({"prompt": "x", "metadata": None, "lora": 3}, "lora", "expected a JSON array"),
+        ({"prompt": "x", **{f"f{i}": 1 for i in range(200)}}, None, "expected at most 100"),
+        ({"recipe": {"prompt": "x", "settings": {"steps_done": 3}}}, "recipe", "no field of a request gives"),
+        ({"recipe": {"prompt": "x", "release": "cogvideox-5b"}}, "recipe", "the recipe is of release cogvideox-5b"),
+        ({"recipe": {"prompt": "x", "settings": {"dtype": "bfloat16"}}}, "recipe", "of dtype bfloat16"),
+        ({"recipe": {"prompt": "x", "settings": {"video": [{"file": "a"}]}}}, "recipe", "give the file again"),
         ({"prompt": "x", "metadata": {"a": 1}}, "metadata", "expected up to 16 texts"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_a_field_that_cannot_be_served(server, body, param, words):
     answer = server.client.post("/v1/videos", json=body)
@@ -139,6 +148,10 @@ def test_other_bodies(server):
     post = server.client.post
     assert post("/v1/videos", content=b"{", headers={"content-type": "application/json"}).status_code == 422
     assert post("/v1/videos", content=b"[]", headers={"content-type": "application/json"}).status_code == 422
+    for text in ('{"prompt": "a", "prompt": "b"}', '{"prompt": "\\ud800"}', '{"prompt": "a", "strength": NaN}'):
+        assert post("/v1/videos", content=text, headers={"content-type": "application/json"}).status_code == 422, text
+    twice = post("/v1/videos", data={"prompt": "x", "video": "{}"}, files={"video": ("a.mp4", b"x")})
+    assert twice.status_code == 422 and "video is given more than once" in twice.text
     nested = b"[" * 100_000
     assert post("/v1/videos", content=nested, headers={"content-type": "application/json"}).status_code == 422
     assert post("/v1/videos", content=b"a", headers={"content-type": "text/plain"}).status_code == 415
