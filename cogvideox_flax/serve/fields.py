@@ -37,8 +37,8 @@ MEDIA_FIELDS = {
 """Field of the API -> option of the request; the options' own names are taken, too."""
 
 LEFT_OUT = ("num_videos", "compiled_loop", "force")
-"""Options that the API does not have: `n` is the first, a compiled loop cannot be cancelled or watched, and a size at which
-the model gives no usable video is not a stranger's to choose."""
+"""Options that the API does not have: `n` is the first, a compiled loop cannot be cancelled or watched, and sizes at
+which the model gives no usable video are not for strangers to choose."""
 
 MAX_FIELDS, MAX_NAME = 100, 64
 """Fields of a request, and characters of an unknown one for which a known name is looked for."""
