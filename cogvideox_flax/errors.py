@@ -22,6 +22,10 @@ class InputError(ValueError):
     """The input (an argument, a file, a directory) cannot be served; the message is for people."""
 
 
+class BusyError(InputError):
+    """Another process is at work there."""
+
+
 class CheckpointError(InputError):
     """A checkpoint is missing, truncated, corrupt or not the one that its config describes."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from cogvideox_flax.errors import InputError
+from cogvideox_flax.errors import BusyError, InputError
 
 _LOCK = re.compile(r"\.cogvideox-[0-9a-f]{16}\.lock")
 _RENAME_EXCHANGE = 2  # of renameat2, <linux/fs.h>
@@ -196,12 +196,13 @@ def file_lock(path: Path, *, busy: str | None) -> Iterator[None]:
         busy: the error message if another process holds it; None: wait for it.
 
     Raises:
-        InputError: another process holds it, or it cannot be created.
+        BusyError: another process holds it.
+        InputError: it cannot be created.
     """
     try:
         descriptor = _acquire(path, wait=busy is None)
     except BlockingIOError as e:
-        raise InputError(str(busy)) from e
+        raise BusyError(str(busy)) from e
     except OSError as e:
         raise InputError(
             f"cannot lock {path}: {e.strerror}; remove that file, or choose a place on a file system with locks"

@@ -7,17 +7,19 @@ is: the driver writes it whole, and what a lost worker had begun is made by anot
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.errors import InputError, install_extra
+from cogvideox_flax.errors import BusyError, InputError, install_extra
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +32,16 @@ CONNECT_S = 10.0
 MAX_LOST = 3
 """Workers that a job may lose before it is refused."""
 
+MAX_UNOPENED = 3
+"""Workers in a row that may fail to open the model before the queue ends, where none has it open."""
+
 
 @dataclass(frozen=True)
 class ClusterModel:
     """The model that each worker opens; as for `Pipeline.from_pretrained`.
 
     mesh: as --mesh, over the devices of one worker.
-    checkpoint: what a recipe holds of it; a worker's that differs is refused.
+    checkpoint: what a recipe holds of it; a worker whose own differs is dropped.
     """
 
     where: str | None
@@ -56,6 +61,8 @@ class ClusterJob:
     shape: jobs of equal shape run the same compiled programs.
     options: fields of the request.
     path: where the driver writes it.
+    lost: workers that it lost.
+    after: when it may be handed out, on the clock of `time.monotonic`.
     """
 
     name: str
@@ -63,6 +70,11 @@ class ClusterJob:
     options: dict[str, Any]
     path: Path
     lost: int = 0
+    after: float = 0.0
+
+
+class Busy(str):
+    """Why a video cannot be made yet: another run is at work in its run directory."""
 
 
 class Worker:
@@ -92,7 +104,7 @@ class Worker:
             folder: its run directory; on a disk that the workers share, another one goes on there.
 
         Returns:
-            Its file and its recipe; or why it cannot be made.
+            Its file and its recipe; or why it cannot be made, or not yet.
         """
         from cogvideox_flax.generate.journey import generate
         from cogvideox_flax.generate.queue import save_videos
@@ -111,16 +123,19 @@ class Worker:
                 events = in_own_settings(generate(pipe, run, store, stages, keep=pipe.fits_at_once()))
                 (recipe,) = save_videos(events, run, [path], latents=is_latents, timed=True)
                 return path.read_bytes(), recipe
+        except BusyError as e:
+            return Busy(e)
         except InputError as e:  # of this video, wherever it is made
             return str(e)
 
 
 @dataclass
 class _Slot:
-    """A worker as the driver sees it. task: what it does now; job: None while it opens the model."""
+    """A worker as the driver sees it. task: what it does now; job: the video that it makes; opened: the model is."""
 
     actor: Any
     task: Any
+    opened: bool = False
     job: ClusterJob | None = None
     shapes: set[Any] = field(default_factory=set)
 
@@ -143,8 +158,8 @@ def make_on_cluster(
         made, refused: told of each job.
 
     Raises:
-        InputError: Ray is not installed, the cluster is not reached or has no room, or the workers cannot open the
-            model.
+        InputError: Ray is not installed, the cluster is not reached, none of its machines is large enough for a
+            worker, or no worker can open the model.
     """
     try:
         import ray
@@ -193,34 +208,52 @@ class _Driver:
         self.needs = dict(needs) or _needs(ray)
         self.made, self.refused = made, refused
         self.slots: list[_Slot] = []
-        self.looked = -LOOK_EVERY_S
-        lost = ray.exceptions
-        self.lost = (lost.ActorDiedError, lost.ActorUnavailableError, lost.NodeDiedError, lost.WorkerCrashedError)
+        self.looked = -math.inf
+        self.unopened = 0  # workers that failed to open the model since one did
+        self.reason = ""  # of the last of them
+        self.waits = False
 
     def run(self) -> None:
         """Hand out jobs until all are made or refused."""
         while self.todo or any(slot.job for slot in self.slots):
             self._start_workers()
-            if not self.slots:
-                raise InputError(
-                    f"the cluster has no room for a worker, which takes {_text(self.needs)}; it has "
-                    f"{_text(self.ray.cluster_resources())}. Say what a worker takes with --ray-worker"
-                )
             tasks = {slot.task: slot for slot in self.slots if slot.task is not None}
-            done, _ = self.ray.wait(list(tasks), num_returns=1, timeout=LOOK_EVERY_S)
+            if tasks:
+                done, _ = self.ray.wait(list(tasks), num_returns=1, timeout=LOOK_EVERY_S)
+            else:
+                time.sleep(LOOK_EVERY_S)
+                done = []
             for task in done:
                 self._finish(tasks[task], task)
             for slot in self.slots:
-                if slot.task is None and self.todo:
+                if slot.opened and slot.job is None:
                     self._give(slot)
 
     def _start_workers(self) -> None:
-        """Start a worker wherever there is room for one, as long as jobs wait for it."""
-        if time.monotonic() - self.looked < LOOK_EVERY_S:
+        """Start a worker wherever there is room for one, as long as jobs wait for it.
+
+        Raises:
+            InputError: none is there that makes videos, and there can be none.
+        """
+        # a machine on which the model cannot be opened is tried less and less often
+        if time.monotonic() - self.looked < LOOK_EVERY_S * 2 ** min(self.unopened, 5):
             return
         self.looked = time.monotonic()
-        free = self.ray.available_resources()
-        room = min(int(free.get(name, 0) / needed) for name, needed in self.needs.items() if needed)
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        most = sum(self._room(node) for node in nodes)
+        if not any(slot.opened for slot in self.slots):
+            if not most:
+                have = " and ".join(_text(node) or "nothing" for node in nodes)
+                raise InputError(
+                    f"no machine of the cluster has room for a worker, which takes {_text(self.needs)}; they have "
+                    f"{have}. Say what a worker takes with --ray-worker"
+                )
+            if self.unopened >= MAX_UNOPENED:
+                if not self.slots:
+                    raise InputError(f"the workers of the cluster cannot open the model: {self.reason}")
+                return  # one of those that are at it may open it
+        # what is free is summed over the machines: a worker may find no room on one of them, and then waits in Ray
+        room = min(self._room(self.ray.available_resources()), most - len(self.slots))
         waiting = len(self.todo) - sum(slot.job is None for slot in self.slots)
         named = {"CPU": "num_cpus", "GPU": "num_gpus"}
         how: dict[str, Any] = {named[name]: value for name, value in self.needs.items() if name in named}
@@ -228,10 +261,20 @@ class _Driver:
         for _ in range(min(room, waiting)):
             actor = self.ray.remote(Worker).options(max_restarts=0, **how).remote(self.model)
             self.slots.append(_Slot(actor, actor.ready.remote()))
+        if not self.slots and not self.waits:
+            self.waits = True
+            log.warning("the cluster has no free room for a worker, which takes %s; waiting", _text(self.needs))
+
+    def _room(self, resources: Mapping[str, float]) -> int:
+        """How many workers these resources are enough for."""
+        return min(math.floor(resources.get(name, 0) / needed + 1e-6) for name, needed in self.needs.items())
 
     def _give(self, slot: _Slot) -> None:
-        """Give a worker a job, one whose programs it has compiled where there is one."""
-        job = next((job for job in self.todo if job.shape in slot.shapes), self.todo[0])
+        """Give a worker a job that may be made now, one whose programs it has compiled where there is one."""
+        jobs = [job for job in self.todo if job.after <= time.monotonic()]
+        if not jobs:
+            return
+        job = next((job for job in jobs if job.shape in slot.shapes), jobs[0])
         self.todo.remove(job)
         slot.job = job
         slot.shapes.add(job.shape)
@@ -240,30 +283,40 @@ class _Driver:
     def _finish(self, slot: _Slot, task: Any) -> None:
         """Take what a worker answers; a job whose worker is lost is made by another."""
         job, slot.job, slot.task = slot.job, None, None
+        errors = self.ray.exceptions
         try:
             result = self.ray.get(task)
-        except self.lost as e:
-            self.slots.remove(slot)
-            self.looked = -LOOK_EVERY_S
-            if job is None:
-                raise InputError(f"a worker of the cluster cannot open the model: {_reason(e)}") from e
-            log.warning("a worker was lost while it made %s, which another makes", job.path)
-            job.lost += 1
-            if job.lost > MAX_LOST:
-                self.refused(job, f"it lost {job.lost} workers: {_reason(e)}")
+        except errors.RayError as e:
+            if job is not None and isinstance(e, errors.RayTaskError):  # a fault of the program, with this job
+                self.refused(job, f"{type(e.cause).__name__}: {e.cause}")
             else:
-                self.todo.insert(0, job)
-        except self.ray.exceptions.RayTaskError as e:  # a fault of the program, with this job
-            if job is None:
-                raise
-            self.refused(job, f"{type(e.cause).__name__}: {e.cause}")
+                self._drop(slot, job, _reason(e))
+            return
+        if job is None:
+            slot.opened, self.unopened = True, 0
+        elif isinstance(result, Busy) and job.lost:  # the worker that was lost may be at work there still
+            job.after = time.monotonic() + LOOK_EVERY_S
+            self.todo.append(job)
+        elif isinstance(result, str):
+            self.refused(job, str(result))
         else:
-            if job is None:  # the model is open
-                return
-            if isinstance(result, str):
-                self.refused(job, result)
-            else:
-                self.made(job, *result)
+            self.made(job, *result)
+
+    def _drop(self, slot: _Slot, job: ClusterJob | None, reason: str) -> None:
+        """Go on without a worker. job: what it made; None: it opened the model."""
+        self.slots.remove(slot)
+        with suppress(self.ray.exceptions.RayError):  # it is gone
+            self.ray.kill(slot.actor, no_restart=True)
+        if job is None:
+            self.unopened, self.reason = self.unopened + 1, reason
+            log.warning("a worker of the cluster cannot open the model and is left out: %s", reason)
+            return
+        log.warning("a worker was lost while it made %s: %s", job.path, reason)
+        job.lost += 1
+        if job.lost > MAX_LOST:
+            self.refused(job, f"it lost {job.lost} workers: {reason}")
+        else:
+            self.todo.insert(0, job)
 
 
 def _needs(ray: Any) -> dict[str, float]:
@@ -277,7 +330,10 @@ def _needs(ray: Any) -> dict[str, float]:
 
 
 def _text(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{value:g} {name}" for name, value in resources.items() if name in ("CPU", "GPU", "TPU"))
+    """The resources that people name, without memory and Ray's own marks of a machine."""
+    own = ("memory", "object_store_memory")
+    named = {name: value for name, value in resources.items() if name not in own and ":" not in name}
+    return ", ".join(f"{value:g} {name}" for name, value in named.items())
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,11 @@ import psutil
 import pytest
 
 from cogvideox_flax.cli import main
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.store import run_dir_lock
 from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.serve import cluster as serve
 from tests.support.servers import ROOT
 
 ray = pytest.importorskip("ray")
@@ -102,3 +107,184 @@ def test_refusals(options, words, tmp_path, monkeypatch, capsys):
     assert main(["generate", *options]) == 2
     assert words in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["p.txt"]
+
+
+@dataclass(eq=False)
+class Task:
+    actor: object
+    answer: object
+
+
+class SimulatedRay:
+    """What the driver uses of Ray. Tasks end in the order in which they began.
+
+    machines: the resources of each.
+    opens, makes: what the tasks answer in turn: an error that is raised, or a value. A video where they end.
+    """
+
+    exceptions = ray.exceptions
+
+    def __init__(self, machines, opens=(), makes=()):
+        self.machines, self.opens, self.makes = machines, list(opens), list(makes)
+        self.actors, self.killed, self.freeing, self.looks = [], [], [], 0
+        self.taken = 0  # by others, of the first machine
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": machine} for machine in self.machines]
+
+    def free(self, index):
+        mine = [actor.needs for actor in self.actors + self.freeing if actor.machine == index]
+        free = {name: have - sum(needs.get(name, 0) for needs in mine) for name, have in self.machines[index].items()}
+        return free | ({"CPU": free.get("CPU", 0) - self.taken} if index == 0 else {})
+
+    def available_resources(self):
+        self.looks += 1
+        assert self.looks < 200, "the driver waits for ever"
+        if self.looks % 3 == 0:  # what a killed worker held is free some time later
+            self.freeing, self.taken = [], 0
+        every = [self.free(index) for index in range(len(self.machines))]
+        return {name: sum(free.get(name, 0) for free in every) for free in every for name in free}
+
+    def remote(self, worker):
+        assert worker is serve.Worker
+        return self
+
+    def options(self, max_restarts, resources, num_cpus=0, num_gpus=0):
+        self.next_needs = {"CPU": num_cpus, "GPU": num_gpus, **resources}
+        simulated = self
+
+        class Method:
+            def __init__(self, actor, script, otherwise):
+                self.actor, self.script, self.otherwise = actor, script, otherwise
+
+            def remote(self, *args):
+                return Task(self.actor, self.script.pop(0) if self.script else self.otherwise)
+
+        class Actor:
+            def __init__(self):
+                self.needs, self.machine = simulated.next_needs, None
+                self.ready = Method(self, simulated.opens, None)
+                self.make = Method(self, simulated.makes, (b"video", {}))
+
+        class Class:
+            def remote(self, model):
+                simulated.actors.append(Actor())
+                return simulated.actors[-1]
+
+        return Class()
+
+    def wait(self, tasks, num_returns, timeout):
+        self.looks += 1
+        assert tasks and self.looks < 200, "the driver waits for ever"
+        for actor in self.actors:
+            if actor.machine is None:
+                fits = lambda index: all(self.free(index).get(name, 0) >= n for name, n in actor.needs.items())  # noqa: E731,B023
+                actor.machine = next((index for index in range(len(self.machines)) if fits(index)), None)
+        done = [task for task in tasks if task.actor.machine is not None][:num_returns]
+        return done, [task for task in tasks if task not in done]
+
+    def get(self, task):
+        if isinstance(task.answer, Exception):
+            raise task.answer
+        return task.answer
+
+    def kill(self, actor, no_restart):
+        assert no_restart
+        self.actors.remove(actor)
+        self.killed.append(actor)
+        self.freeing.append(actor)
+        raise ray.exceptions.ActorHandleNotFoundError("gone")
+
+
+def drive(simulated, lines, needs, monkeypatch, tmp_path):
+    """Run the driver: the names of what it made, and of what it refused with the reasons."""
+    monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.0)
+    made, refused = [], {}
+    jobs = [serve.ClusterJob(f"line-{i}", "shape", {}, tmp_path / f"{i}.mp4") for i in range(lines)]
+    take = lambda job, video, recipe: made.append(job.name)  # noqa: E731
+    refuse = lambda job, reason: refused.update({job.name: reason})  # noqa: E731
+    serve._Driver(simulated, jobs, None, needs, tmp_path, take, refuse).run()
+    return sorted(made), refused
+
+
+def cannot_open():
+    words = "Traceback\n  ...\nInputError: no such model"
+    fault = ray.exceptions.RayTaskError("Worker", words, InputError("no such model"), proctitle="p", pid=1, ip="0")
+    return ray.exceptions.ActorDiedError(fault)
+
+
+DIED = ray.exceptions.ActorDiedError()
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        DIED,
+        ray.exceptions.NodeDiedError("gone"),
+        ray.exceptions.OutOfMemoryError("gone"),
+        ray.exceptions.ObjectLostError("00", None, ""),
+        ray.exceptions.OwnerDiedError("00", None, ""),
+        ray.exceptions.RaySystemError("gone"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_only_worker_is_lost(lost, monkeypatch, tmp_path):
+    """Its room is free only some time later; then another worker makes its video."""
+    simulated = SimulatedRay([{"CPU": 1.0}], makes=[lost])
+    assert drive(simulated, 2, {"CPU": 1.0}, monkeypatch, tmp_path) == (["line-0", "line-1"], {})
+    assert len(simulated.killed) == 1
+
+
+def test_a_job_that_loses_workers_and_a_fault_of_the_program(monkeypatch, tmp_path):
+    fault = ray.exceptions.RayTaskError("make", "", KeyError("x"), proctitle="p", pid=1, ip="0")
+    simulated = SimulatedRay([{"CPU": 1.0}], makes=[DIED] * 4 + [fault])
+    made, refused = drive(simulated, 3, {"CPU": 1.0}, monkeypatch, tmp_path)
+    assert made == ["line-2"] and "lost 4 workers" in refused["line-0"] and refused["line-1"] == "KeyError: 'x'"
+    assert len(simulated.killed) == 4  # a fault of the program leaves its worker alive
+
+
+def test_a_worker_lies_on_one_machine(monkeypatch, tmp_path):
+    with pytest.raises(InputError, match=r"no machine .* which takes 2 CPU; they have 1 CPU and 1 CPU"):
+        drive(SimulatedRay([{"CPU": 1.0}, {"CPU": 1.0}]), 2, {"CPU": 2.0}, monkeypatch, tmp_path)
+    with pytest.raises(InputError, match="takes 1 chip; they have 1 CPU"):
+        drive(SimulatedRay([{"CPU": 1.0, "node:1": 1.0}]), 2, {"chip": 1.0}, monkeypatch, tmp_path)
+    simulated = SimulatedRay([{"CPU": 3.0}, {"CPU": 3.0}])
+    assert len(drive(simulated, 9, {"CPU": 2.0}, monkeypatch, tmp_path)[0]) == 9
+    assert len(simulated.actors) == 2  # six cores are room for three only where they lie together
+
+
+def test_room_that_others_have_taken_is_waited_for(monkeypatch, tmp_path, caplog):
+    simulated = SimulatedRay([{"CPU": 1.0}])
+    simulated.taken = 1
+    assert drive(simulated, 1, {"CPU": 1.0}, monkeypatch, tmp_path)[0] == ["line-0"]
+    assert caplog.text.count("no free room for a worker, which takes 1 CPU") == 1
+
+
+def test_a_worker_that_cannot_open_the_model_is_left_out(monkeypatch, tmp_path, caplog):
+    simulated = SimulatedRay([{"CPU": 3.0}], opens=[cannot_open(), cannot_open(), None])
+    assert len(drive(simulated, 3, {"CPU": 1.0}, monkeypatch, tmp_path)[0]) == 3
+    assert caplog.text.count("cannot open the model and is left out: InputError: no such model") == 2
+    assert len(simulated.killed) == 2
+
+
+def test_no_worker_can_open_the_model(monkeypatch, tmp_path):
+    simulated = SimulatedRay([{"CPU": 1.0}], opens=[cannot_open()] * 9)
+    with pytest.raises(InputError, match="workers of the cluster cannot open the model: InputError: no such model"):
+        drive(simulated, 3, {"CPU": 1.0}, monkeypatch, tmp_path)
+    assert len(simulated.killed) == serve.MAX_UNOPENED
+    simulated = SimulatedRay([{"CPU": 4.0}], opens=[cannot_open()] * 3 + [None])  # the slowest of four opens it
+    assert len(drive(simulated, 4, {"CPU": 1.0}, monkeypatch, tmp_path)[0]) == 4
+
+
+def test_a_busy_run_directory(monkeypatch, tmp_path):
+    """A job whose lost worker is still at work there waits for it; another run's is refused, as on one machine."""
+    simulated = SimulatedRay([{"CPU": 1.0}], makes=[DIED, serve.Busy("busy"), serve.Busy("busy")])
+    assert drive(simulated, 1, {"CPU": 1.0}, monkeypatch, tmp_path) == (["line-0"], {})
+    simulated = SimulatedRay([{"CPU": 1.0}], makes=[serve.Busy("busy")])
+    assert drive(simulated, 1, {"CPU": 1.0}, monkeypatch, tmp_path) == ([], {"line-0": "busy"})
+    worker = object.__new__(serve.Worker)
+    worker.model = serve.ClusterModel(None, "demo", None, None, "float32", None, None)
+    worker.pipe = Pipeline.from_pretrained(None)
+    with run_dir_lock(tmp_path / "run"):
+        said = worker.make({"prompt": "a red circle"}, tmp_path / "run", ".mp4")
+    assert isinstance(said, serve.Busy) and "another run is at work" in said
