@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +98,16 @@ def make_on_cluster(
             partial.write_bytes(video)
         if not is_latents(job.path):
             queue.made(lines[job.name], seeds[job.name], job.path, recipe)
-        print(job.path, flush=True)
+        print(job.path, file=results, flush=True)
         tell(job, "")
 
     def refused(job: cluster.ClusterJob, reason: str) -> None:
         queue.refuse(lines[job.name], InputError(reason))
         tell(job, " cannot be made")
 
-    needs = resources(args.ray_worker)
-    cluster.make_on_cluster(args.ray, jobs, opened, needs, folder.absolute(), made, refused)
+    needs, results = resources(args.ray_worker), sys.stdout
+    with redirect_stdout(sys.stderr):  # Ray prints there what it has to say of lost workers
+        cluster.make_on_cluster(args.ray, jobs, opened, needs, folder.absolute(), made, refused)
 
 
 def _absolute(fields: Mapping[str, Any]) -> dict[str, Any]:
