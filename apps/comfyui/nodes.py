@@ -82,8 +82,9 @@ IMAGES = {
 }
 """Sockets of images and clips -> option of the request, help."""
 
-OTHERS = ("negative_prompt", "lora", "mask_video", "compiled_loop")
-"""Options with sockets or nodes of their own, and one that could be neither watched nor interrupted."""
+OTHERS = ("crf", "negative_prompt", "lora", "mask_video", "compiled_loop")
+"""Options with sockets or nodes of their own, one that could be neither watched nor interrupted, and the quality of a
+file, which ComfyUI writes itself."""
 
 
 # --- what goes from node to node

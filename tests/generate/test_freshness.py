@@ -81,7 +81,7 @@ def test_no_two_videos_have_one_recipe(pipe):
 
 def test_kept_results_are_of_the_same_arrays_and_schedulers(pipe, tmp_path, caplog):
     """In one folder one after the other, each makes what it makes alone."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "cogvideox_flax")
     files = files_in(pipe, tmp_path)
     for name, options in variants(pipe).items():
         run = run_of(pipe, options)
