@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
+import re
 import sys
 
 import diffusers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from diffusers.utils import export_to_video
 from diffusers.video_processor import VideoProcessor
+from flax import nnx
+from PIL import Image
 
 from cogvideox_flax import RELEASES, GenerationRequest, Pipeline
 from cogvideox_flax.checkpoint import Manifest, load_text_encoder, load_transformer, load_vae
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.generate.result import items
+from cogvideox_flax.io.video import read_video, save_video
+from cogvideox_flax.lora import add_lora, save_lora
+from cogvideox_flax.models.cogvideox.model import CogVideoX
+from cogvideox_flax.nn.component import METHODS
 from tests.support import processes
 from tests.support.commands import ROOT
 from tests.support.media import smooth
+from tests.support.released_layout import build, randomise, save_layout
 
 PROMPT = "a red circle moves up"
 QUICK = {"num_inference_steps": 2, "progress": False}
@@ -329,3 +340,92 @@ def test_videos_per_prompt_stand_side_by_side(pipe):
     np.testing.assert_array_equal(pipe(PROMPT, num_videos_per_prompt=1, **QUICK).frames, pipe(PROMPT, **QUICK).frames)
     with pytest.raises(TypeError, match="are the same; give one of them"):
         pipe(PROMPT, num_videos=2, num_videos_per_prompt=2)
+
+
+SCRIPTS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "diffusers.md").read_text(), re.DOTALL)
+SMALL = {"480": "32", "720": "48", "num_frames=49": "num_frames=9", "[:49]": "[:9]", "steps=50": "steps=3"}
+"""What of a script is of released checkpoints -> of the small one."""
+
+
+PARTS = {
+    "_class_name": "CogVideoXPipeline",
+    "scheduler": ["diffusers", "CogVideoXDDIMScheduler"],
+    "text_encoder": ["transformers", "T5EncoderModel"],
+    "tokenizer": ["transformers", "T5Tokenizer"],
+    "transformer": ["diffusers", "CogVideoXTransformer3DModel"],
+    "vae": ["diffusers", "AutoencoderKLCogVideoX"],
+}
+"""model_index.json."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the scripts run: two checkpoints, two adapters, an image and a clip."""
+    folder = tmp_path_factory.mktemp("scripts")
+    for name in ("CogVideoX-5b", "CogVideoX-5b-I2V"):
+        vae = randomise(build("vae", name.lower(), small=True, sample_height=96, sample_width=160))  # tiles add up
+        save_layout(folder / name, name.lower(), vae=vae, text_length=226)
+        (folder / name / "model_index.json").write_text(json.dumps(PARTS))
+    transformer = Pipeline.from_pretrained(folder / "CogVideoX-5b", progress=False).transformer
+    for seed, name in enumerate(("style", "motion")):
+        adapted = add_lora(CogVideoX, transformer, 2, rngs=nnx.Rngs(seed))
+        b = adapted.blocks.attn.q.b
+        adapted.blocks.attn.q.b = nnx.Param(jax.random.normal(jax.random.key(seed), b.shape))
+        save_lora(CogVideoX, folder / "adapters" / name, adapted)
+    frames = smooth(0, 12, 32, 48)
+    Image.fromarray(frames[0]).save(folder / "beach.png")
+    save_video(folder / "horse.mp4", frames, 8)
+    return folder
+
+
+def run_script(diff, drop, folder, monkeypatch):
+    """Run a side of a diff, the one without lines that begin with `drop`; returns its names."""
+    code = "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith(drop))
+    for released, small in ({"zai-org/": f"{folder}/"} | SMALL).items():
+        code = code.replace(released, small)
+    for path in folder.glob("*.mp4"):
+        if path.name != "horse.mp4":
+            path.unlink()
+    monkeypatch.chdir(folder)
+    names = {"__name__": "script"}
+    exec(compile(code, "script.py", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("diff", SCRIPTS, ids=["text", "image", "video"])
+def test_scripts_of_diffusers_ported(diff, folder, monkeypatch):
+    """Both sides run, and write as many videos of the same size and length."""
+    assert len(SCRIPTS) == 3 and 25 <= sum(not line.startswith("+") for line in diff.splitlines()) <= 45
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "enable_model_cpu_offload", lambda pipe: None)  # there is no GPU
+    written = []
+    for drop in ("+", "-"):
+        names = run_script(diff, drop, folder, monkeypatch)
+        made = {path.name: read_video(path)[0] for path in folder.glob("*.mp4") if path.name != "horse.mp4"}
+        written.append(made)
+        if drop == "-":
+            active = [(record["file"].split("/")[-2], record["scale"]) for record in names["pipe"].loras]
+    theirs, ours = written
+    assert len(theirs) >= 1 and {name: x.shape for name, x in theirs.items()} == {
+        name: x.shape for name, x in ours.items()
+    }
+    assert {name for name, _ in active} <= {"style", "motion"} and active[0][0] == "style"
+
+
+@pytest.mark.parametrize(
+    "line", ["pipe.vae.enable_slicing()", "pipe.vae.enable_tiling()", "pipe.transformer.to('cuda')"]
+)
+def test_methods_of_parts_are_answered(pipe, line):
+    with pytest.raises(AttributeError, match=r"; diffusers' .* is here: "):
+        eval(line, {"pipe": pipe})
+    for part in (pipe.vae, pipe.transformer):
+        assert not any(hasattr(part, name) for name in METHODS)
+        with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
+            _ = part.other
+
+
+def test_export_to_video_inverts_uint8(pipe, tmp_path):
+    """As the page says."""
+    video = pipe(PROMPT, **QUICK).frames[0]
+    export_to_video(list(video), str(tmp_path / "x.mp4"), fps=8)
+    found = read_video(tmp_path / "x.mp4")[0].astype(int)
+    assert np.abs(found - (256 - video.astype(int)) % 256).mean() < 10 < np.abs(found - video).mean()

@@ -22,6 +22,7 @@ from cogvideox_flax.models.chunks import chunk_sizes, in_chunks
 from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.cogvideox.config import VAEConfig
 from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
+from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d, SpatialConv
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import GroupNormSiLU, SpatialNormSiLU
@@ -222,7 +223,7 @@ class Decoder(nnx.Module):
         return x, (conv_in, mid, new_blocks, conv_out)
 
 
-class Autoencoder(nnx.Module):
+class Autoencoder(Component):
     """Video to latent and back. Parameters are float32 at construction; inputs are cast to the parameters' dtype."""
 
     def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):

@@ -24,6 +24,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import AdaLNZero, per_stream
+from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, sinusoid
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.qk_norm import qk_norm
@@ -125,7 +126,7 @@ class AdaLNOut(nnx.Module):
         return self.norm(x) * (1 + scale) + shift
 
 
-class Transformer(nnx.Module):
+class Transformer(Component):
     """Predicts v from noisy latents, text and time.
 
     The blocks compute in the weights' dtype; embeddings, time and output, computed once per call, are float32.

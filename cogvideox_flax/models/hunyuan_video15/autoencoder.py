@@ -25,6 +25,7 @@ from cogvideox_flax.models.codec import mean_and_logvar
 from cogvideox_flax.models.hunyuan_video15.config import VAEConfig
 from cogvideox_flax.models.hunyuan_video15.resample import Downsample, Upsample, mean_groups, repeat_channels
 from cogvideox_flax.models.tiling import Tiling, check_clip, run_clips
+from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.conv.causal_conv import CausalConv3d
 from cogvideox_flax.nn.layers import Linear
 from cogvideox_flax.nn.norms import ChannelRMSNorm
@@ -187,7 +188,7 @@ class Decoder(nnx.Module):
         return x, (conv_in, mid, levels, conv_out)
 
 
-class Autoencoder(nnx.Module):
+class Autoencoder(Component):
     """Video to latent and back. Parameters are float32 at construction; inputs are cast to the parameters' dtype."""
 
     def __init__(self, config: VAEConfig, *, rngs: nnx.Rngs):

@@ -35,6 +35,7 @@ from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 from cogvideox_flax.models.hunyuan_video15.sharding import TRANSFORMER
 from cogvideox_flax.nn import rope
 from cogvideox_flax.nn.adaln import modulated_norm
+from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
 from cogvideox_flax.nn.qk_norm import qk_norm
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
@@ -147,7 +148,7 @@ class Block(nnx.Module):
         return self.video.finish(video, attended, of_video), self.text.finish(text, joint_attended, of_text)
 
 
-class Transformer(nnx.Module):
+class Transformer(Component):
     """Predicts the velocity from noisy latents, a prompt, an image and time.
 
     The blocks compute in the weights' dtype; embeddings, time and output, computed once per call, are float32.
