@@ -211,7 +211,8 @@ def test_a_config_of_another_class_on_a_flow_is_mapped(kind, tmp_path, monkeypat
         ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}, "use_karras_sigmas: got True, supported is False"),
         ("DPMSolverMultistepScheduler", {"solver_order": 3}, "solver_order: got 3, supported is 2"),
         ("UniPCMultistepScheduler", {"solver_type": "bh1"}, "solver_type: got 'bh1', supported is 'bh2'"),
-        ("DDIMScheduler", {"beta_schedule": "linear"}, "beta_schedule: got 'linear'"),
+        ("DDIMScheduler", {"beta_schedule": "linear", "clip_sample": False}, "beta_schedule: got 'linear'"),
+        ("DDIMScheduler", {}, "clip_sample: got True, supported is False"),
         ("UniPCMultistepScheduler", {"use_flow_sigmas": True}, "use_flow_sigmas: got True, supported is False"),
     ],
 )
