@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cogvideox_flax.errors import ConversionError
+from cogvideox_flax.errors import ConversionError, install_extra
 from cogvideox_flax.io.tensor_file import DTYPES, TensorInfo
 
 _FLOATS = {"F64": DTYPES["F64"], "F32": DTYPES["F32"], "F16": DTYPES["F16"], "BF16": DTYPES["BF16"]}
@@ -29,7 +29,7 @@ class GGUFFile:
             import gguf
         except ImportError as e:
             raise ConversionError(
-                f"{path} is a GGUF file, which takes the gguf package to read: pip install 'cogvideox-flax[gguf]'"
+                f"{path} is a GGUF file, which takes the gguf package to read: {install_extra('gguf')}"
             ) from e
         self.path, self._facts = path, _facts(path)
         try:

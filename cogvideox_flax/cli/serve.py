@@ -43,15 +43,16 @@ def serve(args: argparse.Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port is {args.port}; expected 0 to 65535, 0 for a free one")
     models = _models(args)
+    folder = args.dir.absolute()  # jobs hold paths below it, which are the same from wherever the server starts again
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # connections that say nothing take no file from the job under way
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-    with JobFolder(args.dir / "jobs") as jobs:
+    with JobFolder(folder / "jobs") as jobs:
         password = _password(args)
-        events = EventLog(args.dir / "next-event")
+        events = EventLog(folder / "next-event")
         worker = Worker(jobs, models, events, progress=not args.quiet)
-        uploads = Uploads(args.dir / "files")
-        api = Api(jobs, worker, events, uploads, adapters=args.dir / "adapters", max_queue=args.max_queue)
+        uploads = Uploads(folder / "files")
+        api = Api(jobs, worker, events, uploads, adapters=folder / "adapters", max_queue=args.max_queue)
         hosts = [name for name in (args.host, *args.name) if name]
         app = Guard(api.app(), hosts=hosts, password=password, max_bytes=args.max_upload * 2**20)
         with _listen(args.host, args.port) as listener:

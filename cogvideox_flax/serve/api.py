@@ -175,11 +175,11 @@ class Api:
         model, described = self.worker.manifests[name].model, describe_field(field)
         if field == "scheduler":
             described["enum"] = described["x-values"] = list(model.schedulers)
-        given = {"prompt": "", **{each: [UNSEEN] for each in model.inputs[1]}}
+        inputs = {"prompt": "", **{each: [UNSEEN] for each in model.inputs[1]}}
 
         def is_served(value: Any) -> bool:
             try:
-                self.worker.resolve(name, {**given, field: value})
+                self.worker.resolve(name, {**inputs, field: value})
             except InputError:
                 return False
             return True
@@ -401,13 +401,13 @@ class Api:
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as e:
-                raise InputError(f"{field} is no JSON") from e
+                raise InputError(f"{field} is not valid JSON") from e
         match value:
             case {"file_id": str(file_id)} if len(value) == 1:
-                found = self.uploads.get(file_id)
-                if found is None:
+                uploaded = self.uploads.get(file_id)
+                if uploaded is None:
                     raise InputError(f"{field}: there is no file {file_id[:80]!r}; upload it to /v1/files")
-                file = found
+                file = uploaded
             case {"image_url": str(url)} if len(value) == 1:
                 file = self.uploads.add(field, data_url(url, MAX_JSON_BYTES))
                 own.append(file.id)
@@ -575,11 +575,11 @@ class Api:
             raise ApiError(422, "invalid_value", "expected a multipart field `file`", [("file", "")])
 
         def read() -> dict[str, Any]:
-            kept = self.uploads.add(file.filename or "", file.file)
+            video = self.uploads.add(file.filename or "", file.file)
             try:
-                return read_recipe(self.uploads.path(kept))
+                return read_recipe(self.uploads.path(video))
             finally:
-                self.uploads.remove(kept.id)
+                self.uploads.remove(video.id)
 
         try:
             recipe = await run_in_threadpool(read)
@@ -641,10 +641,10 @@ class Api:
         if (file := files.get("file")) is None or len(files) != 1:
             raise ApiError(422, "invalid_value", "expected one multipart field `file`", [("file", "")])
         try:
-            kept = await run_in_threadpool(self.uploads.add, file.filename or "", file.file)
+            uploaded = await run_in_threadpool(self.uploads.add, file.filename or "", file.file)
         except InputError as e:
             raise ApiError(415, "unsupported_input", str(e), [("file", str(e))]) from e
-        return JSONResponse({"object": "file", **asdict(kept)}, 201)
+        return JSONResponse({"object": "file", **asdict(uploaded)}, 201)
 
     async def file(self, request: Request) -> Response:
         if (file := self.uploads.get(request.path_params["id"])) is None:

@@ -23,7 +23,7 @@ from cogvideox_flax.cli import main
 from cogvideox_flax.conversion import convert as conversion_module
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.conversion.mapping import weight_moves
-from cogvideox_flax.errors import CheckpointError, ConversionError, InputError
+from cogvideox_flax.errors import CheckpointError, ConversionError, InputError, install_extra
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.models.cogvideox.config import VAEConfig
@@ -573,7 +573,7 @@ def test_bad_gguf(damage, tmp_path, monkeypatch):
     assert "diffusion_pytorch_model.gguf, other.gguf; name one of these files" in faults(src, tmp_path / "dst")
     path.with_stem("other").unlink()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "which takes the gguf package to read: pip install 'cogvideox-flax[gguf]'" in faults(src, tmp_path / "dst")
+    assert "which takes the gguf package to read: " + install_extra("gguf") in faults(src, tmp_path / "dst")
 
 
 @pytest.mark.parametrize(

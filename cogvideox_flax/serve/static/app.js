@@ -130,7 +130,7 @@ async function open(file) {
     try {
       return JSON.parse(await file.text());
     } catch {
-      throw new ApiError(0, { message: `${file.name} is no JSON` });
+      throw new ApiError(0, { message: `${file.name} is not valid JSON` });
     }
   });
   if (recipe === null) return;
