@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import logging
 import random
 import re
@@ -526,6 +527,7 @@ def test_ctrl_c_ends_reading(media, interrupted):
     with pytest.raises(KeyboardInterrupt):
         while True:
             read_video(path)
+    gc.collect()  # the traceback may hold a file that was being opened
     assert str(path) not in open_files()
 
 
