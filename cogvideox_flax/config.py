@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Self
 
 from cogvideox_flax.errors import CheckpointError
@@ -65,6 +66,11 @@ def _is_valid(kind: Any, value: Any, most: int) -> bool:
     return is_finite_number(value) and value > 0 if isinstance(value, float) else is_count(value, most)
 
 
+@cache
+def _field_types(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The config of one component: checked values, dict in, dict out. Fields have one of the types in `_EXPECTED`.
@@ -78,7 +84,7 @@ class Config:
     hf_values: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        faults, hints = [], typing.get_type_hints(type(self))
+        faults, hints = [], _field_types(type(self))
         for field in dataclasses.fields(self):
             kind, value, most = str(field.type), getattr(self, field.name), MAX.get(field.name, DEFAULT_MAX)
             if not _is_valid(hints[field.name], value, most):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,12 +157,17 @@ def _row_of_target(table: Table, target: str) -> tuple[Rule, dict[str, str]]:
     """The row that fills a parameter, and the required values of its groups (group number -> text)."""
     for row in table:
         if isinstance(row, Rule):
-            template = re.sub(r"\\\\(\d)", r"(?P<g\1>[^.]+)", re.escape(row.target))
-            found = re.fullmatch(template, target)
+            found = _target_pattern(row.target).fullmatch(target)
             # a group of the source may match less than the target's name would allow
             if found and re.fullmatch(row.source, _source_name(row, found.groupdict(), 0)):
                 return row, found.groupdict()
     raise KeyError(f"no row of the mapping table fills {target}: the table and the model disagree")
+
+
+@cache
+def _target_pattern(target: str) -> re.Pattern[str]:
+    """The names that a row's target stands for, with the source's groups as g1, g2, ..."""
+    return re.compile(re.sub(r"\\\\(\d)", r"(?P<g\1>[^.]+)", re.escape(target)))
 
 
 def _is_stacked(row: Rule) -> bool:

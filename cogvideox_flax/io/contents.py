@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from cogvideox_flax.io.values import load_json
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 2000
-"""The maximum number of cached hashes; the oldest are dropped first."""
+"""Twice as many cached hashes are cut to this number; the oldest are dropped."""
 
 _CLOCK_TICK_NS = 100_000_000
 """Nanoseconds. A file that changed less than this before it was read may change again without a new time stamp, so its
@@ -32,7 +32,7 @@ hash is not cached."""
 _LOG_FROM_BYTES = 2**30
 """Hashing this many bytes takes seconds and is logged."""
 
-_FILE = "sha256.txt"  # JSON: device and inode -> size, times, digest
+_FILE = "sha256.txt"  # a line of JSON for each file: device and inode, size, times, digest
 _CHECKSUM = "checksum"
 _LOCK = threading.Lock()
 _known: dict[str, list[Any]] | None = None
@@ -190,7 +190,7 @@ def _lookup(facts: os.stat_result) -> str | None:
     return digest if times == _times(facts) else None
 
 
-def _records() -> Mapping[str, list[Any]]:
+def _records() -> dict[str, list[Any]]:
     """The cached hashes: those on disk at the first call, and those that this process added."""
     global _known
     with _LOCK:
@@ -200,20 +200,31 @@ def _records() -> Mapping[str, list[Any]]:
 
 
 def _read() -> dict[str, list[Any]]:
-    try:
-        found = load_json(private_cache_dir("contents") / _FILE)
-        return found if isinstance(found, dict) else {}
-    except (OSError, NotPrivateError, ValueError, InputError):  # also the file of an older version, with a checksum
-        return {}  # the files are hashed again
+    """The latest record of each file; a file of many lines is written anew without the others."""
+    records: dict[str, list[Any]] = {}
+    with suppress(OSError, NotPrivateError, InputError):  # the files are hashed again
+        path = private_cache_dir("contents") / _FILE
+        lines = path.read_bytes().splitlines()
+        for line in lines:
+            with suppress(ValueError, TypeError, RecursionError):  # cut short, or of an older version
+                key, *times, digest = json.loads(line)
+                records[str(key)] = [*times, digest]
+        if len(lines) > 2 * MAX_RECORDS:
+            records = dict(list(records.items())[-MAX_RECORDS:])
+            write_text(path, "".join(_line(*each) for each in records.items()), mode=0o600)
+    return records
+
+
+def _line(key: str, record: list[Any]) -> str:
+    return json.dumps([key, *record]) + "\n"
 
 
 def _save_records(found: dict[str, list[Any]]) -> None:
-    """Adds hashes to the cache. Of two processes that write at once, one loses its additions; they are hashed again."""
-    global _known
+    """Add hashes to the cache, also while other processes do."""
+    known = _records()
     with _LOCK:
-        before = _read() | (_known or {})
-        _known = {key: record for key, record in before.items() if key not in found} | found
-        text = json.dumps(dict(list(_known.items())[-MAX_RECORDS:]))
-        with suppress(OSError, NotPrivateError, InputError):  # a cache that cannot be written
+        known.update(found)
+        with suppress(OSError, NotPrivateError):  # a cache that cannot be written
             path = private_cache_dir("contents") / _FILE
-            write_text(path, text, mode=0o600)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
+                file.write("".join(_line(*each) for each in found.items()))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import jax
 from jax.sharding import Mesh
@@ -79,8 +78,11 @@ def _is_inner(function: FunctionType) -> bool:
     return "<" in function.__qualname__
 
 
-_PROGRAMS: WeakValueDictionary[Any, CompiledProgram] = WeakValueDictionary()
-"""The programs of this process, so that pipelines of one model compile them once."""
+_PROGRAMS: dict[Any, CompiledProgram] = {}
+"""The programs of this process, the latest last: pipelines of one model compile them once, also one after the other."""
+
+MAX_PROGRAMS = 64
+"""The programs that are kept when no pipeline uses them any more."""
 
 
 class Programs:
@@ -106,9 +108,10 @@ class Programs:
             cache = None if name is None else self.cache
             key = repr((name, program.donate, self.model, options))
             shared = here, self.mesh, key, None if cache is None else cache.folder
-            if (compiled := _PROGRAMS.get(shared)) is None:
-                compiled = CompiledProgram(program, options, self.mesh, key, cache)
+            compiled = _PROGRAMS.pop(shared, None) or CompiledProgram(program, options, self.mesh, key, cache)
             self._compiled[here] = _PROGRAMS[shared] = compiled
+            for oldest in list(_PROGRAMS)[:-MAX_PROGRAMS]:
+                _PROGRAMS.pop(oldest, None)
         return self._compiled[here]
 
 

@@ -217,6 +217,7 @@ def test_stages_of_the_embedded_model(run):
     assert split.argument_gib < one["denoise"].argument_gib
 
 
+@pytest.mark.further
 def test_the_whole_run_does_what_its_stages_do(run):
     def work(name):
         ((program, args, runs),) = run.abstract(name)

@@ -130,6 +130,7 @@ def test_loading_casts(tmp_path):
         assert (np.asarray(value) == np.asarray(exact[name]).astype(ml_dtypes.bfloat16)).all()
 
 
+@pytest.mark.further
 def test_peak_memory_is_near_one_tensor(tmp_path):
     """A fresh process converts 2 GB whose largest tensor is 34 MB; its peak must not know the difference."""
     folder = tmp_path / "hf" / "text_encoder"

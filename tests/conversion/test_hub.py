@@ -510,7 +510,9 @@ def test_a_run_remembers_its_revision(server, environment, sources, tmp_path):
     assert json.loads(native.read_text())["weights"]["vae"]["source"]["revision"] == commit_of(sources / "two")
 
 
-@pytest.mark.parametrize("command", ["plan", "train", "info", "encode"])
+@pytest.mark.parametrize(
+    "command", ["train", "encode", *(pytest.param(name, marks=pytest.mark.further) for name in ("plan", "info"))]
+)
 def test_every_command_that_opens_a_model_takes_its_revision(server, environment, tmp_path, command):
     (tmp_path / "clips").mkdir()
     (tmp_path / "run.toml").write_text('clips = "clips"\nout = "out"\n[loop]\nsteps = 1\n')

@@ -35,6 +35,7 @@ def along(function, x, gradient):
     return float(function(x + step) - function(x - step)), 2 * float((gradient * step).sum())
 
 
+@pytest.mark.further
 def test_gradients_through_the_decoder(page):
     vae, latents = page["pipe"].vae, page["state"].video_latents
     found, expected = along(lambda z: page["redness"](vae, z), latents, np.asarray(page["toward_red"]))

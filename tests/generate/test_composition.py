@@ -152,7 +152,7 @@ def test_a_loop_goes_on_from_each_state(pipe, whole, name):
     run, expected = whole(name)
     conditioning = pipe.encode(run, progress=False)
     states = list(pipe.denoise(conditioning, run))
-    for state in [] if run.request.compiled_loop else states[:-1]:
+    for state in [] if run.request.compiled_loop else states[:-1:2]:
         for given in {id(x): x for x in (state, dataclasses.replace(state, cache=None))}.values():
             try:
                 *_, last = pipe.denoise(conditioning, run, state=given)

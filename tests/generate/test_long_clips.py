@@ -202,6 +202,7 @@ def test_pieces_are_the_whole(pipe, frames):
         np.testing.assert_allclose(np.stack(list(clip)), expected, atol=1e-5)  # sums in other orders
 
 
+@pytest.mark.further
 def test_pieces_on_a_mesh(native, pipe):
     """Caches stay split over the devices from chunk to chunk; what was compiled from shapes is what runs."""
     on_mesh = Pipeline.from_pretrained(native, "float32", sharding.make_mesh(2, 2, 2))

@@ -208,7 +208,7 @@ def wait_for(process, file: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("moment", "number", "code", "left"),
     [
-        ("denoising:", signal.SIGINT, 130, ["denoise"]),
+        pytest.param("denoising:", signal.SIGINT, 130, ["denoise"], marks=pytest.mark.further),
         ("compiling the denoising step", signal.SIGKILL, -signal.SIGKILL, ["denoise"]),
     ],
     ids=["ctrl-c", "kill"],

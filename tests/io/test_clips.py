@@ -95,6 +95,7 @@ def minute(tmp_path_factory):
     return path
 
 
+@pytest.mark.further
 def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute):
     """Decoded whole it is 3.7 GiB. Measured: 60 MiB in 1.1 s."""
     cost = cost_of_loading(minute)
@@ -103,6 +104,7 @@ def test_a_clip_of_a_long_video_takes_little_memory_and_time(minute):
     assert cost["seconds"] < 20
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["a.gif", "a"])
 def test_a_clip_of_many_images_takes_little_memory(tmp_path, name):
     """120 frames of 800x600 are 165 MiB."""

@@ -100,7 +100,9 @@ def test_its_gradient_is_that_of_the_plain_form(kind, interpreted):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 1), (8, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.further) for mesh in [(1, 4, 1), (8, 1, 1)])], ids=str
+)
 def test_every_device_has_its_own_part(kind, shape, interpreted):
     args = inputs(kind, (8, 64, 4))
     with jax.set_mesh(sharding.make_mesh(*shape)):

@@ -91,7 +91,7 @@ def test_two_hosts_share_a_run(native, alone, tmp_path):
 
 
 @pytest.mark.parametrize("release", ["cogvideox-2b", "cogvideox-5b", "cogvideox1.5-5b"])
-@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 2), (1, 8, 1)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (2, 2, 2), pytest.param((1, 8, 1), marks=pytest.mark.further)], ids=str)
 def test_tokens_and_heads_that_do_not_divide(release, mesh, tmp_path):
     """Six heads over four or eight devices, 10 + 105 or 10 + 210 tokens; each release's kind of positions."""
     reference = make_transformer(release, num_attention_heads=6)
@@ -230,7 +230,7 @@ def test_a_ring_of_kernels(options):
 
 @pytest.mark.parametrize("options", [{"backend": "xla"}, SPLASH], ids=["xla", "splash"])
 @pytest.mark.parametrize("kv_len", [1024, 300])
-@pytest.mark.parametrize("power", [1, 14, 47, 57])
+@pytest.mark.parametrize("power", [1, 57, *(pytest.param(n, marks=pytest.mark.further) for n in (14, 47))])
 def test_a_ring_at_large_scores(options, kv_len, power):
     """All groups hold as many of each key, so their parts weigh the same; products are exact in float32."""
     random = np.random.default_rng(0)

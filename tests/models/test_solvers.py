@@ -319,8 +319,8 @@ def test_timesteps_at_the_ends_of_the_range(scheduler, lists):
     ],
     ids=repr,
 )
-def test_every_number_of_steps_has_finite_tables(scheduler):
-    for n in range(1, 1001):
+def test_tables_of_any_number_of_steps_are_finite(scheduler):
+    for n in (*range(1, 33), *range(33, 1000, 31), 1000):
         assert is_finite(scheduler.plan(n)), n
         assert is_finite(scheduler.plan(n, start=n // 2)), n
 

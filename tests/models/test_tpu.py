@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +63,11 @@ def test_kernel_compiles_for_other_heads_and_dtypes(dim, dtype):
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():
-    shape = (1, 17776, 2, 64)
+    tokens = 5000
+    shape = (1, tokens, 2, 64)
     compiled = compile_for("v6e:2x4", attend, shape, shape, shape)
     assert "tpu_custom_call" in compiled.as_text()
-    padded = 4 * 2 * 17776 * 128 * 2  # q, k, v and the result, lanes filled up
+    padded = 4 * 2 * tokens * 128 * 2  # q, k, v and the result, lanes filled up
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * padded
     short = (1, 300, 2, 64)
     assert "tpu_custom_call" not in compile_for("v6e:2x4", attend, short, short, short).as_text()
@@ -79,9 +81,9 @@ def test_float16_is_left_to_xla():
     assert "tpu_custom_call" not in compiled.as_text()
 
 
-def compile_attention(mesh, attend, batch, tokens, length):
+def compile_attention(mesh, attend, batch, tokens, length, heads=48):
     """The text of CogVideoX's attention, compiled with the options of a pipeline."""
-    config = RELEASES["cogvideox1.5-5b"].configs["transformer"]
+    config = replace(RELEASES["cogvideox1.5-5b"].configs["transformer"], heads=heads)
     model = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0)))
     model = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16), model)
     split = NamedSharding(mesh, PartitionSpec("dp", "sp"))
@@ -96,6 +98,7 @@ def compile_attention(mesh, attend, batch, tokens, length):
         return call.lower(model, x, rotary, rotary).compile().as_text()
 
 
+@pytest.mark.further
 def test_products_run_beside_the_exchanges_that_they_do_not_need():
     mesh, chip = tpu.topology_mesh("v6e:2x4", (2, 4, 1)), CHIPS["v6e"]
     add = lambda q, k, v, _, first_head=0: q + k[:, :, first_head : first_head + v.shape[2]] + v  # noqa: E731
@@ -108,7 +111,7 @@ def test_products_run_beside_the_exchanges_that_they_do_not_need():
 
 def test_nothing_is_padded_or_copied_before_the_kernel_but_keys():
     """The kernel wants tokens of keys along the sublanes."""
-    text = compile_attention(tpu.topology_mesh("v6e:2x4"), attend, batch=2, tokens=2560, length=2500)
+    text = compile_attention(tpu.topology_mesh("v6e:2x4"), attend, batch=2, tokens=2560, length=2500, heads=4)
     copied = re.findall(r"= bf16\[[\d,]*2560[\d,]*\]\S* (?:copy|pad|transpose)\(", text[text.index("ENTRY") :])
     assert len(copied) == 1
 
@@ -129,14 +132,15 @@ def test_a_ring_overlaps_its_kernel_with_the_traffic():
 @pytest.mark.parametrize(
     ("topology", "grid"),
     [
-        ("v6e:2x4", (9, 30, 53)),
+        ("v6e:2x4", (3, 16, 24)),
+        pytest.param("v6e:2x4", (9, 30, 53), marks=pytest.mark.further),
         pytest.param("v6e:2x4", (31, 45, 80), marks=pytest.mark.further),
         pytest.param("v5e:2x4", (9, 30, 53), marks=pytest.mark.further),
         pytest.param("v5p:2x2x1", (9, 30, 53), marks=pytest.mark.further),
     ],
 )
 def test_sparse_attention_compiles(topology, grid):
-    """HunyuanVideo-1.5's at 480p and 720p."""
+    """A small clip's, and HunyuanVideo-1.5's at 480p and 720p."""
     shapes = [(1, math.prod(grid), 4, 128)] * 3 + [(1, 1985, 4, 128)] * 3
 
     def f(q, k, v, *joint):
@@ -232,7 +236,9 @@ def test_a_convolution_of_whole_images_compiles_on_a_mesh(mesh, batch):
         assert tpu_kernel.NAME in jax.jit(f).lower(*args).compile().as_text()
 
 
-@pytest.mark.parametrize(("dtype", "out_channels"), [(jnp.bfloat16, 256), (jnp.float32, 512)])
+@pytest.mark.parametrize(
+    ("dtype", "out_channels"), [(jnp.bfloat16, 256), pytest.param(jnp.float32, 512, marks=pytest.mark.further)]
+)
 def test_wide_convolutions_fit_the_smaller_memory(dtype, out_channels):
     shapes = (1, 4, 12, 340, 512), (3, 3, 3, 512, out_channels), (out_channels,), (1, 2, 12, 340, out_channels)
     compile_for("v5p:2x2x1", lambda *args: conv3d(*args), *shapes, dtype=dtype)

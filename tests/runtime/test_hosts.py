@@ -92,6 +92,7 @@ class Hosts:
         return printed.splitlines()
 
 
+@pytest.mark.further
 def test_stages_on_hosts_that_share_no_disk(paths, layout, tmp_path):
     """The same as one process computes. Each host converts the model; process 0 alone has the stage files."""
     model, size = ["--dtype", "float32", *MESH], ["--num-frames", 9, "--height", 32, "--width", 48, "--steps", 2]
@@ -264,6 +265,7 @@ def write_training(folder: Path, model: Path, method: str, more: str = "") -> li
     return ["train", "--config", "kites.toml"]
 
 
+@pytest.mark.further
 def test_training_stops_on_all_hosts_and_resumes(layout, tmp_path, monkeypatch):
     """Clips, settings and the run's directory are on process 0's disk alone. The same as one process computes."""
     first = tmp_path / "host 0"

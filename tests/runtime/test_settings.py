@@ -110,7 +110,7 @@ def inputs(model):
     return {"image": image} if model == "embedded-image-to-video" else {}
 
 
-@pytest.mark.parametrize("model", ["embedded", "embedded-image-to-video"])
+@pytest.mark.parametrize("model", ["embedded-image-to-video", pytest.param("embedded", marks=pytest.mark.further)])
 def test_no_setting_of_the_process_changes_a_video(model):
     expected = usual(model)
     with settings(DECISIVE):
@@ -170,6 +170,7 @@ loop = {{ steps = 2, dtype = "bfloat16" }}
 """
 
 
+@pytest.mark.further
 def test_no_setting_changes_what_is_trained(tmp_path):
     make_clips(tmp_path / "clips")
 

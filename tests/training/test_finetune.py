@@ -279,6 +279,7 @@ def test_command_saves_samples_and_plots(write, run, tmp_path):
     assert (tmp_path / "run" / FILE_NAME).read_bytes() != before
 
 
+@pytest.mark.further
 def test_words_that_are_learned_are_no_news(write, clips, tmp_path, caplog):
     """Of captions and sample prompts, to a small model that knows a few words."""
     own = shutil.copytree(clips, tmp_path / "own")
@@ -401,6 +402,7 @@ def test_a_run_does_not_resume_with_another_model(write, model, tmp_path, part, 
         finetune(check(read_config(write(model=own))), progress=False)
 
 
+@pytest.mark.further
 def test_damaged_files_of_a_stopped_run(write, tmp_path, caplog):
     """Each costs what it holds at most, and says so."""
     config, out = read_config(write()), tmp_path / "run"

@@ -88,6 +88,7 @@ def test_everything_is_seen_not_only_what_prompts_claim(clips, seen):
     assert np.mean(agree) >= 0.99
 
 
+@pytest.mark.further
 def test_damaged_clips_are_still_right(clips):
     rng = np.random.default_rng(0)
     at_least(rates(score(damaged(c.video, rng), c.prompt) for c in clips[:120]), 97)
@@ -217,12 +218,14 @@ def outlined(video, prompt):
     return compare(see(video, outlines=True), read_prompt(prompt))
 
 
+@pytest.mark.further
 def test_true_clips_are_clean(clips):
     for clip in clips[:16]:
         found = outlined(clip.video, clip.prompt)
         assert found["clear"] and found["clean"], clip.prompt
 
 
+@pytest.mark.further
 def test_blurred_noisy_clips_are_clear(clips):
     rng = np.random.default_rng(0)
     assert all(outlined(damaged(clip.video, rng), clip.prompt)["clear"] for clip in clips[:16])

@@ -40,6 +40,7 @@ def test_half_of_the_prompts_are_held_out(items):
     assert [item.clip.prompt for item in items] != [item.clip.prompt for item in make_items(20, seed=1)]
 
 
+@pytest.mark.further
 def test_an_interrupted_run_goes_on(items, tmp_path):
     path = tmp_path / "new" / "a.jsonl"
     with pytest.raises(KeyboardInterrupt):
@@ -60,6 +61,7 @@ def test_other_settings_are_refused(tmp_path):
         Records(tmp_path / "a.jsonl", {"steps": 3})
 
 
+@pytest.mark.further
 def test_shuffled_clips_are_judged_by_prompts_not_their_own(items):
     records = Records(None, SETTINGS)
     run("default", items, Maker(), 8, records)

@@ -444,7 +444,7 @@ def fill(path, left):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["before", "while it is written"])
-@pytest.mark.parametrize("left", [0, 4096, 8192])
+@pytest.mark.parametrize("left", [4096, *(pytest.param(n, marks=pytest.mark.further) for n in (0, 8192))])
 def test_a_full_disk_ends_a_run_in_a_line_from_which_it_resumes(small_disk, monkeypatch, checked, left):
     """A disk with so many bytes left, of which the run knows before it writes a state, or not."""
     config, filler = replace(QUICK, steps=8, save_minutes=1e-9), small_disk / "filler"
