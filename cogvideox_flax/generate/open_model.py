@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import threading
@@ -25,8 +24,16 @@ from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
 from cogvideox_flax.io.arrays import dtype_name
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
-from cogvideox_flax.io.values import is_finite_number, short_repr
-from cogvideox_flax.lora import LoRARecord, Merged, describe_lora, merge_files, with_parameters, without_adapters
+from cogvideox_flax.io.values import short_repr
+from cogvideox_flax.lora import (
+    ActiveAdapters,
+    LoRARecord,
+    Merged,
+    describe_lora,
+    merge_files,
+    with_parameters,
+    without_adapters,
+)
 from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
@@ -79,8 +86,7 @@ class OpenModel:
         self.tokenizer: Any = model.make_tokenizer(native_dir)
         self._scheduler: Scheduler | None = None  # in place of the checkpoint's
         self._warned: set[str] = set()  # warnings about the current request
-        self._known_loras: dict[str, LoRARecord] = {}  # by name, as they were loaded
-        self._active_loras: dict[str, LoRARecord] = {}  # by name, those in use, with their strengths
+        self._adapters = ActiveAdapters()
         self._merged_loras: list[LoRARecord] = []  # in the loaded denoiser: the active ones, or a request's
         self._adapted: set[str] = set()  # the parameters that they changed
         self.profiling = ProfilingOptions()
@@ -218,7 +224,7 @@ class OpenModel:
 
     @property
     def loras(self) -> list[LoRARecord]:
-        return list(self._active_loras.values())
+        return self._adapters.records
 
     @own_settings()
     def component(self, name: str) -> Any:
@@ -311,13 +317,8 @@ class OpenModel:
                 alpha is not a finite number; or the name is taken.
         """
         component = self.manifest.model.lora.component
-        if name is None:
-            name = next(free for i in itertools.count() if (free := f"default_{i}") not in self._known_loras)
-        if name in self._known_loras:
-            raise InputError(f"there is an adapter {name!r} already; give another name")
         record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component], alpha)
-        self._activate(self._active_loras | {name: record})
-        self._known_loras[name] = record
+        self._use(self._adapters.add(record, name))
 
     def load_lora_weights(
         self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
@@ -340,38 +341,24 @@ class OpenModel:
         Raises:
             InputError: an unknown name, another number of weights, or one that is not a finite number.
         """
-        names = [names] if isinstance(names, str) else list(names)
-        if unknown := [name for name in names if name not in self._known_loras]:
-            known = ", ".join(self._known_loras) or "none"
-            raise InputError(f"there is no adapter {', '.join(map(repr, unknown))}; loaded are: {known}")
-        loaded = [self._known_loras[name] for name in names]
-        if weights is None:
-            weights = [record["scale"] for record in loaded]
-        elif not isinstance(weights, Sequence):
-            weights = [weights] * len(names)
-        if len(weights) != len(names) or not all(map(is_finite_number, weights)):
-            raise InputError(
-                f"weights is {short_repr(weights)}; expected a finite number for each of {len(names)} adapters"
-            )
-        self._activate({n: {**a, "scale": float(w)} for n, a, w in zip(names, loaded, weights, strict=True)})
+        self._use(self._adapters.use(names, weights))
 
     def unload_lora_weights(self) -> None:
         """Run with the checkpoint's own weights, and forget all adapters."""
-        self.set_adapters([])
-        self._known_loras.clear()
+        self._use(ActiveAdapters())
 
     def get_active_adapters(self) -> list[str]:
         """The names of the adapters that are in use."""
-        return list(self._active_loras)
+        return list(self._adapters.active)
 
     def get_list_adapters(self) -> list[str]:
         """The names of all that were loaded."""
-        return list(self._known_loras)
+        return list(self._adapters.loaded)
 
-    def _activate(self, records: dict[str, LoRARecord]) -> None:
+    def _use(self, adapters: ActiveAdapters) -> None:
         with self._lock:
-            self._merge(list(records.values()))
-            self._active_loras = records
+            self._merge(adapters.records)
+            self._adapters = adapters
 
     @own_settings()
     def _merge(self, records: list[LoRARecord]) -> None:

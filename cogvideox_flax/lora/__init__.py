@@ -3,6 +3,7 @@
 Source: LoRA (arXiv 2106.09685); files are written as diffusers' `CogVideoXLoraLoaderMixin.save_lora_weights` does.
 """
 
+from cogvideox_flax.lora.active import ActiveAdapters
 from cogvideox_flax.lora.adapters import (
     LoRALinear,
     add_lora,
@@ -35,6 +36,7 @@ __all__ = [
     "EMBEDDED_ADAPTERS",
     "FILE_NAME",
     "SUFFIXES",
+    "ActiveAdapters",
     "LoRALinear",
     "LoRARecord",
     "Merged",
