@@ -10,13 +10,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from cogvideox_flax.cli.prepare import ModelChoice, is_latents
+from cogvideox_flax.cli.prepare import ModelChoice
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.queue import Queue, Todo, fields_of
 from cogvideox_flax.generate.recipe import short_fingerprints
 from cogvideox_flax.generate.request import parse_lora
+from cogvideox_flax.generate.result import is_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.runtime.terminal import say
@@ -57,7 +58,7 @@ def resources(text: str | None) -> dict[str, float]:
 
 def make_on_cluster(
     args: argparse.Namespace,
-    pipe: Pipeline,
+    pipe: OpenModel,
     model: ModelChoice,
     queue: Queue,
     missing: Sequence[tuple[Run, Todo]],

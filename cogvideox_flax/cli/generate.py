@@ -19,37 +19,37 @@ from cogvideox_flax.cli.prepare import (
     check_runs,
     directory_of,
     given_options,
-    is_latents,
     look,
     model_of_recipe,
     open_prepared,
     output_of,
-    output_paths,
-    prepare_denoise,
-    prepare_encode,
-    prepare_generate,
     preview_of,
+    read_like,
+    refuse_unrepeatable,
+    request_of,
     stages_folder,
     stages_of,
+    warn_of_other_media,
     warn_of_other_model,
     with_automatic_mesh,
 )
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey
-from cogvideox_flax.generate.events import Events, result_of, show
-from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.events import Events, result_of, save_videos, show
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.predict.windows import in_windows
-from cogvideox_flax.generate.queue import Queue, all_have_images, items_of, save_videos
+from cogvideox_flax.generate.queue import Queue, all_have_images, items_of
 from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
 from cogvideox_flax.generate.request import STAGES, check_option
-from cogvideox_flax.generate.resolve import check_chunks, check_prompts
-from cogvideox_flax.generate.result import GenerationResult, check_output, logging_replaced
+from cogvideox_flax.generate.resolve import check_chunks, check_prompts, resolve
+from cogvideox_flax.generate.result import GenerationResult, check_output, is_latents, logging_replaced, output_paths
 from cogvideox_flax.generate.run import Run, decode_programs
 from cogvideox_flax.generate.store import (
     EMBEDDINGS_FILE,
     LATENTS_FILE,
     VIDEO_FILE,
     RunDirectory,
+    asked_settings,
     check_folder,
     read_latents,
     read_settings,
@@ -72,20 +72,35 @@ def generate(args: argparse.Namespace) -> None:
     if args.batch is not None:
         raise InputError("--batch is of a --prompt-file; several prompts on the command line are one batch")
     with output_of(args) as out:
-        pipe, prepared = open_prepared(args, partial(prepare_generate, args, out))
+        model, prepared = open_prepared(args, partial(_prepare_generate, args, out))
         if args.like is not None and hosts.is_first():
-            warn_of_other_model(pipe, read_recipe(args.like), args.like)
+            warn_of_other_model(model, read_recipe(args.like), args.like)
         (run,) = prepared.runs
-        folder = args.dir or stages_of(out, run.request.prompt, run.request.seed)
-        paths = output_paths(out, run.request.prompt, run.request.seed, run.request.num_videos)
+        folder, paths = args.dir or stages_of(out, run.request), output_paths(out, run.request)
         with run_dir_lock(folder, temporary=args.dir is None):
-            _make(args, pipe, run, directory_of(pipe, prepared.model, folder), paths)
+            _make(args, model, run, directory_of(model, prepared.choice, folder), paths)
         print("\n".join(map(str, paths)))
+
+
+def _prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
+    """`generate` of the prompts on the command line, or of --like."""
+    if args.no_metadata and is_latents(out):
+        raise InputError(f"{out} could not be decoded without its metadata; leave out --no-metadata")
+    recorded = {} if args.like is None else read_like(args)
+    request = request_of(args, recorded)
+    check_option("num_videos", request.num_videos)
+    check_output(output_paths(out, request), args.overwrite, args.preview, latents=is_latents(out))
+    check_folder(folder := args.dir or stages_of(out, request))
+    choice, manifest = look(args, recorded)
+    run = resolve(request, manifest, choice.dtype)
+    if args.like is not None:
+        warn_of_other_media(run, args.like)
+    return check_runs(args, choice, manifest, [run], folder)
 
 
 def _make(
     args: argparse.Namespace,
-    pipe: Pipeline,
+    model: OpenModel,
     run: Run,
     store: RunDirectory,
     paths: Sequence[Path],
@@ -95,14 +110,14 @@ def _make(
 ) -> list[dict[str, Any]]:
     """Make the videos of a run; returns what is stored with each. Other arguments as for `save_videos`."""
     latents = is_latents(paths[0])
-    events = journey.generate(pipe, run, store, STAGES[:-1] if latents else STAGES, keep=keep)
-    with closing(show(_previewed(args, pipe, events), not args.quiet)) as shown:
+    events = journey.generate(model, run, store, STAGES[:-1] if latents else STAGES, keep=keep)
+    with closing(show(_previewed(args, model, events), not args.quiet)) as shown:
         return save_videos(shown, run, paths, latents=latents, timed=timed, bare=args.no_metadata)
 
 
-def _previewed(args: argparse.Namespace, pipe: Pipeline, events: Events[None]) -> Events[None]:
+def _previewed(args: argparse.Namespace, model: OpenModel, events: Events[None]) -> Events[None]:
     """The same events; --preview sees them pass."""
-    preview = preview_of(args, pipe.manifest)
+    preview = preview_of(args, model.manifest)
     return events if preview is None else preview.watch(events)
 
 
@@ -117,12 +132,12 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     folder = (args.dir or stages_folder(out)) / "queue"  # below --dir, so that the files of other runs there stay
     queue = Queue(args.prompt_file, out)
-    pipe, prepared = open_prepared(args, partial(_prepare_queue, args, queue, folder))
-    store, keep = directory_of(pipe, prepared.model, folder), pipe.fits_at_once()
-    missing = [(run, items) for run, items in zip(prepared.runs, queue.todo(pipe), strict=True) if items]
+    model, prepared = open_prepared(args, partial(_prepare_queue, args, queue, folder))
+    store, keep = directory_of(model, prepared.choice, folder), model.fits_at_once()
+    missing = [(run, items) for run, items in zip(prepared.runs, queue.todo(model), strict=True) if items]
     if args.ray is not None:
         options = {"lora": [], **given_options(args)}
-        make_on_cluster(args, pipe, prepared.model, queue, [(run, todo) for run, (todo,) in missing], options, folder)
+        make_on_cluster(args, model, prepared.choice, queue, [(run, todo) for run, (todo,) in missing], options, folder)
         missing = []
     count, total, started = 0, sum(len(items) for _, items in missing), time.monotonic()
     queue.write_page(args.model and str(args.model))
@@ -136,7 +151,7 @@ def _generate_queue(args: argparse.Namespace, out: Path) -> None:
             paths = [Path(todo.path) for todo in items]
             try:
                 check_folder(folder, space_needed(run))
-                stored = _make(args, pipe, run, store, paths, keep=keep, timed=True)
+                stored = _make(args, model, run, store, paths, keep=keep, timed=True)
             except InputError as e:
                 if jax.process_count() > 1:
                     raise
@@ -169,11 +184,11 @@ def _prepare_queue(args: argparse.Namespace, queue: Queue, folder: Path) -> Prep
     with_images = all_have_images(queue.lines.values())
     if args.ray is not None:  # the mesh is of a worker's devices
         args = argparse.Namespace(**vars(args) | {"mesh": None})
-    model, manifest = look(args, {"model_id": hub.EMBEDDED_IMAGE_TO_VIDEO} if with_images else None)
+    choice, manifest = look(args, {"model_id": hub.EMBEDDED_IMAGE_TO_VIDEO} if with_images else None)
     check = partial(_check_queued, args, is_latents(queue.out))
     options = {"lora": [], **given_options(args)}
-    runs = queue.resolve(options, manifest, model.dtype, args.batch or 1, check)
-    return check_runs(args, model, manifest, runs, folder)
+    runs = queue.resolve(options, manifest, choice.dtype, args.batch or 1, check)
+    return check_runs(args, choice, manifest, runs, folder)
 
 
 def _check_queued(args: argparse.Namespace, latents: bool, path: Path) -> None:
@@ -185,20 +200,36 @@ def _check_queued(args: argparse.Namespace, latents: bool, path: Path) -> None:
 
 def encode(args: argparse.Namespace) -> None:
     """Do stage 1 alone."""
-    _run_stage(args, *open_prepared(args, partial(prepare_encode, args)))
+    _run_stage(args, *open_prepared(args, partial(_prepare_encode, args)))
     print(args.dir / EMBEDDINGS_FILE)
+
+
+def _prepare_encode(args: argparse.Namespace) -> Prepared:
+    check_folder(args.dir)
+    request = request_of(args, {})
+    choice, manifest = look(args)
+    return check_runs(args, choice, manifest, [resolve(request, manifest, choice.dtype)], args.dir)
 
 
 def denoise(args: argparse.Namespace) -> None:
     """Do stage 2 alone, with the directory's model and settings unless told otherwise."""
-    _run_stage(args, *open_prepared(args, partial(prepare_denoise, args)))
+    _run_stage(args, *open_prepared(args, partial(_prepare_denoise, args)))
     print(args.dir / LATENTS_FILE)
 
 
-def _run_stage(args: argparse.Namespace, pipe: Pipeline, prepared: Prepared) -> None:
-    (run,), store = prepared.runs, directory_of(pipe, prepared.model, args.dir)
+def _prepare_denoise(args: argparse.Namespace) -> Prepared:
+    settings = read_settings(args.dir)
+    refuse_unrepeatable(settings, args.dir, "go on with it there")
+    choice, manifest = look(args, settings)
+    run = resolve(request_of(args, asked_settings(settings)), manifest, choice.dtype)
+    directory_of(None, choice, args.dir).read_features(run)
+    return check_runs(args, choice, manifest, [run], args.dir)
+
+
+def _run_stage(args: argparse.Namespace, model: OpenModel, prepared: Prepared) -> None:
+    (run,), store = prepared.runs, directory_of(model, prepared.choice, args.dir)
     with run_dir_lock(args.dir):
-        result_of(_previewed(args, pipe, journey.generate(pipe, run, store, [args.command])), not args.quiet)
+        result_of(_previewed(args, model, journey.generate(model, run, store, [args.command])), not args.quiet)
 
 
 def decode(args: argparse.Namespace) -> None:
@@ -206,21 +237,21 @@ def decode(args: argparse.Namespace) -> None:
     if (args.latents is None) == (args.dir is None):
         raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
     out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
-    pipe, prepared = open_prepared(args, partial(_prepare_decode, args, out))
+    model, prepared = open_prepared(args, partial(_prepare_decode, args, out))
     names = ("latents", "fps", "tiling", "in_chunks", "crf")
     latents, fps, tiling, in_chunks, crf = (prepared.more[name] for name in names)
-    programs = decode_programs(pipe.manifest, pipe.dtype, latents.shape, pipe.mesh, False, tiling, in_chunks)
-    result_of(pipe.checking_memory([("decode", programs)]), not args.quiet)
-    frames = result_of(journey.decode(pipe, latents, tiling=tiling, in_chunks=in_chunks), not args.quiet)
+    programs = decode_programs(model.manifest, model.dtype, latents.shape, model.mesh, False, tiling, in_chunks)
+    result_of(model.checking_memory([("decode", programs)]), not args.quiet)
+    frames = result_of(journey.decode(model, latents, tiling=tiling, in_chunks=in_chunks), not args.quiet)
     metadata: dict[str, Any] = {}
     if hosts.is_first():  # which writes
-        decoder = pipe.manifest.model.decoder
+        decoder = model.manifest.model.decoder
         made_by = prepared.recipe
-        warn_of_other_model(pipe, made_by, args.latents or args.dir, [decoder])
+        warn_of_other_model(model, made_by, args.latents or args.dir, [decoder])
         if args.dir is not None:  # by the model that decodes it
-            made_by = made_by | {"release": made_by["release"] or pipe.native_dir.name}
-        how: Any = {"dtype": pipe.dtype, "fps": fps, "tiling": tiling, "crf": crf}
-        metadata = decoded_recipe(made_by, pipe.fingerprints(), decoder, **how)
+            made_by = made_by | {"release": made_by["release"] or model.native_dir.name}
+        how: Any = {"dtype": model.dtype, "fps": fps, "tiling": tiling, "crf": crf}
+        metadata = decoded_recipe(made_by, model.fingerprints(), decoder, **how)
     metadata = {} if args.no_metadata else metadata
     with logging_replaced(item_paths(out, len(latents))):
         print("\n".join(map(str, GenerationResult(frames, fps, metadata, crf).save(out))))
@@ -239,8 +270,8 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
     check_option("fps", args.fps)
     check_option("crf", args.crf)
     check_folder(out.absolute().parent)
-    model, manifest = look(args, settings)
-    model = with_automatic_mesh(args, model, manifest)
+    choice, manifest = look(args, settings)
+    choice = with_automatic_mesh(args, choice, manifest)
     in_chunks = in_windows(settings.get("num_frames"), settings.get("window"))
     tiling = bool(settings.get("tiling") if args.tiling is None else args.tiling)
     if in_chunks:
@@ -258,4 +289,4 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
     fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
     crf = settings.get("crf") if args.crf is None else args.crf
     more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks, "crf": crf}
-    return Prepared(model, more=more, recipe=made_by)
+    return Prepared(choice, more=more, recipe=made_by)

@@ -28,9 +28,9 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import store
 from cogvideox_flax.generate.distilled import SETTINGS
 from cogvideox_flax.generate.media import MEDIA
-from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.preview import Preview
-from cogvideox_flax.generate.queue import fill, is_template, read_lines
+from cogvideox_flax.generate.queue import read_lines
 from cogvideox_flax.generate.recipe import (
     UNREPEATABLE,
     fields_of,
@@ -40,7 +40,7 @@ from cogvideox_flax.generate.recipe import (
 )
 from cogvideox_flax.generate.request import STEP_CACHES, GenerationRequest, check_option, options
 from cogvideox_flax.generate.resolve import check_model, check_prompts, check_run, resolve
-from cogvideox_flax.generate.result import check_output
+from cogvideox_flax.generate.result import fill, is_template
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import RunDirectory, check_folder, request_json, request_of_json, space_needed
 from cogvideox_flax.io.paths import (
@@ -59,6 +59,9 @@ log = logging.getLogger("cogvideox_flax")
 
 COMMAND_FILE = "command.json"
 """In a folder of stages whose name the command chose: what was asked for."""
+
+STEPS = {"num_inference_steps", "timesteps"}
+"""Options that decide each other."""
 
 EMBEDDED = "embedded"
 """The name under which a run remembers that it used the embedded checkpoint."""
@@ -100,7 +103,7 @@ class Prepared:
     recipe: on process 0, which writes, what the output stores, as far as it is known.
     """
 
-    model: ModelChoice
+    choice: ModelChoice
     runs: Sequence[Run] = ()
     requests: Sequence[dict[str, Any]] = ()
     more: dict[str, Any] = field(default_factory=dict)
@@ -108,10 +111,10 @@ class Prepared:
 
     def to_json(self) -> dict[str, Any]:
         requests = [request_json(run.request) for run in self.runs]
-        return {"model": asdict(self.model), "requests": requests, "more": self.more}
+        return {"choice": asdict(self.choice), "requests": requests, "more": self.more}
 
 
-def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> tuple[Pipeline, Prepared]:
+def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> tuple[OpenModel, Prepared]:
     """Let process 0 prepare a command, and open its model on all processes.
 
     Args:
@@ -122,27 +125,24 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
     """
     decided: Any = hosts.broadcast(prepare, Prepared.to_json)
     if isinstance(decided, dict):  # on another process
-        decided = Prepared(**decided | {"model": ModelChoice(**decided["model"])})
+        decided = Prepared(**decided | {"choice": ModelChoice(**decided["choice"])})
     prepared: Prepared = decided
-    model, mesh = prepared.model, explicit_mesh(prepared.model.mesh)
-    which: Any = {"revision": model.revision, "transformer": model.transformer}
-    pipe = Pipeline.open_on_hosts(model.where, model.dtype, mesh, **which, progress=not args.quiet)
-    pipe.profiling = profiling_options(args)
+    choice, mesh = prepared.choice, explicit_mesh(prepared.choice.mesh)
+    which: Any = {"revision": choice.revision, "transformer": choice.transformer}
+    model = OpenModel.open_on_hosts(choice.where, choice.dtype, mesh, **which, progress=not args.quiet)
+    model.profiling = profiling_options(args)
     if len(prepared.runs) < len(prepared.requests):
-        runs = [resolve(request_of_json(each), pipe.manifest, pipe.dtype) for each in prepared.requests]
+        runs = [resolve(request_of_json(each), model.manifest, model.dtype) for each in prepared.requests]
         for theirs, run in zip(prepared.requests, runs, strict=True):
             hosts.check_equal("the settings", theirs, request_json(run.request))
         prepared = replace(prepared, runs=runs)
-    return pipe, prepared
+    return model, prepared
 
 
-def directory_of(pipe: Pipeline, model: ModelChoice, folder: Path) -> RunDirectory:
-    """The run directory of an open model."""
-    return replace(_directory_of(model, folder), fingerprints=pipe.fingerprints())
-
-
-def _directory_of(model: ModelChoice, folder: Path) -> RunDirectory:
-    return RunDirectory(folder=folder, model_id=model.model_id, revision=model.revision, transformer=model.transformer)
+def directory_of(model: OpenModel | None, choice: ModelChoice, folder: Path) -> RunDirectory:
+    """The run directory of a model, which need not be open yet to read what is there."""
+    own: Any = {"model_id": choice.model_id, "revision": choice.revision, "transformer": choice.transformer}
+    return RunDirectory(folder=folder, fingerprints={} if model is None else model.fingerprints(), **own)
 
 
 # --- the model
@@ -166,8 +166,8 @@ def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) ->
     manifest = hub.peek(where, revision, transformer, progress=not args.quiet)
     model_id, transformer = EMBEDDED if where is None else _absolute(where), transformer and _absolute(transformer)
     dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)
-    model = ModelChoice(where, model_id, revision, transformer, dtype, None)
-    return model.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
+    choice = ModelChoice(where, model_id, revision, transformer, dtype, None)
+    return choice.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
 
 
 def _absolute(where: str) -> str:
@@ -181,14 +181,14 @@ def explicit_mesh(text: str | None) -> Mesh | None:
 
 
 def with_automatic_mesh(
-    args: argparse.Namespace, model: ModelChoice, manifest: Manifest, run: Run | None = None
+    args: argparse.Namespace, choice: ModelChoice, manifest: Manifest, run: Run | None = None
 ) -> ModelChoice:
     """The model on a mesh over all devices where none was named: that of the planner for a run, else one that suits the
     command. On one device there is none, and on CPUs only where it was asked for."""
     devices = jax.devices()
     n = len(devices)
-    if model.mesh is not None or n == 1 or (args.mesh is None and devices[0].platform == "cpu"):
-        return model
+    if choice.mesh is not None or n == 1 or (args.mesh is None and devices[0].platform == "cpu"):
+        return choice
     if args.command == "decode":  # the decoder splits frames over all mesh axes; 2 x n/2 divides most sizes
         mesh = f"2,{n // 2},1" if n % 2 == 0 else f"1,{n},1"
     elif args.command == "encode":
@@ -198,33 +198,33 @@ def with_automatic_mesh(
         assert run is not None
         mesh = describe_mesh(choose_mesh(run, n, chip_of_device(devices[0])).mesh)
         log.info("mesh %s (dp, sp, tp), as the planner says", mesh)
-    return model.on(mesh, manifest)
+    return choice.on(mesh, manifest)
 
 
 def check_runs(
-    args: argparse.Namespace, model: ModelChoice, manifest: Manifest, runs: Sequence[Run], folder: Path
+    args: argparse.Namespace, choice: ModelChoice, manifest: Manifest, runs: Sequence[Run], folder: Path
 ) -> Prepared:
     """Check what runs need of the machine: mesh, disk, and where profile and preview go."""
-    model = with_automatic_mesh(args, model, manifest, runs[0])
+    choice = with_automatic_mesh(args, choice, manifest, runs[0])
     check_folder(folder, max(map(space_needed, runs)))
     if getattr(args, "profile", None) is not None:
         check_writable(args.profile / "trace")
     preview_of(args, manifest)
     for run in runs:
-        check_run(run, explicit_mesh(model.mesh), profiling_options(args))
-    return Prepared(model, runs)
+        check_run(run, explicit_mesh(choice.mesh), profiling_options(args))
+    return Prepared(choice, runs)
 
 
 def warn_of_other_model(
-    pipe: Pipeline, recipe: Mapping[str, Any], path: Path, parts: Sequence[str] | None = None
+    model: OpenModel, recipe: Mapping[str, Any], path: Path, parts: Sequence[str] | None = None
 ) -> None:
     """Say where the model is not the one that a file was made with. On process 0 alone.
 
     parts: those that matter; None: all.
     """
-    made_with, now = recipe.get("checkpoint"), short_fingerprints(pipe.fingerprints())
+    made_with, now = recipe.get("checkpoint"), short_fingerprints(model.fingerprints())
     if not isinstance(made_with, dict):
-        release = pipe.manifest.release.name if pipe.manifest.release else pipe.native_dir.name
+        release = model.manifest.release.name if model.manifest.release else model.native_dir.name
         if (made_by := recipe.get("release")) not in (None, release):
             log.warning("%s was made by %s, and this model is %s", path, made_by, release)
         return
@@ -249,60 +249,24 @@ def preview_of(args: argparse.Namespace, manifest: Manifest) -> Preview | None:
     return Preview(manifest, args.preview, overwrite=getattr(args, "overwrite", False))
 
 
-# --- commands that make or continue one run
+# --- what a command asks for
 
 
-def prepare_generate(args: argparse.Namespace, out: Path) -> Prepared:
-    """`generate` of the prompts on the command line, or of --like."""
-    if args.no_metadata and is_latents(out):
-        raise InputError(f"{out} could not be decoded without its metadata; leave out --no-metadata")
-    like = {} if args.like is None else read_like(args)
-    prompts = read_prompts(args) if args.prompt or not like else check_prompts(like["prompt"])[0]
-    videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
-    seed = like.get("seed", 0) if args.seed is None else args.seed
-    check_output(output_paths(out, prompts, seed, videos), args.overwrite, args.preview, latents=is_latents(out))
-    check_folder(folder := args.dir or stages_of(out, prompts, seed))
-    model, manifest = look(args, like)
-    run = _resolve(args, like | {"prompt": prompts}, model, manifest)
-    if args.like is not None:
-        warn_of_other_media(run, args.like)
-    return check_runs(args, model, manifest, [run], folder)
-
-
-def prepare_encode(args: argparse.Namespace) -> Prepared:
-    """`encode` of the prompts on the command line."""
-    check_folder(args.dir)
-    prompts = read_prompts(args)
-    model, manifest = look(args)
-    return check_runs(args, model, manifest, [_resolve(args, {"prompt": prompts}, model, manifest)], args.dir)
-
-
-def prepare_denoise(args: argparse.Namespace) -> Prepared:
-    """`denoise` with the directory's model and settings, unless the command says otherwise."""
-    settings = store.read_settings(args.dir)
-    refuse_unrepeatable(settings, args.dir, "go on with it there")
-    model, manifest = look(args, settings)
-    run = _resolve(args, store.asked_settings(settings), model, manifest)
-    _directory_of(model, args.dir).read_features(run)
-    return check_runs(args, model, manifest, [run], args.dir)
-
-
-def _resolve(args: argparse.Namespace, recorded: Mapping[str, Any], model: ModelChoice, manifest: Manifest) -> Run:
-    """The run of an earlier run's options, and of those that were given now in their place."""
-    given = given_options(args)
-    known = {"prompt", *options("encode", "denoise", "decode")} - {*(SETTINGS if "distilled" in given else ())}
-    fields = {name: value for name, value in recorded.items() if name in known}
-    return resolve(GenerationRequest(**{"lora": [], **later_options(fields, given)}), manifest, model.dtype)
-
-
-def later_options(recorded: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an earlier run, and those that were given now in their place.
+def request_of(args: argparse.Namespace, recorded: Mapping[str, Any]) -> GenerationRequest:
+    """What a command asks for: the options of an earlier run, and those that were given now in their place.
 
     Of steps and timesteps, each decides the other: what was given now stands alone.
+
+    Args:
+        recorded: fields of the request; what else it holds is left out.
     """
-    pair = {"num_inference_steps", "timesteps"}
-    left_out = pair if pair & given.keys() else set()
-    return {name: value for name, value in recorded.items() if name not in left_out} | dict(given)
+    given = given_options(args)
+    if "prompt" not in recorded or getattr(args, "prompt", None):
+        given["prompt"] = read_prompts(args)
+    known = {"prompt", *options("encode", "denoise", "decode")} - {*(SETTINGS if "distilled" in given else ())}
+    known -= STEPS if STEPS & given.keys() else set()
+    fields = {name: value for name, value in recorded.items() if name in known}
+    return GenerationRequest(**{"lora": [], **fields, **given})
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -353,6 +317,7 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
         if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
             files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
             raise InputError(f"{path} was also made of other files; give them again: {files}")
+    fields["prompt"] = check_prompts(fields["prompt"])[0]
     if adapters:
         log.info("with the adapters that %s was made with: %s", path, ", ".join(map(str, found)))
         fields["lora"] = [{**record, "file": str(file)} for record, file in zip(adapters, found, strict=True)]
@@ -396,31 +361,9 @@ def warn_of_other_media(run: Run, path: Path) -> None:
 # --- the output
 
 
-def is_latents(out: Path) -> bool:
-    """Whether the output holds latents, not a video."""
-    return out.suffix.lower() == ".npz"
-
-
-def output_paths(out: Path, prompts: Sequence[str], seed: int, videos: int) -> list[Path]:
-    """A path for each video of each prompt, those of one seed after those of the one before; an npz holds those of all
-    prompts.
-
-    Raises:
-        InputError: the fields of its name do not tell the videos apart.
-    """
-    prompts = prompts[:1] if is_latents(out) else prompts
-    if not is_template(out):
-        return item_paths(out, len(prompts) * videos)
-    each = [(prompt, seed + i) for i in range(videos) for prompt in prompts]
-    paths = [fill(out, *values, n) for n, values in enumerate(each, 1)]
-    if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
-        raise InputError(f"--out {out} gives two videos the name {twice}; put {{n}} into it")
-    return paths
-
-
-def stages_of(out: Path, prompts: Sequence[str], seed: int) -> Path:
+def stages_of(out: Path, request: GenerationRequest) -> Path:
     """The `stages_folder` of a run, named after its first video where the output's name has fields."""
-    return stages_folder(fill(out, prompts[0], seed, 1) if is_template(out) else out)
+    return stages_folder(fill(out, request.prompt[0], request.seed, 1) if is_template(out) else out)
 
 
 @contextmanager

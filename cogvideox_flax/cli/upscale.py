@@ -21,19 +21,19 @@ def upscale(args: argparse.Namespace) -> None:
         raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
     check_output([args.out], args.overwrite)
     source = HashedVideo(args.clip)
-    model, manifest = look(args)
+    choice, manifest = look(args)
     given = {name: value for name in options_of(UpscaleOptions) if (value := getattr(args, name)) is not None}
-    layout = upscaling.tile_layout(manifest, source.info, UpscaleOptions(**given), model.dtype)
-    prepared = check_runs(args, model, manifest, [layout.run], args.out.absolute().parent)
-    pipe, _ = open_prepared(args, lambda: prepared)
+    layout = upscaling.tile_layout(manifest, source.info, UpscaleOptions(**given), choice.dtype)
+    prepared = check_runs(args, choice, manifest, [layout.run], args.out.absolute().parent)
+    model, _ = open_prepared(args, lambda: prepared)
     progress = not args.quiet
-    upscaling.check_memory(pipe, layout, progress=progress)
-    run_tile = upscaling.tile_runner(pipe, layout, progress)
+    upscaling.check_memory(model, layout, progress=progress)
+    run_tile = upscaling.tile_runner(model, layout, progress)
     frames = FrameStream(layout.shape, partial(upscaling.upscale_frames, source, layout, run_tile, progress=progress))
     try:
         with logging_replaced([args.out]):
             fps = layout.clip.fps or manifest.model.defaults.fps
-            save_video(args.out, frames, fps, upscaling.describe(layout, pipe, args.clip), sound=args.clip)
+            save_video(args.out, frames, fps, upscaling.describe(layout, model, args.clip), sound=args.clip)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("\nstopped; nothing was written") from None
     print(args.out)

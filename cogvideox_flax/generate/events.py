@@ -1,19 +1,21 @@
-"""What happens in a run, as events, and the reader that shows them on a terminal."""
+"""What happens in a run, as events, and their readers: one shows them on a terminal, one saves the videos."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxtyping import Float32
 
 from cogvideox_flax.generate.denoise import DenoiseState
+from cogvideox_flax.generate.recipe import item_of
 from cogvideox_flax.generate.request import FilledRequest
-from cogvideox_flax.generate.result import GenerationResult
+from cogvideox_flax.generate.result import GenerationResult, logging_replaced, save_latents
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import Progress, duration_text, reliable_interrupts, say
@@ -137,3 +139,45 @@ def last_of(events: Events[Any], progress: bool = False, *, bar: bool = True) ->
     """The last event; the others, which may hold arrays on the devices, are let go."""
     with closing(show(events, progress, bar=bar)) as shown:
         return deque(shown, maxlen=1)[0]
+
+
+def save_videos(
+    events: Events[None],
+    run: Run,
+    paths: Sequence[Path],
+    *,
+    latents: bool = False,
+    timed: bool = False,
+    bare: bool = False,
+) -> list[dict[str, Any]]:
+    """Read a run's events to the end, and write its videos as they are finished.
+
+    Args:
+        paths: of the videos, those of one seed after those of the one before.
+        latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
+        timed: say in each video how many seconds it took.
+        bare: leave out of videos how they were made.
+
+    Returns:
+        What is stored with the video of each path.
+    """
+    start, stored = time.monotonic(), list[dict[str, Any]]()
+    count = len(paths) // run.request.num_videos
+    for event in events:
+        if not isinstance(event, Denoised if latents else Finished):
+            continue
+        metadata = event.metadata if isinstance(event, Denoised) else event.result.metadata
+        if timed:
+            metadata = metadata | {"seconds": float(f"{(time.monotonic() - start) / len(paths):.3g}")}
+        first = (event.request.seed - run.request.seed) * count
+        own = paths[first : first + count]
+        with logging_replaced(own):
+            if isinstance(event, Finished):
+                replace(event.result, metadata={} if bare else metadata).save_items(own)
+            elif count == 1:
+                save_latents(own[0], event.latents, metadata)
+            else:
+                for i, path in enumerate(own):
+                    save_latents(path, event.latents[i : i + 1], item_of(metadata, i))
+        stored += [item_of(metadata, i) for i in range(count)]
+    return stored

@@ -172,21 +172,20 @@ def encode(
 
 def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> Events[Conditioning]:
     """`encode` of the prompts alone."""
-    request, texts = run.request, {"text": run.request.prompt}
+    request, prompts = run.request, {"text": run.request.prompt}
     if run.guided if negative is None else negative:
-        texts["negative_text"] = request.negative_prompt
+        prompts["negative_text"] = request.negative_prompt
     given = {} if request.text_features is None else text_features(request.text_features)
-    features: dict[str, Any] = {name: given.get(name, {}) for name in texts}
-    texts = {name: prompts for name, prompts in texts.items() if name not in given}
-    tokens = {name: model.tokenize(text) for name, text in texts.items()}  # first: a cut prompt is reported at once
-    for stage in run.model.text if texts else ():
-        program = run.encode(stage)
-        for name in texts:
-            module, ids = model.component(stage.component), replicate(tokens[name][stage.component], model.mesh)
-            arrays = yield from model.running(program, module, ids)
-            if not all(np.isfinite(fetch(x)).all() for x in arrays.values()):
+    features: dict[str, Any] = {name: given.get(name, {}) for name in prompts}
+    # before a component is loaded: a cut prompt is reported at once
+    tokens = {name: model.tokenize(texts) for name, texts in prompts.items() if name not in given}
+    for encoder in run.model.text if tokens else ():
+        program, module = run.encode(encoder), model.component(encoder.component)
+        for name in tokens:
+            encoded = yield from model.running(program, module, replicate(tokens[name][encoder.component], model.mesh))
+            if not all(np.isfinite(fetch(x)).all() for x in encoded.values()):
                 raise model.not_finite("text encoder")
-            features[name] |= arrays
+            features[name] |= encoded
         model.profiling.after_stage(program.name)
     return Conditioning(**features)
 

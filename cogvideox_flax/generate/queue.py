@@ -9,21 +9,19 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.generate.events import Denoised, Events, Finished
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.page import PageRow, check_page, write_page
-from cogvideox_flax.generate.recipe import item_of, named_adapters, read_recipe
+from cogvideox_flax.generate.recipe import named_adapters, read_recipe
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
@@ -31,16 +29,13 @@ from cogvideox_flax.generate.request import (
     option_names,
 )
 from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.result import logging_replaced, save_latents
+from cogvideox_flax.generate.result import FIELD, fill, is_template, slug_of
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import request_json
 from cogvideox_flax.io.values import short_repr, text_lines, typed
 from cogvideox_flax.runtime.multihost import hosts
 
 log = logging.getLogger(__name__)
-
-MAX_SLUG = 40
-"""Characters of the prompt in a file's name."""
 
 MAX_WARNED = 5
 """Lines whose words a warning names."""
@@ -64,35 +59,6 @@ class Job:
 
     line: int
     run: Run
-
-
-FIELD = re.compile(r"\{(prompt|seed|n)\}")
-"""A field in the name of an output."""
-
-
-def is_template(out: Path) -> bool:
-    """Whether the name of an output has fields.
-
-    Raises:
-        InputError: its folder has.
-    """
-    if FIELD.search(str(out.parent)):
-        raise InputError(
-            f"--out {out}: {{prompt}}, {{seed}} and {{n}} may stand in the name of the file, not in folders"
-        )
-    return FIELD.search(out.name) is not None
-
-
-def slug_of(prompt: str) -> str:
-    """The first words of a prompt, as part of a file's name."""
-    slug = "-".join(re.findall(r"\w+", prompt.lower()))
-    return slug if len(slug) <= MAX_SLUG else slug[: MAX_SLUG + 1].rpartition("-")[0] or slug[:MAX_SLUG]
-
-
-def fill(out: Path, prompt: str, seed: int, n: int) -> Path:
-    """An output with the fields of its name filled: the prompt's first words, the seed, and the number of the video."""
-    values = {"prompt": slug_of(prompt) or "no-prompt", "seed": str(seed), "n": f"{n:04}"}
-    return out.with_name(FIELD.sub(lambda field: values[field[1]], out.name))
 
 
 def path_of(out: Path, line: int, request: GenerationRequest) -> Path:
@@ -412,45 +378,3 @@ class Queue:
         wrong = [PageRow(number, self.lines[number], fault=fault) for number, fault in self.faults.items()]
         others = [row for row in self._rows.values() if row.path is not None or row.line not in self.faults]
         write_page(folder_of(self.out), self.out.name, sorted([*others, *wrong], key=lambda row: row.line), model)
-
-
-def save_videos(
-    events: Events[None],
-    run: Run,
-    paths: Sequence[Path],
-    *,
-    latents: bool = False,
-    timed: bool = False,
-    bare: bool = False,
-) -> list[dict[str, Any]]:
-    """Read a run's events to the end, and write its videos as they are finished.
-
-    Args:
-        paths: of the videos, those of one seed after those of the one before.
-        latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
-        timed: say in each video how many seconds it took.
-        bare: leave out of videos how they were made.
-
-    Returns:
-        What is stored with the video of each path.
-    """
-    start, stored = time.monotonic(), list[dict[str, Any]]()
-    count = len(paths) // run.request.num_videos
-    for event in events:
-        if not isinstance(event, Denoised if latents else Finished):
-            continue
-        metadata = event.metadata if isinstance(event, Denoised) else event.result.metadata
-        if timed:
-            metadata = metadata | {"seconds": float(f"{(time.monotonic() - start) / len(paths):.3g}")}
-        first = (event.request.seed - run.request.seed) * count
-        own = paths[first : first + count]
-        with logging_replaced(own):
-            if isinstance(event, Finished):
-                replace(event.result, metadata={} if bare else metadata).save_items(own)
-            elif count == 1:
-                save_latents(own[0], event.latents, metadata)
-            else:
-                for i, path in enumerate(own):
-                    save_latents(path, event.latents[i : i + 1], item_of(metadata, i))
-        stored += [item_of(metadata, i) for i in range(count)]
-    return stored

@@ -1,4 +1,4 @@
-"""What a run returns."""
+"""What a run returns, and the names of the files that it is written to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import html
 import json
 import logging
+import re
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from jaxtyping import Float32
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.recipe import PER_ITEM, item_of, read_recipe
+from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.atomic import atomic_write
 from cogvideox_flax.io.paths import check_writable, item_paths
 from cogvideox_flax.io.source import FrameStream
@@ -31,6 +33,9 @@ log = logging.getLogger(__name__)
 
 MAX_SHOWN = 8
 """Videos that a notebook shows."""
+
+MAX_SLUG = 40
+"""Characters of the prompt in a file's name."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +115,57 @@ class GenerationResult:
             elif isinstance(frames, FrameStream):
                 deque(frames.parts(), maxlen=0)
         return list(paths)
+
+
+FIELD = re.compile(r"\{(prompt|seed|n)\}")
+"""A field in the name of an output."""
+
+
+def is_template(out: Path) -> bool:
+    """Whether the name of an output has fields.
+
+    Raises:
+        InputError: its folder has.
+    """
+    if FIELD.search(str(out.parent)):
+        raise InputError(
+            f"--out {out}: {{prompt}}, {{seed}} and {{n}} may stand in the name of the file, not in folders"
+        )
+    return FIELD.search(out.name) is not None
+
+
+def slug_of(prompt: str) -> str:
+    """The first words of a prompt, as part of a file's name."""
+    slug = "-".join(re.findall(r"\w+", prompt.lower()))
+    return slug if len(slug) <= MAX_SLUG else slug[: MAX_SLUG + 1].rpartition("-")[0] or slug[:MAX_SLUG]
+
+
+def fill(out: Path, prompt: str, seed: int, n: int) -> Path:
+    """An output with the fields of its name filled: the prompt's first words, the seed, and the number of the video."""
+    values = {"prompt": slug_of(prompt) or "no-prompt", "seed": str(seed), "n": f"{n:04}"}
+    return out.with_name(FIELD.sub(lambda field: values[field[1]], out.name))
+
+
+def is_latents(out: Path) -> bool:
+    """Whether the output holds latents, not a video."""
+    return out.suffix.lower() == ".npz"
+
+
+def output_paths(out: Path, request: GenerationRequest) -> list[Path]:
+    """A path for each video of a request, those of one seed after those of the one before; an npz holds those of all
+    prompts.
+
+    Raises:
+        InputError: the fields of its name do not tell the videos apart.
+    """
+    prompts = request.prompt[:1] if is_latents(out) else request.prompt
+    if not is_template(out):
+        return item_paths(out, len(prompts) * request.num_videos)
+    videos = [(prompt, request.seed + i) for i in range(request.num_videos) for prompt in prompts]
+    paths = [fill(out, *video, n) for n, video in enumerate(videos, 1)]
+    if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
+        raise InputError(f"--out {out} gives two videos the name {twice}; put {{n}} into it")
+    return paths
 
 
 def check_output(

@@ -26,11 +26,11 @@ from cogvideox_flax.generate.encode import Conditioning
 from cogvideox_flax.generate.events import Finished, last_of, result_of
 from cogvideox_flax.generate.journey import encode_text, make_videos
 from cogvideox_flax.generate.media import Media, frames_of
-from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.recipe import recipe
 from cogvideox_flax.generate.request import GenerationRequest, check_option
-from cogvideox_flax.generate.resolve import resolve
-from cogvideox_flax.generate.run import Run
+from cogvideox_flax.generate.resolve import check_run, resolve
+from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.generate.store import Memory
 from cogvideox_flax.generate.tiles import enlarge, window_starts, window_weights
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
@@ -148,7 +148,7 @@ def _check_options(options: UpscaleOptions) -> None:
 
 
 def upscale(
-    pipe: Pipeline,
+    pipe: OpenModel,
     video: str | Path | Frames | list[Image.Image],
     options: UpscaleOptions | None = None,
     *,
@@ -202,7 +202,7 @@ class _Array:
         return ""
 
 
-def check_memory(pipe: Pipeline, layout: TileLayout, *, progress: bool = True) -> None:
+def check_memory(model: OpenModel, layout: TileLayout, *, progress: bool = True) -> None:
     """Compile what a window needs before anything is loaded, and refuse what the devices cannot hold.
 
     The text encoder leaves before the denoiser comes; the denoiser stays while the decoder works.
@@ -210,24 +210,29 @@ def check_memory(pipe: Pipeline, layout: TileLayout, *, progress: bool = True) -
     Raises:
         InputError: with the numbers and what to change.
     """
+    check_run(layout.run, model.mesh, model.profiling)
+
+    def programs(*stages: str) -> Iterator[tuple[str, Sequence[ProgramCall]]]:
+        return ((stage, layout.run.abstract(stage, model.mesh)) for stage in stages)
+
     try:
-        pipe.check_memory(layout.run, ["encode"], keep=False, progress=progress)
-        pipe.check_memory(layout.run, ["denoise", "decode"], progress=progress)
+        result_of(model.checking_memory(programs("encode"), keep=False), progress)
+        result_of(model.checking_memory(programs("denoise", "decode")), progress)
     except InputError as e:
         raise InputError(f"{e} Here: smaller tiles (--tile 512x512) or shorter chunks (--chunk 17).") from e
 
 
-def tile_runner(pipe: Pipeline, layout: TileLayout, progress: bool = True) -> RunTile:
-    """What upscales one window with a pipeline. The empty prompt is encoded once, with the first window."""
+def tile_runner(model: OpenModel, layout: TileLayout, progress: bool = True) -> RunTile:
+    """What upscales one window with a model. The empty prompt is encoded once, with the first window."""
     text: list[Conditioning] = []
 
     def run_tile(tile: Float32[np.ndarray, "F h w 3"]) -> Float32[np.ndarray, "F h w 3"]:
         frames, height, width, _ = tile.shape
         run = layout.run.varied(video=[Media("a tile", "", height, width, frames, tile)])
         if not text:
-            text.append(result_of(encode_text(pipe, run), progress))
-            pipe.release(*(stage.component for stage in pipe.manifest.model.text))
-        last = last_of(make_videos(pipe, run, Memory(text[0])), progress, bar=False)
+            text.append(result_of(encode_text(model, run), progress))
+            model.release(*(stage.component for stage in model.manifest.model.text))
+        last = last_of(make_videos(model, run, Memory(text[0])), progress, bar=False)
         assert isinstance(last, Finished)
         return last.result.frames[0]
 
@@ -271,13 +276,13 @@ def upscale_frames(
             pending = chunk[finished:].copy()
 
 
-def describe(layout: TileLayout, pipe: Pipeline, clip: Path) -> dict[str, Any]:
+def describe(layout: TileLayout, model: OpenModel, clip: Path) -> dict[str, Any]:
     """What is stored with the result."""
     names = ("prompt", "negative_prompt", "seed", "scheduler")
     made_of: dict[str, Any] = {name: getattr(layout.run.request, name) for name in names}
     made_of |= {"clip": str(clip), "scale": layout.scale, "window": layout.window, "overlaps": layout.overlaps}
-    made_of |= {"dtype": pipe.dtype, "tiling": layout.run.request.tiling}
-    return recipe(made_of, pipe.manifest, pipe.native_dir.name, pipe.fingerprints())
+    made_of |= {"dtype": model.dtype, "tiling": layout.run.request.tiling}
+    return recipe(made_of, model.manifest, model.native_dir.name, model.fingerprints())
 
 
 def _read(source: VideoSource, layout: TileLayout, start: int) -> UInt8[np.ndarray, "F h w 3"]:

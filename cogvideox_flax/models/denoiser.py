@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32
 
 Features = dict[str, Float[Any, "B ..."]]
 """Name -> features of each prompt. The names are those in the file of stage 1."""
@@ -48,23 +46,3 @@ class Denoiser(Protocol):
 
     def head(self, tokens: Any) -> Float[Array, "B T h w C"]:
         """The prediction from the tokens after the last block."""
-
-
-def predict(
-    embed: Callable[..., Tokens],
-    denoiser: Denoiser,
-    latents: Float32[Array, "B T h w C"],
-    features: Features,
-    timestep: Num[Array, ""] | Num[Array, " B"],
-    next_timestep: Num[Array, ""] | None = None,
-    *,
-    remat: bool = False,
-) -> Float32[Array, "B T h w C"]:
-    """The prediction of a denoiser: tokens, all blocks, head.
-
-    Args:
-        embed: a family's `embed`, or one of its `positions`; the next four are its arguments.
-        remat: recompute each block in the backward pass.
-    """
-    tokens = embed(denoiser, latents, features, timestep, next_timestep=next_timestep)
-    return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)

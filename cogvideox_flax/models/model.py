@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float32, Num
 
@@ -21,7 +22,7 @@ from cogvideox_flax.config import Config
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.values import short_repr
 from cogvideox_flax.models.codec import Codec, LatentStatistics
-from cogvideox_flax.models.denoiser import Features, Tokens, predict
+from cogvideox_flax.models.denoiser import Features, Tokens
 from cogvideox_flax.models.sizes import Size, SizeRule
 from cogvideox_flax.nn import quantized
 from cogvideox_flax.schedulers import Scheduler
@@ -481,8 +482,12 @@ class VideoModel(ABC):
 
     @classmethod
     def predict(cls, denoiser: Any, *args: Any, remat: bool = False) -> Float32[Array, "B T h w C"]:
-        """The denoiser's prediction; arguments as for `denoiser.predict`, without `embed`."""
-        return predict(cls.embed, denoiser, *args, remat=remat)
+        """The denoiser's prediction; arguments as for `embed`.
+
+        remat: recompute each block in the backward pass.
+        """
+        tokens: Any = cls.embed(denoiser, *args)
+        return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)
 
     @staticmethod
     def is_guided(scale: float) -> bool:

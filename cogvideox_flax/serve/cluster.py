@@ -106,8 +106,8 @@ class Worker:
         Returns:
             Its file and its recipe; or why it cannot be made, or not yet.
         """
+        from cogvideox_flax.generate.events import save_videos
         from cogvideox_flax.generate.journey import generate
-        from cogvideox_flax.generate.queue import save_videos
         from cogvideox_flax.generate.request import STAGES, GenerationRequest
         from cogvideox_flax.generate.store import RunDirectory, run_dir_lock
         from cogvideox_flax.runtime.settings import in_own_settings

@@ -218,9 +218,9 @@ class Worker(threading.Thread):
 
     def _video(self, job: JobRecord, progress: Progress) -> dict[str, Any]:
         """Make the video of a job; returns facts about it."""
+        from cogvideox_flax.generate.events import save_videos
         from cogvideox_flax.generate.journey import generate
         from cogvideox_flax.generate.preview import Preview
-        from cogvideox_flax.generate.queue import save_videos
         from cogvideox_flax.generate.request import GenerationRequest
         from cogvideox_flax.generate.store import RunDirectory
         from cogvideox_flax.runtime.settings import in_own_settings

@@ -14,7 +14,7 @@ from cogvideox_flax import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.generate import journey
-from cogvideox_flax.generate.pipeline import Pipeline
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.request import STAGES
 from tests.support import processes
 from tests.support.reference import save_layout
@@ -125,7 +125,7 @@ def refused(run, tmp_path, monkeypatch):
             def begun(*args, **kwargs):
                 raise AssertionError("heavy work was begun")
 
-            patch.setattr(Pipeline, "component", begun)
+            patch.setattr(OpenModel, "component", begun)
             if not converts:
                 patch.setattr(hub, "convert", begun)
             before = tree(tmp_path)

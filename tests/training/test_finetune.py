@@ -20,6 +20,7 @@ from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.checkpoint import load_transformer, parameters
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import CheckpointError, InputError
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.io.tensor_file import TensorFile
@@ -325,7 +326,7 @@ def test_check_says_what_would_be_done_and_touches_nothing(write, run, tmp_path,
     def begun(*args, **kwargs):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(CogVideoXPipeline, "component", begun)
+    monkeypatch.setattr(OpenModel, "component", begun)
     monkeypatch.setattr("cogvideox_flax.checkpoint.load.load_component", begun)
     path = write()
     before = tree(tmp_path)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Num
 
-from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens, predict
+from cogvideox_flax.models.denoiser import Denoiser, Features, Tokens
 
 Embed = Callable[..., Tokens]
 """A family's `embed`, or one of its `positions`."""
@@ -59,7 +59,8 @@ class Plain:
     def __call__(
         self, denoiser: Denoiser, latents: Latents, features: Features, info: StepInfo, cache: Cache
     ) -> tuple[Latents, Cache]:
-        return predict(self.embed, denoiser, latents, features, info.timestep, info.next_timestep), cache
+        tokens = self.embed(denoiser, latents, features, info.timestep, next_timestep=info.next_timestep)
+        return denoiser.head(denoiser.run_blocks(tokens)).astype(jnp.float32), cache
 
     def noise(self, key: Array, shape: tuple[int, ...]) -> Float32[Array, "B T h w C"]:
         return standard_normal(key, shape)
