@@ -73,8 +73,17 @@ def resolve(
             asked |= given_options(request)
     if request.scheduler is None and scheduler is not None:
         request = dataclasses.replace(request, scheduler=scheduler)
-    filled = _recommended(request, manifest)
-    filled["timesteps"] = None
+    run = Run(_filled(request, manifest, faults), manifest, dtype or manifest.default_dtype, asked)
+    _check(run, faults)
+    faults.raise_all()
+    (log_warnings if warn is None else warn)(_warnings(run))
+    return run
+
+
+def _filled(request: GenerationRequest, manifest: Manifest, faults: Faults) -> FilledRequest:
+    """The request with every None filled in, as far as it has no faults."""
+    model = manifest.model
+    filled = _recommended(request, manifest) | {"timesteps": None}
     with faults.caught():
         filled |= _given_timesteps(request)
     filled |= _fixed_settings(request, model, faults)
@@ -83,8 +92,8 @@ def resolve(
         filled["prompt"], filled["negative_prompt"] = check_prompts(prompt, request.negative_prompt)
     num_frames = request.num_frames
     with faults.caught():
-        given = {name: getattr(request, name) for name in media.MEDIA}
-        filled |= media.resolve_media(model, given, len(filled.get("prompt", [""])))
+        files = {name: getattr(request, name) for name in media.MEDIA}
+        filled |= media.resolve_media(model, files, len(filled.get("prompt", [""])))
         if num_frames is None:
             num_frames = media.frames_of_clips(model, filled, any_length=request.window is not None)
         media.check_image_scale(model, request.image_scale)
@@ -97,16 +106,18 @@ def resolve(
         sides = media.size_from_image(model, filled, (request.height, request.width))
         size = model.resolve_size(num_frames, *sides)
         filled |= size.video
-        denoiser_size = _check_long(model, request, size)
-        if manifest.domain is not None and not request.force and (said := manifest.domain.size_warning(denoiser_size)):
-            raise InputError(f"{said}. Leave size and length out, or go on with force (--force)")
-    with faults.caught():
-        _check_sparse(model, request)
+        _check_size(request, manifest, size)
     if request.lora is not None:
         with faults.caught():
             filled["lora"] = [_describe_adapter(adapter, manifest) for adapter in request.lora]
-    given = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
-    run = Run(FilledRequest(**given | filled), manifest, dtype or manifest.default_dtype, asked)
+    fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(GenerationRequest)}
+    return FilledRequest(**fields | filled)
+
+
+def _check(run: Run, faults: Faults) -> None:
+    """Check what of a run goes together and what its model has."""
+    with faults.caught():
+        _check_sparse(run)
     with faults.caught():
         _check_values(run)
     with faults.caught():
@@ -116,16 +127,18 @@ def resolve(
             _check_skip_layer(run)
             _check_arrays(run)
             _check_negative_features(run)
-    if request.tiling:
+    if run.request.tiling:
         with faults.caught():
-            model.codec.check_tiling()
-    faults.raise_all()
+            run.model.codec.check_tiling()
+
+
+def _warnings(run: Run) -> list[str]:
+    """Sentences about what the model was not trained for, or does not see, each once."""
+    model, domain = run.model, run.manifest.domain
     # a model that restores clips was trained at sizes of its own, which its release does not tell
-    untrained = [] if run.scheduler.needs_video else model.size_warnings(denoiser_size)
-    if manifest.domain is not None:
-        untrained += _outside(run.request, manifest.domain)
-    (log_warnings if warn is None else warn)(list(dict.fromkeys([*untrained, *_unused_media(run)])))
-    return run
+    sizes = [] if run.scheduler.needs_video else model.size_warnings(window_size(model, run.request, run.size))
+    outside = [] if domain is None else _outside(run.request, domain)
+    return list(dict.fromkeys([*sizes, *outside, *_unused_media(run)]))
 
 
 def log_warnings(warnings: Sequence[str]) -> None:
@@ -221,36 +234,36 @@ def _outside(request: FilledRequest, domain: Domain) -> list[str]:
 
 def _unused_media(run: Run) -> list[str]:
     """Sentences about what of the images and clips the model does not see."""
-    each = [(name, given) for name in media.MEDIA for given in getattr(run.request, name) or ()]
+    files = [(name, file) for name in media.MEDIA for file in getattr(run.request, name) or ()]
     video = (run.size.num_frames, run.size.height, run.size.width)
-    return [said for name, given in each if (said := media.describe_fit(name, given, *video, run.request.fit))]
+    return [said for name, file in files if (said := media.describe_fit(name, file, *video, run.request.fit))]
 
 
 class Faults:
     """Collects errors, to raise them together."""
 
     def __init__(self) -> None:
-        self._found: list[InputError] = []
+        self._errors: list[InputError] = []
 
     @contextmanager
     def caught(self) -> Iterator[None]:
         try:
             yield
         except InputError as e:
-            self._found.append(e)
+            self._errors.append(e)
         except OSError as e:  # of a path that was given, such as one that is too long
             if (reason := describe_file_error(e)) is None:
                 raise
-            self._found.append(InputError(reason))
+            self._errors.append(InputError(reason))
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._errors)
 
     def raise_all(self) -> None:
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            raise InputError("\n".join(map(str, self._found)))
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise InputError("\n".join(map(str, self._errors)))
 
 
 def check_prompts(
@@ -283,10 +296,10 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
         The prompts that stand for them, all empty.
     """
     features, shapes = request.text_features, model.feature_shapes(1)
-    known = [*shapes, *(NEGATIVE + name for name in shapes)]
-    if not isinstance(features, Mapping) or not features.keys() <= set(known):
+    names = [*shapes, *(NEGATIVE + name for name in shapes)]
+    if not isinstance(features, Mapping) or not features.keys() <= set(names):
         raise InputError(
-            f"text_features are {short_repr(features)}; expected a mapping of {', '.join(known)} to arrays"
+            f"text_features are {short_repr(features)}; expected a mapping of {', '.join(names)} to arrays"
         )
     has_negative = any(name.startswith(NEGATIVE) for name in features)
     if missing := [name for name in shapes if name not in features]:
@@ -299,10 +312,10 @@ def check_features(request: GenerationRequest, model: VideoModel) -> list[str]:
     arrays = {name: np.shape(x) for name, x in features.items()}
     first = arrays[next(iter(shapes))]
     batch = first[0] if first else 1
-    for name, found in arrays.items():
+    for name, shape in arrays.items():
         expected = model.feature_shapes(batch)[name.removeprefix(NEGATIVE)]
-        if found != expected:
-            raise InputError(f"{name} must be {list(expected)} for {batch} prompts; got {list(found)}")
+        if shape != expected:
+            raise InputError(f"{name} must be {list(expected)} for {batch} prompts; got {list(shape)}")
     return [""] * batch
 
 
@@ -327,11 +340,11 @@ def _fixed_settings(request: GenerationRequest, model: VideoModel, faults: Fault
     named = model.schedulers.get(request.scheduler) if isinstance(request.scheduler, str) else request.scheduler
     if named is None or not named.fixed:  # an unknown name is refused where the scheduler is made
         return {}
-    given = {name: getattr(request, name) for name in named.fixed}
+    asked = {name: getattr(request, name) for name in named.fixed}
     lacks_video = named.needs_video and request.video is None
     with faults.caught():
-        if wrong := [name for name, value in given.items() if value is not None and value != named.fixed[name]]:
-            needed = ", ".join(f"{name} {named.fixed[name]} (got {short_repr(given[name])})" for name in wrong)
+        if wrong := [name for name, value in asked.items() if value is not None and value != named.fixed[name]]:
+            needed = ", ".join(f"{name} {named.fixed[name]} (got {short_repr(asked[name])})" for name in wrong)
             raise InputError(f"the {named.kind} scheduler needs {needed}; leave these out, or take another scheduler")
     with faults.caught():
         if lacks_video:
@@ -506,23 +519,20 @@ def _check_step_cache(run: Run) -> None:
         )
 
 
-def _check_sparse(model: VideoModel, request: GenerationRequest) -> None:
+def _check_sparse(run: Run) -> None:
     """Refuse a form of sparse attention that this model does not have."""
-    name, known = request.sparse_attention, model.sparse_attention
+    name, known = run.request.sparse_attention, run.model.sparse_attention
     if name is not None and name not in known:
         others = f"this model has {', '.join(known)}" if known else "this model has none"
         raise InputError(f"sparse_attention is {short_repr(name)}; {others}. Leave it out for attention of all to all")
 
 
-def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Size:
-    """Check the options of long clips.
-
-    Returns:
-        The size that the denoiser sees at once: of a window, if there are any.
-    """
-    known = model.positions
-    if request.positions is not None and request.positions not in known:
-        others = f"this model has {', '.join(known)}" if known else "this model has none that can be extended"
+def _check_size(request: GenerationRequest, manifest: Manifest, size: Size) -> None:
+    """Check the options of long clips, and that a model which knows its domain was trained for the size."""
+    model = manifest.model
+    if request.positions is not None and request.positions not in model.positions:
+        others = ", ".join(model.positions)
+        others = f"this model has {others}" if others else "this model has none that can be extended"
         raise InputError(
             f"positions is {short_repr(request.positions)}; {others}. Leave it out for those of the training"
         )
@@ -530,7 +540,9 @@ def _check_long(model: VideoModel, request: GenerationRequest, size: Size) -> Si
         check_chunks(model, request.tiling)
         if request.step_cache is not None:
             raise InputError("a step cache is of one clip that is denoised whole; leave step_cache or the window out")
-    return window_size(model, request, size)
+    domain, denoiser_size = manifest.domain, window_size(model, request, size)
+    if domain is not None and not request.force and (warning := domain.size_warning(denoiser_size)):
+        raise InputError(f"{warning}. Leave size and length out, or go on with force (--force)")
 
 
 def check_chunks(model: VideoModel, tiled: bool) -> None:
