@@ -86,34 +86,54 @@ class Pipeline(OpenModel):
             TypeError: a keyword that is no option; one of diffusers' is answered with the name to use.
             NonFiniteError: NaN or infinity in the latents, naming the step.
         """
-        names = self._feature_names()
-        features = {name: x for name, x in named.items() if name in names and x is not None}
-        named = {name: x for name, x in named.items() if name not in names}
         if num_videos_per_prompt is not None:
             if "num_videos" in named:
                 raise TypeError("num_videos and num_videos_per_prompt are the same; give one of them")
             named["num_videos"] = num_videos_per_prompt
-        if isinstance(prompt, GenerationRequest | Run):
-            if options or named or features:
-                raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
-        else:
-            check_keywords(named)
-            if features:
-                named["text_features"] = features
-            if prompt is None and named.get("text_features") is None:
-                raise TypeError("a prompt is missing")
-            prompt = GenerationRequest("" if prompt is None else prompt, *options, **named)
-        output_type = (prompt.request if isinstance(prompt, Run) else prompt).output_type
+        request = self._asked(prompt, options, named)
+        output_type = (request.request if isinstance(request, Run) else request).output_type
         if output_type == "pt":
             raise InputError(PT)
-        if isinstance(prompt, GenerationRequest) and (ours := DIFFUSERS_OUTPUT_TYPES.get(str(output_type))):
-            prompt = replace(prompt, output_type=ours)
+        if isinstance(request, GenerationRequest) and (ours := DIFFUSERS_OUTPUT_TYPES.get(str(output_type))):
+            request = replace(request, output_type=ours)
         if callback is not None and not callable(callback):
             raise TypeError(f"callback is {short_repr(callback)}; expected a function of step, timestep and latents")
         self._warned.clear()
-        runs = self._runs(prompt)
+        runs = self._runs(request)
         if callback is not None and (runs[0].request.compiled_loop or runs[0].request.one_program):
             raise InputError("a callback needs the step-by-step loop; leave compiled_loop off")
+        results, changed = self._results(runs, callback, progress)
+        if num_videos_per_prompt is not None:
+            results = [item for prompts in zip(*map(items, results), strict=True) for item in prompts]
+        result = join(results)
+        if changed is not None:
+            settings = result.metadata["settings"]
+            settings["arrays"] = settings.get("arrays", {}) | {"callback": array_hash(changed)}
+        if output_type == "pil":
+            return replace(result, frames=[[Image.fromarray(frame) for frame in clip] for clip in result.frames])
+        return result
+
+    def _asked(self, prompt: Request | None, options: Sequence[Any], named: dict[str, Any]) -> GenerationRequest | Run:
+        """The request of a call's arguments; text features are keywords by diffusers' names."""
+        shapes = self.manifest.model.feature_shapes(1)
+        names = {*shapes, *(NEGATIVE + name for name in shapes)}
+        features = {name: x for name, x in named.items() if name in names and x is not None}
+        named = {name: x for name, x in named.items() if name not in names}
+        if isinstance(prompt, GenerationRequest | Run):
+            if options or named or features:
+                raise TypeError("a GenerationRequest says everything; change it with dataclasses.replace")
+            return prompt
+        check_keywords(named)
+        if features:
+            named["text_features"] = features
+        if prompt is None and named.get("text_features") is None:
+            raise TypeError("a prompt is missing")
+        return GenerationRequest("" if prompt is None else prompt, *options, **named)
+
+    def _results(
+        self, runs: Sequence[Run], callback: Callback | None, progress: bool
+    ) -> tuple[list[GenerationResult], Array | None]:
+        """The results of runs, up to the one that the callback stops; and the last latents that it changed."""
         results, changed, stopped = [], None, None
         with closing(show(_all_of(generate(self, run) for run in runs), progress)) as events:
             for event in events:
@@ -132,15 +152,7 @@ class Pipeline(OpenModel):
             done, of = int(stopped.state.step), stopped.run.num_steps
             say(f"stopped by the callback after step {done} of {of}", progress)
             results.append(last_of(finish(self, stopped.run, stopped.state), progress).result)
-        if num_videos_per_prompt is not None:
-            results = [item for prompts in zip(*map(items, results), strict=True) for item in prompts]
-        result = join(results)
-        if changed is not None:
-            settings = result.metadata["settings"]
-            settings["arrays"] = settings.get("arrays", {}) | {"callback": array_hash(changed)}
-        if output_type == "pil":
-            return replace(result, frames=[[Image.fromarray(frame) for frame in clip] for clip in result.frames])
-        return result
+        return results, changed
 
     def _runs(self, request: Request) -> list[Run]:
         """The run of a request; of one with a list of seeds, a run for each of its videos."""
@@ -154,11 +166,6 @@ class Pipeline(OpenModel):
             raise InputError(f"seed holds {len(seeds)} seeds for {count} videos; give one for each, or the first alone")
         each = len(seeds) // batch.batch
         return [self.resolve(batch.row(i // each, seed)) for i, seed in enumerate(seeds)]
-
-    def _feature_names(self) -> set[str]:
-        """Keywords that are text features: diffusers' names."""
-        names = self.manifest.model.feature_shapes(1)
-        return {*names, *(NEGATIVE + name for name in names)}
 
     def run(self, request: Request, store: Store | None = None) -> Events[None]:
         """The whole journey, owned by the caller: see `journey.generate`."""
