@@ -93,8 +93,8 @@ def make_parser() -> Parser:
     """All commands with their options; what it parses has the command's name as `command`."""
     parser = Parser(prog="cogvideox", description="Video from text, images and clips, in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
-    known = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = partial(_add_command, known, _shared_options())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = partial(_add_command, commands, _shared_options())
     _add_run_commands(command)
     larger = "a clip enlarged in one step, by a model that was fine-tuned for it (DOVE)"
     _add_upscale(command("upscale", larger, "model", "profiling"))
@@ -120,7 +120,7 @@ def make_parser() -> Parser:
         "completion", "a script that completes commands and options in a shell: source <(cogvideox completion bash)"
     )
     sub.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
-    parser.commands, parser.overview = known.choices, _OVERVIEW
+    parser.commands, parser.overview = commands.choices, _OVERVIEW
     return parser
 
 

@@ -29,15 +29,15 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """What was given, as attributes. Leaves the process with code 2 and one line where something is wrong."""
-        given = list(argv)
-        if not given:
+        words = list(argv)
+        if not words:
             self.exit(0, self.overview)
-        if self.commands and not given[0].startswith("-") and given[0] not in self.commands:
-            self._refuse_command(given[0])
-        found, unknown = self.parse_known_args(given)
+        if self.commands and not words[0].startswith("-") and words[0] not in self.commands:
+            self._refuse_command(words[0])
+        args, unknown = self.parse_known_args(words)
         if unknown:
-            self.commands.get(given[0], self)._refuse_option(unknown[0].partition("=")[0])
-        return found
+            self.commands.get(words[0], self)._refuse_option(unknown[0].partition("=")[0])
+        return args
 
     def _refuse_command(self, name: str) -> NoReturn:
         if " " in name.strip():

@@ -38,19 +38,19 @@ def plan(args: argparse.Namespace) -> None:
     if args.mesh:
         mesh = parse_mesh(args.mesh)
     else:
-        mesh = best_mesh(run, args.topology, lambda tried, found: say(_tried(tried, found), progress))
+        mesh = best_mesh(run, args.topology, lambda tried, outcome: say(_tried(tried, outcome), progress))
     stages, forecasts = [], forecast(run, args.topology, mesh, args.stages)
     say(f"compiling for {args.topology}: {', '.join(args.stages)}; about a minute each on two cores", progress)
     for stage in forecasts:
         say(f"compiled {stage.name} in {stage.compile_s:.0f} s", progress)
         stages.append(stage)
-    found = Forecast(args.topology, mesh, run.size, tuple(stages), args.prompts)
+    total = Forecast(args.topology, mesh, run.size, tuple(stages), args.prompts)
     if args.json:
-        more = {"fits": found.fits, "estimated_s": found.estimated_s, "chips": found.chips}
-        more |= {} if args.price is None else {"dollars": found.dollars(args.price)}
-        print(json.dumps(dataclasses.asdict(found) | more, indent=2))
+        more = {"fits": total.fits, "estimated_s": total.estimated_s, "chips": total.chips}
+        more |= {} if args.price is None else {"dollars": total.dollars(args.price)}
+        print(json.dumps(dataclasses.asdict(total) | more, indent=2))
     else:
-        print(describe(found, args.price))
+        print(describe(total, args.price))
 
 
 def _tried(mesh: MeshShape, found: Any) -> str:

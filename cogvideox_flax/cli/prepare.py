@@ -310,17 +310,17 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
     elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
     adapters = fields.get("lora", []) if args.lora is None else []
-    found = [find_recorded_adapter(record, path) for record in adapters]
+    adapter_files = [find_recorded_adapter(record, path) for record in adapters]
     for name in (*MEDIA, "lora"):
-        if name == "lora" and None not in found:
+        if name == "lora" and None not in adapter_files:
             continue
         if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
             files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
             raise InputError(f"{path} was also made of other files; give them again: {files}")
     fields["prompt"] = check_prompts(fields["prompt"])[0]
     if adapters:
-        log.info("with the adapters that %s was made with: %s", path, ", ".join(map(str, found)))
-        fields["lora"] = [{**record, "file": str(file)} for record, file in zip(adapters, found, strict=True)]
+        log.info("with the adapters that %s was made with: %s", path, ", ".join(map(str, adapter_files)))
+        fields["lora"] = [{**record, "file": str(file)} for record, file in zip(adapters, adapter_files, strict=True)]
     return fields
 
 

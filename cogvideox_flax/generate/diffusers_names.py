@@ -87,13 +87,13 @@ def check_keywords(named: Mapping[str, Any]) -> None:
     Raises:
         TypeError: as Python does for keywords that a function does not have.
     """
-    known = [field.name for field in dataclasses.fields(GenerationRequest)]
+    fields = [field.name for field in dataclasses.fields(GenerationRequest)]
     faults = []
     for name in named:
         if name in CALL:
             faults.append(f"{name} is diffusers' name; here: {CALL[name]}")
-        elif name not in known:
-            names = {each: each for each in known} | option_names()
+        elif name not in fields:
+            names = {each: each for each in fields} | option_names()
             near = get_close_matches(name, names, 1)
             faults.append(f"there is no option {name!r}" + (f"; did you mean {names[near[0]]!r}?" if near else ""))
     if faults:

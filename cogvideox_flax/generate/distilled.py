@@ -38,24 +38,24 @@ def with_distillation(request: GenerationRequest, model: VideoModel) -> Generati
     """
     if request.distilled == OFF:
         return request
-    given = {name for name in SETTINGS if getattr(request, name) is not None}
+    asked = {name for name in SETTINGS if getattr(request, name) is not None}
     if request.distilled is not None:
-        return _filled(request, _named(request.distilled, model), given)
+        return _filled(request, _named(request.distilled, model), asked)
     for file in _adapter_files(request.lora):
         try:
-            found = recognised(file, model)
+            distillation = recognised(file, model)
         except InputError:  # no path, which is said where adapters are opened
             continue
-        if found is None:
+        if distillation is None:
             continue
-        if (others := _made_of_others(found, model)) is not None:
+        if (others := _made_of_others(distillation, model)) is not None:
             log.info("%s: %s, whose own settings stay", file, others)
             continue
-        if given:
-            log.info("%s is made for %s; --distilled %s takes these settings", file, found, found.name)
+        if asked:
+            log.info("%s is made for %s; --distilled %s takes these settings", file, distillation, distillation.name)
             return request
-        log.info("%s: %s (--distilled off takes the model's own settings)", file, found)
-        return _filled(request, found, given)
+        log.info("%s: %s (--distilled off takes the model's own settings)", file, distillation)
+        return _filled(request, distillation, asked)
     return request
 
 
@@ -69,14 +69,14 @@ def recognised(file: str | Path, model: Family) -> Distillation | None:
 
 
 def _named(name: Any, model: VideoModel) -> Distillation:
-    known = {each.name: each for each in model.distillations}
-    if name not in known:
+    distillations = {each.name: each for each in model.distillations}
+    if name not in distillations:
         raise InputError(
-            f"distilled is {short_repr(name)}; expected one of this model's family: {', '.join([*known, OFF])}"
+            f"distilled is {short_repr(name)}; expected one of this model's family: {', '.join([*distillations, OFF])}"
         )
-    if (others := _made_of_others(known[name], model)) is not None:
-        raise InputError(f"{others}. Its settings can be given one by one: {_flags(known[name])}")
-    return known[name]
+    if (others := _made_of_others(distillations[name], model)) is not None:
+        raise InputError(f"{others}. Its settings can be given one by one: {_flags(distillations[name])}")
+    return distillations[name]
 
 
 def _made_of_others(found: Distillation, model: VideoModel) -> str | None:

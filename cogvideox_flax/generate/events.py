@@ -170,14 +170,14 @@ def save_videos(
         if timed:
             metadata = metadata | {"seconds": float(f"{(time.monotonic() - start) / len(paths):.3g}")}
         first = (event.request.seed - run.request.seed) * count
-        own = paths[first : first + count]
-        with logging_replaced(own):
+        files = paths[first : first + count]
+        with logging_replaced(files):
             if isinstance(event, Finished):
-                replace(event.result, metadata={} if bare else metadata).save_items(own)
+                replace(event.result, metadata={} if bare else metadata).save_items(files)
             elif count == 1:
-                save_latents(own[0], event.latents, metadata)
+                save_latents(files[0], event.latents, metadata)
             else:
-                for i, path in enumerate(own):
+                for i, path in enumerate(files):
                     save_latents(path, event.latents[i : i + 1], item_of(metadata, i))
         stored += [item_of(metadata, i) for i in range(count)]
     return stored

@@ -112,17 +112,17 @@ def resolve_media(model: VideoModel, given: Mapping[str, Any], batch: int) -> di
     names = [name for name in MEDIA if given.get(name) is not None]
     model.check_inputs(names)
     fps = model.defaults.fps
-    found: dict[str, Any] = {}
+    media: dict[str, Any] = {}
     for name in names:
         values = [from_torch(x) for x in (given[name] if isinstance(given[name], list | tuple) else [given[name]])]
         if _is_frames(values) and (name in CLIPS or (name == MASK and len(values) not in (1, batch))):
             values = [values]
         if len(values) not in (1, batch):
             raise InputError(f"{name}: {len(values)} for {batch} prompts; give one for all, or one each")
-        found[name] = [_check(name, value, fps) for value in values]
-    if MASK in found:
-        _check_masks(found[MASK], found["video"])
-    return found
+        media[name] = [_check(name, value, fps) for value in values]
+    if MASK in media:
+        _check_masks(media[MASK], media["video"])
+    return media
 
 
 def frames_of_clips(model: VideoModel, found: Mapping[str, Any], any_length: bool) -> int | None:
@@ -330,14 +330,14 @@ def clips_with_sound(clips: Sequence[Media] | None, batch: int, speed: float) ->
 
     speed: at which the video is played, of the clip's own; at another than 1 a line says that its sound is left out.
     """
-    found: list[Path | None] = []
+    paths: list[Path | None] = []
     for clip in clips or ():
         path = Path(clip.file)
         is_there = path.is_file() and content_hash(path) == clip.sha256 and has_sound(path)
         if is_there and speed != 1:
             log.warning("the sound of %s is left out: the video is played at %g of its speed", path, speed)
-        found.append(path if is_there and speed == 1 else None)
-    return found * (batch // max(len(found), 1))
+        paths.append(path if is_there and speed == 1 else None)
+    return paths * (batch // max(len(paths), 1))
 
 
 def read_media(

@@ -411,7 +411,7 @@ class OpenModel:
             return
         held = 0
         for stage, programs in stages:
-            before = held
+            held_before = held
             for program, (weights, *others), _ in programs:
                 yield from self.preparing(program, weights, *others)
                 memory = self._compiled.get(program).prepare(weights, *others).memory_analysis()
@@ -422,7 +422,7 @@ class OpenModel:
                         f"{limit / GIB:.2f} GiB. {MEMORY_ADVICE[stage]}"
                     )
                 held += bytes_per_device(weights)
-            held = held if keep else before
+            held = held if keep else held_before
 
     def program(self, program: Program) -> CompiledProgram:
         """The program with what was compiled of it."""

@@ -189,17 +189,17 @@ def find_made(out: Path, wanted: Sequence[tuple[Path, Mapping[str, Any]]]) -> li
     """
     keys = [_key(recipe) for _, recipe in wanted]
     made = [_made(path) for path, _ in wanted]
-    found = [(path, own) if _key(own) == key else None for (path, _), own, key in zip(wanted, made, keys, strict=True)]
-    if None not in found:
-        return found
+    videos = [(path, own) if _key(own) == key else None for (path, _), own, key in zip(wanted, made, keys, strict=True)]
+    if None not in videos:
+        return videos
     stem = FIELD.sub("*", glob.escape(out.stem)) if is_template(out) else f"{glob.escape(out.stem)}-"
     pattern = re.sub(r"\*\*+", "*", f"{stem}*{glob.escape(out.suffix)}") if out.suffix else "*.mp4"
-    others = sorted({*folder_of(out).glob(pattern)} - {path.absolute() for path, _ in filter(None, found)})
+    others = sorted({*folder_of(out).glob(pattern)} - {path.absolute() for path, _ in filter(None, videos)})
     free: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in others:
         if metadata := _made(path):
             free.setdefault(_key(metadata), []).append((path, metadata))
-    return [each or (free[key].pop(0) if free.get(key) else None) for each, key in zip(found, keys, strict=True)]
+    return [each or (free[key].pop(0) if free.get(key) else None) for each, key in zip(videos, keys, strict=True)]
 
 
 def _made(path: Path) -> dict[str, Any]:

@@ -272,16 +272,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def _typed(path: Path, kinds: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of a recipe that have a type here, as these types."""
-    found = {}
+    result = {}
     for name, value in values.items():
         try:
             if name in kinds:
-                found[name] = typed(kinds[name], value)
+                result[name] = typed(kinds[name], value)
         except ValueError as e:
             raise InputError(
                 f"{path} states {name} {short_repr(value)}; expected {e}. Its recipe cannot be used"
             ) from e
-    return found
+    return result
 
 
 def _read_npz(path: Path) -> dict[str, Any]:

@@ -287,18 +287,18 @@ class Run:
         """Frames of an image or clip, and the noise of its latents: what was given, or by the seed."""
         request, (frames, noise) = self.request, self.media_shapes(visual)
         index = [known.input for known in self.model.visual].index(visual.input)
-        given = (request.encoder_noise or {}).get(visual.input)
+        sample = (request.encoder_noise or {}).get(visual.input)
         if visual.noise is None:
-            given = np.zeros(noise, np.float32)
-        elif given is None:
+            sample = np.zeros(noise, np.float32)
+        elif sample is None:
             rows = 1 if request.same_noise else noise[0]
-            given = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))
-            given = jnp.broadcast_to(given, noise)
+            sample = standard_normal(encoder_noise_key(request.seed, index), (rows, *noise[1:]))
+            sample = jnp.broadcast_to(sample, noise)
         if visual.mask_channels:
             read = read_masked({name: getattr(request, name) for name in MEDIA}, frames, request.fit)
         else:
             read = read_media(getattr(request, visual.input), frames, request.fit, (self.size.height, self.size.width))
-        return read, jnp.asarray(given, jnp.float32)
+        return read, jnp.asarray(sample, jnp.float32)
 
     def check_conditioning(self, conditioning: Conditioning) -> None:
         """Refuse a conditioning that is not this request's."""
@@ -517,15 +517,15 @@ def decode_programs(
         return [(Decode(codec, as_float, tiling), (model, shape_on(jax.ShapeDtypeStruct(shape, jnp.float32), mesh)), 1)]
     program = DecodeChunk(codec, as_float)
     runs = Counter((size, i > 0) for i, size in enumerate(codec.chunks(shape[1])))
-    found: list[ProgramCall] = []
+    programs: list[ProgramCall] = []
     cache = None
     for (size, _), count in runs.items():
         latents = shape_on(jax.ShapeDtypeStruct((1, size, *shape[2:]), jnp.float32), mesh)
-        found.append((program, (model, latents, cache), shape[0] * count))
+        programs.append((program, (model, latents, cache), shape[0] * count))
         if cache is None:
             *_, cache = jax.eval_shape(program, model, latents, None)
             cache = jax.tree.map(partial(_cache_on, mesh=mesh, latents=latents.shape), cache)
-    return found
+    return programs
 
 
 def _cache_on(x: jax.ShapeDtypeStruct, mesh: Mesh | None, latents: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -475,23 +475,23 @@ def read_settings(folder: Path) -> dict[str, Any]:
     kinds |= {"prompt": list[str], "negative_prompt": list[str]}
     kinds |= {"model_id": str, "dtype": str, "revision": str | None, "transformer": str, "fingerprints": dict}
     kinds |= {"asked": list[str], "arrays": dict, "noise_schedule": dict}
-    given = {name: raw[_THEIR_NAMES.get(name, name)] for name in kinds if _THEIR_NAMES.get(name, name) in raw}
+    values = {name: raw[_THEIR_NAMES.get(name, name)] for name in kinds if _THEIR_NAMES.get(name, name) in raw}
     for name in ("prompt", "negative_prompt"):
-        given[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
-    given.setdefault("model_id", None)
-    found, wrong = {}, []
-    for name, value in given.items():
+        values[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)
+    values.setdefault("model_id", None)
+    settings, wrong = {}, []
+    for name, value in values.items():
         try:
-            found[name] = typed(kinds[name], value)
-            json.dumps(found[name], allow_nan=False)  # ValueError: NaN or infinity
+            settings[name] = typed(kinds[name], value)
+            json.dumps(settings[name], allow_nan=False)  # ValueError: NaN or infinity
         except ValueError:
             wrong.append(_THEIR_NAMES.get(name, name))
     if wrong:
         raise InputError(f"{path} has no usable {' and no '.join(wrong)}; run `cogvideox encode` again")
-    found |= {name: [Media.of(facts) for facts in found[name]] for name in MEDIA if name in found}
-    check_prompts(found["prompt"], found["negative_prompt"])
-    check_option("fps", found.get("fps"))
-    return found
+    settings |= {name: [Media.of(facts) for facts in settings[name]] for name in MEDIA if name in settings}
+    check_prompts(settings["prompt"], settings["negative_prompt"])
+    check_option("fps", settings.get("fps"))
+    return settings
 
 
 def asked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,7 +202,7 @@ class Container:
         """
         ticks, convert = self._timeline.ticks, self._converter()
         faults: list[str] = []
-        before, at, done, intra = None, -1, 0, False
+        previous, at, done, intra = None, -1, 0, False
         with self._open() as (container, stream):
             if start is not None:
                 container.seek(start, stream=stream)
@@ -210,18 +210,18 @@ class Container:
                 at = at + 1 if ticks is None or frame.pts is None else int(np.searchsorted(ticks, frame.pts))
                 intra = intra or frame.pict_type == _INTRA
                 if start is not None and at >= shown[0]:
-                    late = before is None and at > shown[0]
+                    late = previous is None and at > shown[0]
                     if faults or late or not intra:
                         break
                 while done < len(shown) and shown[done] <= at:
-                    yield indices[done], convert(frame if shown[done] == at or before is None else before)
+                    yield indices[done], convert(frame if shown[done] == at or previous is None else previous)
                     done += 1
                 if done == len(shown):
                     return next(iter(faults), "")
-                before = frame
-        if start is None and before is not None and shown[-1] <= at + 1:  # the last packet may hold no frame
+                previous = frame
+        if start is None and previous is not None and shown[-1] <= at + 1:  # the last packet may hold no frame
             for index in indices[done:]:
-                yield index, convert(before)
+                yield index, convert(previous)
             return next(iter(faults), "")
         message = next(iter(faults), "it is damaged")
         raise InputError(f"cannot read {self.path}: {done} of {len(indices)} frames can be decoded; {message}")

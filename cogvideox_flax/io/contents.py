@@ -54,18 +54,18 @@ def content_hashes(paths: Sequence[Path], *, cached: bool = True) -> list[str]:
     """`content_hash` of each file, computed in parallel."""
     try:
         facts = [os.stat(path) for path in paths]
-        known = [_lookup(each) if cached else None for each in facts]
-        todo = [i for i, digest in enumerate(known) if digest is None]
+        recorded = [_lookup(each) if cached else None for each in facts]
+        todo = [i for i, digest in enumerate(recorded) if digest is None]
         if (size := sum(facts[i].st_size for i in todo)) >= _LOG_FROM_BYTES:
             log.info("checking the contents of %.1f GiB in %s, once", size / 2**30, paths[todo[0]].parent)
         with ThreadPoolExecutor(max(1, min(len(todo), os.cpu_count() or 1))) as pool:
-            found = list(pool.map(_hash, [paths[i] for i in todo]))
+            hashed = list(pool.map(_hash, [paths[i] for i in todo]))
     except OSError as e:
         raise CheckpointError(f"cannot read {e.filename}: {e.strerror}") from e
     if todo:
-        _save_records({_key(stat): [*_times(stat), digest] for stat, digest, settled in found if settled})
-    digests = iter(digest for _, digest, _ in found)
-    return [digest or next(digests) for digest in known]
+        _save_records({_key(stat): [*_times(stat), digest] for stat, digest, settled in hashed if settled})
+    digests = iter(digest for _, digest, _ in hashed)
+    return [digest or next(digests) for digest in recorded]
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,14 @@ def add_lora(
     """
     if rank < 1:
         raise InputError(f"the rank of a LoRA must be 1 or more; got {rank}")
-    known = family.lora.targets
+    places = family.lora.targets
     targets = family.lora.default_targets if targets is None else targets
-    if not targets or (unknown := [name for name in targets if name not in known]):
+    if not targets or (unknown := [name for name in targets if name not in places]):
         wrong = f"unknown LoRA targets {', '.join(unknown)}" if targets else "a LoRA needs at least one target"
-        raise InputError(f"{wrong}; known are {', '.join(known)}")
+        raise InputError(f"{wrong}; known are {', '.join(places)}")
     model = same_arrays(transformer)
     for target in dict.fromkeys(targets):
-        linear = unadapted(model, known[target])
+        linear = unadapted(model, places[target])
         if isinstance(linear, QuantizedLinear):
             kind = kind_of(linear.kernel.dtype)
             raise InputError(f"adapters are trained on weights as they were trained; this transformer's are {kind}")
@@ -105,7 +105,7 @@ def add_lora(
         bound = width**-0.5
         a = jax.random.uniform(rngs.params(), (layers, width, rank), minval=-bound, maxval=bound)
         b = jnp.zeros((layers, rank, out))
-        model = with_adapter(family, model, known[target], a, b, rank if alpha is None else alpha, mesh)
+        model = with_adapter(family, model, places[target], a, b, rank if alpha is None else alpha, mesh)
     return model
 
 

@@ -328,14 +328,14 @@ def fitting_releases(file: TensorFile) -> dict[str, Adapter]:
 def _fitting(file: TensorFile) -> dict[str, Adapter]:
     """As `fitting_releases`; {} if it fits none."""
     matches: dict[tuple[str, Config], tuple[Adapter, list[str]]] = {}
-    found = {}
+    fitting = {}
     for name, (family, config) in known_models().items():
         if (family.name, config) not in matches:
             matches[family.name, config] = _match(family, config, file, None)
         adapter, faults = matches[family.name, config]
         if not faults:
-            found[name] = adapter
-    return found
+            fitting[name] = adapter
+    return fitting
 
 
 def known_models() -> dict[str, tuple[Family, Config]]:
@@ -356,18 +356,18 @@ def _match(family: Family, config: Config, file: TensorFile, given: float | None
     shapes = {
         name: leaf.shape for name, leaf in checkpoint.parameters(family.components[component].abstract(config)).items()
     }
-    known = known_maps(layout, moves)
-    groups, keys, faults = _group(file, component, known)
+    sources = known_maps(layout, moves)
+    groups, keys, faults = _group(file, component, sources)
     alphas = Alphas(file, component, given, keys)
     pairs: dict[str, LowRankPair] = {}
     for name, parts in groups.items():
-        if wrong := _shape_faults(file, parts, known[name], moves, shapes):
+        if wrong := _shape_faults(file, parts, sources[name], moves, shapes):
             faults += wrong
             continue
-        rank, out = file.tensors[parts["A"]].shape[0], file.tensors[parts["B"]].shape[0] // len(known[name])
-        alpha = alphas.of((name, *known[name]), parts, rank)
+        rank, out = file.tensors[parts["A"]].shape[0], file.tensors[parts["B"]].shape[0] // len(sources[name])
+        alpha = alphas.of((name, *sources[name]), parts, rank)
         swapped = name in {other.replace(".", mark) for other in layout.swapped for mark in "._"}
-        for i, source in enumerate(known[name]):
+        for i, source in enumerate(sources[name]):
             if source in pairs:
                 faults.append(f"  twice    {source}: {pairs[source].a} and {parts['A']}")
             rows = slice(i * out, (i + 1) * out)

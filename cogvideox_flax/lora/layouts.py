@@ -61,10 +61,10 @@ class LoRAKey(NamedTuple):
 
 def parse_key(name: str, component: str) -> LoRAKey | None:
     """A tensor's name, taken apart; None if it is not one of an adapter's."""
-    found = _KEY.fullmatch(name)
-    if found is None:
+    match = _KEY.fullmatch(name)
+    if match is None:
         return None
-    name, layout = found["map"], "PEFT"
+    name, layout = match["map"], "PEFT"
     if name.startswith("lora_unet_"):
         name, layout = name.removeprefix("lora_unet_").removeprefix("_"), "kohya"
     else:
@@ -73,11 +73,11 @@ def parse_key(name: str, component: str) -> LoRAKey | None:
             name, layout = name.removeprefix("model.").removeprefix("diffusion_model."), "ComfyUI"
         if name.startswith(f"{component}."):
             name, layout = name.removeprefix(f"{component}."), "diffusers"
-    if found["sat"]:
-        return LoRAKey(f"{name}.{found['number']}", "A" if found["sat"] == "A" else "B", "SAT")
-    if layout == "diffusers" and (found["alpha"] or not re.search("lora_[AB]", found[0])):
+    if match["sat"]:
+        return LoRAKey(f"{name}.{match['number']}", "A" if match["sat"] == "A" else "B", "SAT")
+    if layout == "diffusers" and (match["alpha"] or not re.search("lora_[AB]", match[0])):
         layout = "older diffusers"
-    return LoRAKey(name, "A" if found["A"] else "B" if found["B"] else "alpha", layout)
+    return LoRAKey(name, "A" if match["A"] else "B" if match["B"] else "alpha", layout)
 
 
 def unsupported_kind(name: str) -> str | None:
@@ -97,16 +97,16 @@ def known_maps(layout: LoRALayout, maps: Collection[str]) -> dict[str, tuple[str
 
 def renamed_maps(other_names: Mapping[str, str | tuple[str, ...]], maps: Collection[str]) -> dict[str, tuple[str, ...]]:
     """The rows of a table of names (`LoRALayout.other_names`) for all layers that a model has."""
-    known: dict[str, tuple[str, ...]] = {}
+    renamed: dict[str, tuple[str, ...]] = {}
     for other, names in other_names.items():
         for i in itertools.count():
             sources = tuple(name.format(i=i) for name in ([names] if isinstance(names, str) else names))
             if not all(source in maps for source in sources):
                 break
-            known[other.format(i=i)] = sources
+            renamed[other.format(i=i)] = sources
             if "{i}" not in other:
                 break
-    return known
+    return renamed
 
 
 def any_layer(name: str) -> str:

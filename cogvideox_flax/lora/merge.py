@@ -131,17 +131,17 @@ def trained_targets(family: Family, config: Config, path: str | Path) -> dict[st
         file.check()
         pairs = read_adapter(family, config, file).pairs
         names = {f"{place}.kernel": target for target, place in family.lora.targets.items()}
-        found: dict[str, list[LowRankPair]] = {}
+        adapted: dict[str, list[LowRankPair]] = {}
         for source, pair in pairs.items():
             if pair.move.target not in names:
                 raise CheckpointError(
                     f"{file.path} adapts {any_layer(source)}, which is not trained; training goes on from adapters of "
                     f"{', '.join(names.values())}"
                 )
-            found.setdefault(names[pair.move.target], []).append(pair)
+            adapted.setdefault(names[pair.move.target], []).append(pair)
         layers = family.components[family.lora.component].abstract(config)
-        for target in (targets := [name for name in family.lora.targets if name in found]):
-            some = found[target]
+        for target in (targets := [name for name in family.lora.targets if name in adapted]):
+            some = adapted[target]
             count = unadapted(layers, family.lora.targets[target]).kernel.shape[0]
             kinds = sorted({(pair.rank, pair.alpha) for pair in some})
             if len(some) != count or len(kinds) > 1:
@@ -149,7 +149,7 @@ def trained_targets(family: Family, config: Config, path: str | Path) -> dict[st
                     f"{file.path} adapts {target} in {len(some)} layers of {count}, with (rank, alpha) "
                     f"{', '.join(map(str, kinds))}; training goes on from one rank and alpha in all layers"
                 )
-        return {target: found[target][0] for target in targets}
+        return {target: adapted[target][0] for target in targets}
 
 
 def _layer(pair: LowRankPair) -> int:
