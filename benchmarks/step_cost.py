@@ -31,8 +31,8 @@ from cogvideox_flax.generate.predict.adaptive import FULL, AdaptiveState
 from cogvideox_flax.generate.predict.step_cache import default_schedule
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.runtime.global_arrays import fetch
-from weights.toy_world.judge import score
-from weights.toy_world.prompt_following import make_items
+from weights.toy_world.judge.prompt_following import make_items
+from weights.toy_world.judge.score import score
 
 KINDS = ("steps", "scheduler", "cache", "guidance")
 EXACT_STEPS = 50

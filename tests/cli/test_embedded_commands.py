@@ -8,7 +8,7 @@ from PIL import Image
 from cogvideox_flax import hub
 from cogvideox_flax.cli import main
 from cogvideox_flax.io.video import read_video
-from weights.toy_world import judge_image_to_video
+from weights.toy_world.judge import image_to_video as judge_image_to_video
 
 IMAGE_TO_VIDEO = hub.EMBEDDED.with_name("embedded_image_to_video")
 

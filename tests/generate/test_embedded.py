@@ -14,9 +14,10 @@ import pytest
 from cogvideox_flax import CogVideoXPipeline, GenerationRequest, hub, sharding
 from cogvideox_flax.schedulers import DDIMScheduler
 from tests.support import xla_options
-from weights.toy_world import judge_image_to_video, judge_video_to_video
-from weights.toy_world.judge import rates, score
-from weights.toy_world.prompt_following import make_items
+from weights.toy_world.judge import image_to_video as judge_image_to_video
+from weights.toy_world.judge import video_to_video as judge_video_to_video
+from weights.toy_world.judge.prompt_following import make_items
+from weights.toy_world.judge.score import rates, score
 
 XLA_OPTIONS = {"xla_backend_optimization_level": 3} | xla_options.AS_USERS
 """As users compile: these tests run for longer than they compile."""

@@ -20,7 +20,7 @@ from cogvideox_flax.io.video import read_video
 from tests.support.commands import ROOT
 from tests.support.reference import SHARED
 from weights.toy_world import world
-from weights.toy_world.diffusion import domain
+from weights.toy_world.make.diffusion import domain
 
 pytest_plugins = ["tests.support.commands"]
 

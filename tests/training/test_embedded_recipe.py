@@ -20,14 +20,15 @@ from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.training.objectives import velocity_loss
 from tests.support.reference import relative_error
-from weights.toy_world import four_steps, settings, world
-from weights.toy_world.autoencoder import standardise
-from weights.toy_world.decoder import NEAR, decoder_loss, near_things, train_decoder
-from weights.toy_world.diffusion import oversample
-from weights.toy_world.four_steps import train_four_steps, velocity_between
-from weights.toy_world.image_to_video import IMAGE_TRANSFORMER, image_to_video_loss, train_image_to_video, widen
-from weights.toy_world.objectives import TimestepDensity, focus, reconstruction
-from weights.toy_world.settings import Run
+from weights.toy_world import world
+from weights.toy_world.make import four_steps, settings
+from weights.toy_world.make.autoencoder import standardise
+from weights.toy_world.make.decoder import NEAR, decoder_loss, near_things, train_decoder
+from weights.toy_world.make.diffusion import oversample
+from weights.toy_world.make.four_steps import train_four_steps, velocity_between
+from weights.toy_world.make.image_to_video import IMAGE_TRANSFORMER, image_to_video_loss, train_image_to_video, widen
+from weights.toy_world.make.objectives import TimestepDensity, focus, reconstruction
+from weights.toy_world.make.settings import Run
 
 
 def test_standardise_moves_the_latent_and_not_the_video():

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.fidelity import psnr, ssim
 from cogvideox_flax.errors import InputError
-from weights.toy_world.claims import Claims, ThingClaims, read_prompt
-from weights.toy_world.judge import ATTRIBUTES, OVERLAPS, compare, drawn, rates, score, wilson
-from weights.toy_world.seeing import SeenThing, see
+from weights.toy_world.judge.claims import Claims, ThingClaims, read_prompt
+from weights.toy_world.judge.score import ATTRIBUTES, OVERLAPS, compare, drawn, rates, score, wilson
+from weights.toy_world.judge.seeing import SeenThing, see
 from weights.toy_world.world import (
     BACKGROUNDS,
     COLOURS,

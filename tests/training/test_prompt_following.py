@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from cogvideox_flax.errors import InputError
-from weights.toy_world import prompt_following
-from weights.toy_world.prompt_following import Records, main, make_items, run, shuffled, summary, table
+from weights.toy_world.judge import prompt_following
+from weights.toy_world.judge.prompt_following import Records, main, make_items, run, shuffled, summary, table
 from weights.toy_world.world import held_out
 
 SETTINGS = {"steps": 2}

@@ -9,7 +9,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.tokenizer import Tokenizer
 from cogvideox_flax.training.latent_cache import prepare
 from cogvideox_flax.training.shuffle import shuffled_indices
-from weights.toy_world.vocabulary import word_model
+from weights.toy_world.make.vocabulary import word_model
 
 
 def test_every_epoch_shows_every_example_once_in_a_new_order():

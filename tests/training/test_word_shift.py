@@ -9,8 +9,8 @@ import pytest
 from cogvideox_flax import hub
 from cogvideox_flax.schedulers import DDIMScheduler
 from cogvideox_flax.schedulers.config import SchedulerConfig
-from weights.toy_world import caption_cost
-from weights.toy_world.word_shift import TIMESTEPS, shifts
+from weights.toy_world.judge import caption_cost
+from weights.toy_world.judge.word_shift import TIMESTEPS, shifts
 
 
 class Believer:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from weights.toy_world import world
-from weights.toy_world.claims import read_prompt
+from weights.toy_world.judge.claims import read_prompt
 from weights.toy_world.world import Scene, Thing
 
 

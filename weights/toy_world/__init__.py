@@ -1,1 +1,1 @@
-"""The training of the embedded model: a tiny CogVideoX, from scratch, on a procedural world of moving shapes."""
+"""The embedded models: tiny CogVideoX on a procedural world of moving shapes; how they are made, and judged."""

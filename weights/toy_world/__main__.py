@@ -23,12 +23,12 @@ import jax
 
 from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
-from weights.toy_world.autoencoder import train_vae, train_vae_images
-from weights.toy_world.decoder import export_decoder
-from weights.toy_world.diffusion import export, prepare_latents, train_transformer
-from weights.toy_world.four_steps import export_four_steps
-from weights.toy_world.image_to_video import export_image_to_video
-from weights.toy_world.settings import CONSTANT_STEPS, RESTART_LOOP, Run
+from weights.toy_world.make.autoencoder import train_vae, train_vae_images
+from weights.toy_world.make.decoder import export_decoder
+from weights.toy_world.make.diffusion import export, prepare_latents, train_transformer
+from weights.toy_world.make.four_steps import export_four_steps
+from weights.toy_world.make.image_to_video import export_image_to_video
+from weights.toy_world.make.settings import CONSTANT_STEPS, RESTART_LOOP, Run
 
 STAGES: dict[str, Callable[[Run], Any]] = {
     "vae-images": train_vae_images,

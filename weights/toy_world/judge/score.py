@@ -8,8 +8,8 @@ from itertools import permutations
 from math import sqrt
 from typing import Any
 
-from weights.toy_world.claims import Claims, read_prompt
-from weights.toy_world.seeing import Frames, Seen, SeenThing, see
+from weights.toy_world.judge.claims import Claims, read_prompt
+from weights.toy_world.judge.seeing import Frames, Seen, SeenThing, see
 from weights.toy_world.world import SHAPES
 
 ATTRIBUTES = ("colour", "shape", "size", "direction", "speed", "background", "count", "all", "clear", "clean")

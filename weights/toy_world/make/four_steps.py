@@ -29,8 +29,8 @@ from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
 from weights.toy_world import world
-from weights.toy_world.diffusion import guided_velocity, make_tokenizer, sha256_of
-from weights.toy_world.settings import (
+from weights.toy_world.make.diffusion import guided_velocity, make_tokenizer, sha256_of
+from weights.toy_world.make.settings import (
     BRIEF,
     DISTIL_BATCH,
     DISTIL_LOOP,
@@ -46,7 +46,7 @@ from weights.toy_world.settings import (
     VAE,
     Run,
 )
-from weights.toy_world.training import train_to_end
+from weights.toy_world.make.training import train_to_end
 
 STEPS = 4
 NAME, FOLDER = "four-steps", "embedded_four_steps"

@@ -1,7 +1,8 @@
 """How well a model follows its prompt: clips of the procedural world, judged attribute by attribute.
 
-    python -m weights.toy_world.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE]
-    python -m weights.toy_world.prompt_following --lora embedded-four-steps --steps 4 --guidance-scale 1 --modes default
+    python -m weights.toy_world.judge.prompt_following [--model WHERE] [--prompts 256] [--steps 50] [--json FILE]
+    python -m weights.toy_world.judge.prompt_following --lora embedded-four-steps --steps 4
+        --guidance-scale 1 --modes default
 
 Half of the prompts name combinations that training shows, in scenes that it does not; half name combinations that it
 never shows. Modes:
@@ -38,9 +39,9 @@ from benchmarks.fidelity import psnr, ssim
 from benchmarks.runner import machine, make_parser
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.version import __version__
-from weights.toy_world.claims import read_prompt
-from weights.toy_world.judge import ATTRIBUTES, OVERLAPS, compare, drawn, rates
-from weights.toy_world.seeing import Seen, SeenThing, see
+from weights.toy_world.judge.claims import read_prompt
+from weights.toy_world.judge.score import ATTRIBUTES, OVERLAPS, compare, drawn, rates
+from weights.toy_world.judge.seeing import Seen, SeenThing, see
 from weights.toy_world.world import FRAMES, UNIT, Clip, Split, sample_clip
 
 MODES = ("default", "unguided", "shuffled", "reconstruction", "truth")
@@ -300,7 +301,7 @@ def _count(text: str) -> int:
 
 def main() -> None:
     """Make, judge, print a table, write JSON and a contact sheet."""
-    parser = make_parser("weights.toy_world.prompt_following", __doc__)
+    parser = make_parser("weights.toy_world.judge.prompt_following", __doc__)
     parser.add_argument(
         "--model", metavar="WHERE", help="as for `cogvideox generate`; default: the embedded checkpoint"
     )

@@ -1,6 +1,6 @@
 """Image to video on the procedural world: is the object kept, and does it move as the prompt says?
 
-    python -m weights.toy_world.judge_image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
+    python -m weights.toy_world.judge.image_to_video [--model WHERE] [--prompts 96] [--steps 50] [--guidance-scale G]
         [--json FILE] [--sheet FILE.png]
 
 The images are first frames of clips, half of them of combinations that training never shows. Modes:
@@ -30,11 +30,11 @@ from cogvideox_flax import hub
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world
-from weights.toy_world.claims import Claims, ThingClaims
-from weights.toy_world.judge import OVERLAPS, Rate, compare, percent, wilson
-from weights.toy_world.judge_video_to_video import generate
-from weights.toy_world.prompt_following import FIRST_SEED, SHOWN
-from weights.toy_world.seeing import see
+from weights.toy_world.judge.claims import Claims, ThingClaims
+from weights.toy_world.judge.prompt_following import FIRST_SEED, SHOWN
+from weights.toy_world.judge.score import OVERLAPS, Rate, compare, percent, wilson
+from weights.toy_world.judge.seeing import see
+from weights.toy_world.judge.video_to_video import generate
 
 KEPT, MOVES = ("colour", "shape", "size", "count", "background"), ("direction", "speed")
 ON_SHEET = 12
@@ -93,7 +93,7 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
 
 def main() -> None:
     """Print a table; write JSON and a contact sheet: image and frames of the first items of each mode."""
-    parser = make_parser("weights.toy_world.judge_image_to_video", __doc__)
+    parser = make_parser("weights.toy_world.judge.image_to_video", __doc__)
     parser.add_argument("--model", default=hub.EMBEDDED_IMAGE_TO_VIDEO)
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--steps", type=int, default=50)

@@ -1,6 +1,6 @@
 """How far video to video follows its prompt, and how near it stays to its input, at several strengths.
 
-    python -m weights.toy_world.judge_video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE]
+    python -m weights.toy_world.judge.video_to_video [--model WHERE] [--prompts 64] [--steps 50] [--json FILE]
 
 Each clip is generated from the true clip of another prompt of the procedural world, and judged by its own
 prompt. "text" is text to video with the same noise. PSNR is of the result against its input.
@@ -20,10 +20,10 @@ from benchmarks.fidelity import psnr
 from benchmarks.runner import Report, make_parser
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
-from weights.toy_world.claims import read_prompt
-from weights.toy_world.judge import compare, percent, rates
-from weights.toy_world.prompt_following import SHOWN, Item, make_items
-from weights.toy_world.seeing import see
+from weights.toy_world.judge.claims import read_prompt
+from weights.toy_world.judge.prompt_following import SHOWN, Item, make_items
+from weights.toy_world.judge.score import compare, percent, rates
+from weights.toy_world.judge.seeing import see
 
 STRENGTHS = (0.2, 0.4, 0.6, 0.8, 1.0)
 ON_SHEET = 6
@@ -61,7 +61,7 @@ def judge(items: Sequence[Item], videos: UInt8[np.ndarray, "N F H W 3"]) -> dict
 
 def main() -> None:
     """Print a table; write JSON and a contact sheet: a row for each of some clips and strengths."""
-    parser = make_parser("weights.toy_world.judge_video_to_video", __doc__)
+    parser = make_parser("weights.toy_world.judge.video_to_video", __doc__)
     parser.add_argument("--model", help="default: the embedded model")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--steps", type=int, default=50)

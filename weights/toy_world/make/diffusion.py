@@ -36,8 +36,8 @@ from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_la
 from cogvideox_flax.training.shuffle import shuffled_indices
 from cogvideox_flax.training.step import TrainState
 from weights.toy_world import world
-from weights.toy_world.autoencoder import train_vae, world_clips
-from weights.toy_world.settings import (
+from weights.toy_world.make.autoencoder import train_vae, world_clips
+from weights.toy_world.make.settings import (
     BRIEF,
     CAPTION_DROPOUT,
     CLIP_SEED,
@@ -61,8 +61,8 @@ from weights.toy_world.settings import (
     Phase,
     Run,
 )
-from weights.toy_world.training import train_to_end
-from weights.toy_world.vocabulary import word_model
+from weights.toy_world.make.training import train_to_end
+from weights.toy_world.make.vocabulary import word_model
 
 
 def words() -> list[str]:

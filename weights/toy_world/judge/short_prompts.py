@@ -1,9 +1,10 @@
 """Prompts of two or three words, as people write them first: is the shape there, whole, in every frame?
 
-    python -m weights.toy_world.short_prompts [--model WHERE] [--seeds 8] [--lora FILE] [--json FILE] [--sheet FILE.png]
+    python -m weights.toy_world.judge.short_prompts [--model WHERE] [--seeds 8] [--lora FILE] [--json FILE]
+        [--sheet FILE.png]
 
 Each prompt is run with seeds 0, 1, 2, ..., as `cogvideox generate PROMPT --seed N` does. "clear" and "clean" are judged
-as by `weights.toy_world.prompt_following`. The image has one row per prompt: the middle frame of each seed.
+as by `weights.toy_world.judge.prompt_following`. The image has one row per prompt: the middle frame of each seed.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from benchmarks.runner import Report, make_parser
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import save_contact_sheet
 from weights.toy_world import world
-from weights.toy_world.claims import read_prompt
-from weights.toy_world.judge import OVERLAPS, compare, percent, wilson
-from weights.toy_world.seeing import see
+from weights.toy_world.judge.claims import read_prompt
+from weights.toy_world.judge.score import OVERLAPS, compare, percent, wilson
+from weights.toy_world.judge.seeing import see
 
 NAMES = ("colour", "shape", "count", *OVERLAPS)
 PROMPTS = (
@@ -35,7 +36,7 @@ PROMPTS = (
 
 def main() -> None:
     """Print a table; write JSON and an image."""
-    parser = make_parser("weights.toy_world.short_prompts", __doc__)
+    parser = make_parser("weights.toy_world.judge.short_prompts", __doc__)
     parser.add_argument("--model", help="as for `cogvideox generate`; default: the embedded checkpoint")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=50)

@@ -27,8 +27,8 @@ from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics
 from cogvideox_flax.training.shuffle import shuffled_indices
 from weights.toy_world import world
-from weights.toy_world.diffusion import guided_velocity, make_tokenizer, sha256_of, write_checkpoint
-from weights.toy_world.settings import (
+from weights.toy_world.make.diffusion import guided_velocity, make_tokenizer, sha256_of, write_checkpoint
+from weights.toy_world.make.settings import (
     DECODER_BATCH,
     DECODER_CLIPS,
     DECODER_LOOP,
@@ -47,7 +47,7 @@ from weights.toy_world.settings import (
     TWO_OBJECTS,
     Run,
 )
-from weights.toy_world.training import train_to_end
+from weights.toy_world.make.training import train_to_end
 
 CLIP_SEED = SEED + 11
 CROWDED_EVERY = 8

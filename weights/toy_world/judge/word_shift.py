@@ -1,6 +1,6 @@
 """How much a word changes the prediction of the embedded model's transformer, relative to the true difference.
 
-    python -m weights.toy_world.word_shift [--model weights/embedded] [--clips 96]
+    python -m weights.toy_world.judge.word_shift [--model weights/embedded] [--clips 96]
 
 Clips of one thing are noised to a timestep. The transformer predicts v with the shape's own name and with another name.
 The difference of the two predictions is compared with the true difference: between the clip and its twin, which has the
@@ -22,14 +22,14 @@ import numpy as np
 from benchmarks.runner import Report, make_parser
 from cogvideox_flax import hub
 from weights.toy_world import world
-from weights.toy_world.denoiser import Denoiser
+from weights.toy_world.judge.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700)
 SEED = 123_456_789
 
 
 def main() -> int:
-    parser = make_parser("weights.toy_world.word_shift", __doc__)
+    parser = make_parser("weights.toy_world.judge.word_shift", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=96, help="of each pair of shapes")
     args = parser.parse_args()

@@ -26,10 +26,10 @@ from cogvideox_flax.training.loop import METRICS_FILE, Trainer
 from cogvideox_flax.training.metrics import plot_metrics
 from cogvideox_flax.training.objectives import Metrics, drop_captions, sample_latents, velocity_loss
 from cogvideox_flax.training.step import TrainState
-from weights.toy_world.autoencoder import train_vae, world_clips
-from weights.toy_world.diffusion import encode_clips, make_batches, prepare_latents, write_checkpoint
-from weights.toy_world.objectives import focus
-from weights.toy_world.settings import (
+from weights.toy_world.make.autoencoder import train_vae, world_clips
+from weights.toy_world.make.diffusion import encode_clips, make_batches, prepare_latents, write_checkpoint
+from weights.toy_world.make.objectives import focus
+from weights.toy_world.make.settings import (
     CAPTION_DROPOUT,
     CLIP_SEED,
     DIFFUSION_OPTIMIZER,
@@ -42,7 +42,7 @@ from weights.toy_world.settings import (
     Phase,
     Run,
 )
-from weights.toy_world.training import train_to_end
+from weights.toy_world.make.training import train_to_end
 
 IMAGE_TRANSFORMER = replace(TRANSFORMER, in_channels=TRANSFORMER.in_channels + VAE.latent_channels)
 LOOP = LoopConfig(

@@ -1,6 +1,6 @@
 """How much a false word in the prompt increases the loss of the embedded model's transformer.
 
-    python -m weights.toy_world.caption_cost [--model weights/embedded] [--clips 192]
+    python -m weights.toy_world.judge.caption_cost [--model weights/embedded] [--clips 192]
 
 Clips of one thing are noised to a timestep, and the loss of v is computed with the true prompt and with a prompt that
 states another shape or direction. The difference is 0 if the word adds no information, or if the model does not know
@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.runner import Report, make_parser
 from cogvideox_flax import hub
 from weights.toy_world import world
-from weights.toy_world.denoiser import Denoiser
+from weights.toy_world.judge.denoiser import Denoiser
 
 TIMESTEPS = (300, 400, 500, 600, 700, 800)
 SEED = 123_456_789
@@ -56,7 +56,7 @@ FALSE_CLAIMS = (
 
 
 def main() -> int:
-    parser = make_parser("weights.toy_world.caption_cost", __doc__)
+    parser = make_parser("weights.toy_world.judge.caption_cost", __doc__)
     parser.add_argument("--model", type=Path, default=hub.EMBEDDED, metavar="DIR")
     parser.add_argument("--clips", type=int, default=192)
     args = parser.parse_args()

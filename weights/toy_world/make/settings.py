@@ -17,7 +17,7 @@ from cogvideox_flax.models.t5 import TextEncoderConfig
 from cogvideox_flax.schedulers.config import SchedulerConfig
 from cogvideox_flax.tokenizer import TokenizerConfig
 from cogvideox_flax.training.config import LoopConfig, OptimizerConfig
-from weights.toy_world.objectives import TimestepDensity, focus
+from weights.toy_world.make.objectives import TimestepDensity, focus
 
 SEED = 20
 SIZE, FRAMES = 64, 17
@@ -129,7 +129,7 @@ RESTART_CORNERS = 20.0
 """In further rounds: the additional weight of a latent pixel that consists of corners. A sixth of the latent pixels
 touch a corner, which covers an eighth of their area. At timestep 500, "circle" instead of "square" changed the
 prediction for 64 clips of squares by 34 % of the true difference; 3600 steps with equal weights made that 40 %, 150
-steps with 80 here 53 %. (Measured by `weights.toy_world.word_shift`, with weights that are not published.)"""
+steps with 80 here 53 %. (Measured by `weights.toy_world.judge.word_shift`, with weights that are not published.)"""
 RESTART_SMALL_SQUARES = 3
 """In further rounds: how often an epoch shows a clip with a small square. These were generated as circles or too large,
 and improved. Clips of two things, of which one in ten was right, did not improve in 1500 steps with four times."""

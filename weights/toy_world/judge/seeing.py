@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, UInt8
 
 from cogvideox_flax.errors import InputError
-from weights.toy_world.outlines import fit_shapes, window
+from weights.toy_world.judge.outlines import fit_shapes, window
 from weights.toy_world.world import (
     AREAS,
     BACKGROUNDS,

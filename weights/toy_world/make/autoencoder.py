@@ -18,8 +18,8 @@ from cogvideox_flax.nn.norms import SpatialNormSiLU
 from cogvideox_flax.training.config import LoopConfig
 from cogvideox_flax.training.loop import Trainer
 from weights.toy_world import world
-from weights.toy_world.objectives import reconstruction
-from weights.toy_world.settings import (
+from weights.toy_world.make.objectives import reconstruction
+from weights.toy_world.make.settings import (
     CROWDED_SHARE,
     FINE_CROWDED_SHARE,
     FRAMES,
@@ -40,7 +40,7 @@ from weights.toy_world.settings import (
     VIDEO_STOP,
     Run,
 )
-from weights.toy_world.training import train_to_end
+from weights.toy_world.make.training import train_to_end
 
 
 def vae_batch(

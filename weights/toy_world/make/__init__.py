@@ -1,0 +1,1 @@
+"""How the embedded models were made: settings, objectives, and a file for each part that is trained."""
