@@ -182,10 +182,10 @@ def encode_text(model: OpenModel, run: Run, *, negative: bool | None = None) -> 
     for encoder in run.model.text if tokens else ():
         program, module = run.encode(encoder), model.component(encoder.component)
         for name in tokens:
-            encoded = yield from model.running(program, module, replicate(tokens[name][encoder.component], model.mesh))
-            if not all(np.isfinite(fetch(x)).all() for x in encoded.values()):
-                raise model.not_finite("text encoder")
-            features[name] |= encoded
+            ids = replicate(tokens[name][encoder.component], model.mesh)
+            features[name] |= yield from model.running(program, module, ids)
+        if not all(np.isfinite(fetch(x)).all() for name in tokens for x in features[name].values()):
+            raise model.not_finite("text encoder")
         model.profiling.after_stage(program.name)
     return Conditioning(**features)
 
