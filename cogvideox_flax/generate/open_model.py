@@ -16,12 +16,11 @@ from jax.sharding import Mesh
 
 from cogvideox_flax import checkpoint, hub
 from cogvideox_flax.errors import CheckpointError, InputError
-from cogvideox_flax.generate.diffusers_names import CALL, METHODS
+from cogvideox_flax.generate.diffusers_names import METHODS
 from cogvideox_flax.generate.events import Compiling, Events
 from cogvideox_flax.generate.recipe import recipe, request_values
 from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run, abstract_weights
-from cogvideox_flax.io.arrays import dtype_name
 from cogvideox_flax.io.contents import fingerprint
 from cogvideox_flax.io.paths import NotPrivateError, private_cache_dir
 from cogvideox_flax.io.values import short_repr
@@ -29,19 +28,16 @@ from cogvideox_flax.lora import (
     ActiveAdapters,
     LoRARecord,
     Merged,
-    describe_lora,
     merge_files,
     with_parameters,
     without_adapters,
 )
-from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.compile import CompiledProgram, Program, Programs
 from cogvideox_flax.runtime.compile_cache import CompileCache
 from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device, host_memory, memory_limit
 from cogvideox_flax.runtime.multihost import hosts
 from cogvideox_flax.runtime.profiling import ProfilingOptions
 from cogvideox_flax.runtime.settings import own_settings
-from cogvideox_flax.schedulers import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +56,11 @@ class OpenModel:
     Attributes:
         manifest: what the checkpoint says of itself.
         tokenizer: the family's; list of prompts -> tokens.
-        scheduler: that of requests which name none; the checkpoint's own unless another one is assigned.
         loras: the adapters in use of requests which name none, as `LoRARecord`.
         profiling: what to record while it runs: memory, a profile, operations one by one.
 
     Raises:
-        InputError: as for `from_pretrained`.
+        InputError: as for `Pipeline.from_pretrained`.
     """
 
     family: ClassVar[str | None] = None
@@ -84,8 +79,6 @@ class OpenModel:
             checkpoint.check_weights(native_dir, component, self.manifest)
         checkpoint.check_contents(native_dir, self.manifest)
         self.tokenizer: Any = model.make_tokenizer(native_dir)
-        self._scheduler: Scheduler | None = None  # in place of the checkpoint's
-        self._warned: set[str] = set()  # warnings about the current request
         self._adapters = ActiveAdapters()
         self._merged_loras: list[LoRARecord] = []  # in the loaded denoiser: the active ones, or a request's
         self._adapted: set[str] = set()  # the parameters that they changed
@@ -102,55 +95,6 @@ class OpenModel:
         check_model(manifest, where, dtype, mesh)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        where: str | Path | None = None,
-        dtype: Any = None,
-        mesh: Mesh | None = None,
-        *,
-        revision: str | None = None,
-        transformer: str | Path | None = None,
-        progress: bool = True,
-        **others: Any,
-    ) -> Self:
-        """Open a checkpoint.
-
-        Args:
-            where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
-                cache, with progress; "embedded" (the default) and "embedded-image-to-video" come with the package.
-            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs), or JAX's or PyTorch's types of these
-                names; the dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
-            mesh: from `sharding.make_mesh`; None for one device.
-            revision: for a hub id: branch, tag or commit.
-            transformer: one in place of the checkpoint's own, such as a fine-tuned one: its directory or file, a model
-                that has one, or a hub id; converted once. A module is set afterwards: `pipe.transformer = module`.
-            progress: progress bars of downloads and conversions on stderr.
-
-        Raises:
-            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
-                devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
-                before anything is converted.
-            TypeError: another keyword; diffusers' torch_dtype is answered with the name to use.
-        """
-        for name in others:
-            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision, transformer and progress")
-            raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise InputError(
-                f"mesh is {short_repr(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device"
-            )
-        if not isinstance(transformer, str | Path | None):
-            raise InputError(
-                f"transformer is {short_repr(transformer)}; expected a directory, file or hub id. A module is set "
-                "afterwards: pipe.transformer = module"
-            )
-        libtpu.quiet_without_tpu()
-        manifest = hub.peek(where, revision, transformer, progress=progress)
-        dtype = manifest.default_dtype if dtype is None else dtype_name(dtype)
-        cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
-        return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
-
-    @classmethod
     def open_on_hosts(
         cls,
         where: str | Path | None,
@@ -161,11 +105,12 @@ class OpenModel:
         transformer: str | None = None,
         progress: bool,
     ) -> Self:
-        """`from_pretrained`, of a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and
-        converts it for all that share its disk.
+        """Open a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and converts it for all
+        that share its disk.
 
         Raises:
-            InputError: as for `from_pretrained`; a mesh that leaves out a host, or hosts with different checkpoints.
+            InputError: as for `Pipeline.from_pretrained`; a mesh that leaves out a host, or hosts with different
+                checkpoints.
         """
 
         def open_here() -> Any:
@@ -210,21 +155,6 @@ class OpenModel:
             self.release(name)
         else:
             self.replace_component(name, value)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        model, kind = self.manifest.model, self.manifest.configs["scheduler"].kind
-        return model.scheduler(kind) if self._scheduler is None else self._scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: Any) -> None:
-        model = self.manifest.model
-        own = model.own_scheduler(scheduler)
-        self._scheduler = model.scheduler(own) if isinstance(own, str) else own
-
-    @property
-    def loras(self) -> list[LoRARecord]:
-        return self._adapters.records
 
     @own_settings()
     def component(self, name: str) -> Any:
@@ -300,62 +230,12 @@ class OpenModel:
 
     # --- adapters
 
-    def load_lora(
-        self, path: str | Path, scale: float = 1.0, name: str | None = None, alpha: float | None = None
-    ) -> None:
-        """Add an adapter to the denoiser's weights; several may be added, one after the other.
+    @property
+    def loras(self) -> list[LoRARecord]:
+        return self._adapters.records
 
-        Args:
-            path: a LoRA file in a layout of docs/adapters.md, or the directory that holds its
-                pytorch_lora_weights.safetensors.
-            scale: its strength; 1 is as trained where the file says its alpha.
-            name: for `set_adapters`; default: default_0, default_1, ...
-            alpha: that of its training, in place of the file's.
-
-        Raises:
-            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale or
-                alpha is not a finite number; or the name is taken.
-        """
-        component = self.manifest.model.lora.component
-        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component], alpha)
-        self._use(self._adapters.add(record, name))
-
-    def load_lora_weights(
-        self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
-    ) -> None:
-        """`load_lora` by diffusers' name.
-
-        Args:
-            weight_name: of the file in the directory `path`.
-        """
-        self.load_lora(path if weight_name is None else Path(path) / weight_name, name=adapter_name)
-
-    def set_adapters(self, names: str | Sequence[str], weights: float | Sequence[float] | None = None) -> None:
-        """Run with these of the adapters that were loaded, and no others.
-
-        The weights that had adapters are read again, so that what is left out leaves no rounding behind.
-
-        Args:
-            weights: the strength of each, or of all; None: as they were loaded.
-
-        Raises:
-            InputError: an unknown name, another number of weights, or one that is not a finite number.
-        """
-        self._use(self._adapters.use(names, weights))
-
-    def unload_lora_weights(self) -> None:
-        """Run with the checkpoint's own weights, and forget all adapters."""
-        self._use(ActiveAdapters())
-
-    def get_active_adapters(self) -> list[str]:
-        """The names of the adapters that are in use."""
-        return list(self._adapters.active)
-
-    def get_list_adapters(self) -> list[str]:
-        """The names of all that were loaded."""
-        return list(self._adapters.loaded)
-
-    def _use(self, adapters: ActiveAdapters) -> None:
+    def use_adapters(self, adapters: ActiveAdapters) -> None:
+        """Put the adapters in use into the denoiser, in place of those that it had."""
         with self._lock:
             self._merge(adapters.records)
             self._adapters = adapters

@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32
 from PIL import Image
 
+from cogvideox_flax import hub
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.denoise import DenoiseState
-from cogvideox_flax.generate.diffusers_names import DIFFUSERS_OUTPUT_TYPES, PT, check_keywords, with_options
+from cogvideox_flax.generate.diffusers_names import CALL, DIFFUSERS_OUTPUT_TYPES, PT, check_keywords, with_options
 from cogvideox_flax.generate.encode import NEGATIVE, Conditioning
 from cogvideox_flax.generate.events import Events, Finished, Step, last_of, result_of, show
 from cogvideox_flax.generate.journey import decode, denoise, encode, finish, generate
@@ -29,10 +32,13 @@ from cogvideox_flax.generate.resolve import check_run, log_warnings, numbers, pl
 from cogvideox_flax.generate.result import GenerationResult, items, join
 from cogvideox_flax.generate.run import Run
 from cogvideox_flax.generate.store import Store
-from cogvideox_flax.io.arrays import channels_last_advice, from_torch
+from cogvideox_flax.io.arrays import channels_last_advice, dtype_name, from_torch
 from cogvideox_flax.io.values import short_repr
+from cogvideox_flax.lora import ActiveAdapters, describe_lora
+from cogvideox_flax.runtime import libtpu
 from cogvideox_flax.runtime.settings import in_own_settings
 from cogvideox_flax.runtime.terminal import say
+from cogvideox_flax.schedulers import Scheduler
 
 Callback = Callable[[int, float, Float32[Array, "B T h w C"]], Any]
 """callback(step, timestep, latents), after each step. True stops the run there; latents that it returns, alone or as
@@ -50,7 +56,75 @@ class Pipeline(OpenModel):
 
     Components are loaded when they are first used and stay; `release` lets them go, for a machine that holds only one
     of them at a time (the command line does so between its stages).
+
+    Attributes:
+        scheduler: that of requests which name none; the checkpoint's own unless another one is assigned.
     """
+
+    def __init__(self, native_dir: Path, dtype: str, mesh: Mesh | None):
+        super().__init__(native_dir, dtype, mesh)
+        self._scheduler: Scheduler | None = None  # in place of the checkpoint's
+        self._warned: set[str] = set()  # warnings about the current request
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        where: str | Path | None = None,
+        dtype: Any = None,
+        mesh: Mesh | None = None,
+        *,
+        revision: str | None = None,
+        transformer: str | Path | None = None,
+        progress: bool = True,
+        **others: Any,
+    ) -> Self:
+        """Open a checkpoint.
+
+        Args:
+            where: a native directory; a Hugging Face layout directory or hub id, which are converted once into a
+                cache, with progress; "embedded" (the default) and "embedded-image-to-video" come with the package.
+            dtype: "bfloat16", "float32" or "float16" (2b only, and not on TPUs), or JAX's or PyTorch's types of these
+                names; the dtype of weights and activations. Default: bfloat16; float32 below 10^9 parameters.
+            mesh: from `sharding.make_mesh`; None for one device.
+            revision: for a hub id: branch, tag or commit.
+            transformer: one in place of the checkpoint's own, such as a fine-tuned one: its directory or file, a model
+                that has one, or a hub id; converted once. A module is set afterwards: `pipe.transformer = module`.
+            progress: progress bars of downloads and conversions on stderr.
+
+        Raises:
+            InputError: not a complete text-to-video checkpoint, damaged, a dtype that it does not survive or the
+                devices do not serve, or a mesh that it does not divide over. What the configs rule out is refused
+                before anything is converted.
+            TypeError: another keyword; diffusers' torch_dtype is answered with the name to use.
+        """
+        for name in others:
+            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision, transformer and progress")
+            raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise InputError(
+                f"mesh is {short_repr(mesh)}; expected sharding.make_mesh(dp, sp, tp), or None for one device"
+            )
+        if not isinstance(transformer, str | Path | None):
+            raise InputError(
+                f"transformer is {short_repr(transformer)}; expected a directory, file or hub id. A module is set "
+                "afterwards: pipe.transformer = module"
+            )
+        libtpu.quiet_without_tpu()
+        manifest = hub.peek(where, revision, transformer, progress=progress)
+        dtype = manifest.default_dtype if dtype is None else dtype_name(dtype)
+        cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
+        return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        model, kind = self.manifest.model, self.manifest.configs["scheduler"].kind
+        return model.scheduler(kind) if self._scheduler is None else self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        model = self.manifest.model
+        own = model.own_scheduler(scheduler)
+        self._scheduler = model.scheduler(own) if isinstance(own, str) else own
 
     @with_options
     def __call__(
@@ -300,6 +374,63 @@ class Pipeline(OpenModel):
         run = self.resolve(request)
         compiled = ((stage, run.abstract(stage, self.mesh)) for stage in stages)
         result_of(self.checking_memory(compiled, keep=keep), progress)
+
+    # --- adapters
+
+    def load_lora(
+        self, path: str | Path, scale: float = 1.0, name: str | None = None, alpha: float | None = None
+    ) -> None:
+        """Add an adapter to the denoiser's weights; several may be added, one after the other.
+
+        Args:
+            path: a LoRA file in a layout of docs/adapters.md, or the directory that holds its
+                pytorch_lora_weights.safetensors.
+            scale: its strength; 1 is as trained where the file says its alpha.
+            name: for `set_adapters`; default: default_0, default_1, ...
+            alpha: that of its training, in place of the file's.
+
+        Raises:
+            InputError: the file is missing, damaged or does not fit, before any weights are loaded; or the scale or
+                alpha is not a finite number; or the name is taken.
+        """
+        component = self.manifest.model.lora.component
+        record = describe_lora(self.manifest.model, path, scale, self.manifest.configs[component], alpha)
+        self.use_adapters(self._adapters.add(record, name))
+
+    def load_lora_weights(
+        self, path: str | Path, weight_name: str | None = None, adapter_name: str | None = None
+    ) -> None:
+        """`load_lora` by diffusers' name.
+
+        Args:
+            weight_name: of the file in the directory `path`.
+        """
+        self.load_lora(path if weight_name is None else Path(path) / weight_name, name=adapter_name)
+
+    def set_adapters(self, names: str | Sequence[str], weights: float | Sequence[float] | None = None) -> None:
+        """Run with these of the adapters that were loaded, and no others.
+
+        The weights that had adapters are read again, so that what is left out leaves no rounding behind.
+
+        Args:
+            weights: the strength of each, or of all; None: as they were loaded.
+
+        Raises:
+            InputError: an unknown name, another number of weights, or one that is not a finite number.
+        """
+        self.use_adapters(self._adapters.use(names, weights))
+
+    def unload_lora_weights(self) -> None:
+        """Run with the checkpoint's own weights, and forget all adapters."""
+        self.use_adapters(ActiveAdapters())
+
+    def get_active_adapters(self) -> list[str]:
+        """The names of the adapters that are in use."""
+        return list(self._adapters.active)
+
+    def get_list_adapters(self) -> list[str]:
+        """The names of all that were loaded."""
+        return list(self._adapters.loaded)
 
 
 def _check_concrete(name: str, function: str, *arrays: Any) -> None:

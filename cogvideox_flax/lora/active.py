@@ -40,7 +40,7 @@ class ActiveAdapters:
         return ActiveAdapters({**self.loaded, name: record}, {**self.active, name: record})
 
     def use(self, names: str | Sequence[str], weights: float | Sequence[float] | None = None) -> ActiveAdapters:
-        """These adapters in use, and no others; arguments and errors as for `OpenModel.set_adapters`."""
+        """These adapters in use, and no others; arguments and errors as for `Pipeline.set_adapters`."""
         names = [names] if isinstance(names, str) else list(names)
         if unknown := [name for name in names if name not in self.loaded]:
             known = ", ".join(self.loaded) or "none"
