@@ -430,6 +430,17 @@ def test_a_pipeline_takes_several(native, files):
     assert [(record["file"], record["scale"]) for record in pipe.loras] == [(str(one), 1.0), (str(two), -0.5)]
 
 
+def test_an_adapter_that_cannot_be_merged_changes_nothing(native, files, tmp_path):
+    save_file({name: np.full_like(x, np.nan) for name, x in load_file(files[0]).items()}, tmp_path / "nan.safetensors")
+    pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
+    pipe.load_lora(files[0], name="good")
+    transformer, records = pipe.transformer, pipe.loras
+    with pytest.raises(InputError, match="holds NaN or infinity"):
+        pipe.load_lora(tmp_path / "nan.safetensors", name="bad")
+    assert (pipe.loras, pipe.get_list_adapters(), pipe.get_active_adapters()) == (records, ["good"], ["good"])
+    assert pipe.transformer is transformer
+
+
 def test_a_file_that_changes_while_it_is_loaded_is_refused(native, files, tmp_path, monkeypatch):
     path = shutil.copy(files[0], tmp_path / "a.safetensors")
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
