@@ -38,6 +38,7 @@ from cogvideox_flax.conversion.source import (
     is_alone,
     is_hf_layout,
 )
+from cogvideox_flax.conversion.tables import get_naming
 from cogvideox_flax.conversion.write import FLOATS, Progress, Targets, main_dtype, targets_of, verify, write_tensors
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.atomic import file_lock, write_json
@@ -190,8 +191,11 @@ class _Job:
     def work(self) -> Path:
         return self.dst / WORK_DIR
 
+    def open(self, component: str) -> Source:
+        return Source(self.folders[component], self.variant, get_naming(self.family.name, component))
+
     def moves(self, component: str) -> WeightMoves:
-        with Source(self.folders[component], self.variant) as source:
+        with self.open(component) as source:
             if source.changes:
                 log.info("%s of %s: %s", component, self.folders[component], "; ".join(source.changes))
             shapes = {name: source.info(name).shape for name in source.names}
@@ -204,7 +208,7 @@ class _Job:
             key = load_json(done / RECORD_FILE)["key"]
             if key == {**self.key(component, [], []), "files": key["files"]}:  # the files are hashed later
                 return 0
-        with Source(self.folders[component], self.variant) as source:
+        with self.open(component) as source:
             targets = self.targets(source, todo)
         return sum(int(np.prod(shape)) * kind.itemsize for shape, kind in targets.values())
 
@@ -255,7 +259,7 @@ class _Job:
     def convert(self, component: str, todo: WeightMoves) -> dict[str, Any]:
         """Write one component below `work`, or reuse that of an earlier attempt. Returns its record."""
         done = self.work / component
-        with Source(self.folders[component], self.variant) as source:
+        with self.open(component) as source:
             files = [file.path for file in source.files]
             for path in files:
                 check_against_hub(path)

@@ -11,7 +11,7 @@ import numpy as np
 
 from cogvideox_flax.checkpoint import parameters
 from cogvideox_flax.conversion.rules import Alias, Ignore, Rule, Shape, Table, same
-from cogvideox_flax.conversion.tables import get_tables
+from cogvideox_flax.conversion.tables import get_naming, get_tables
 from cogvideox_flax.errors import ConversionError
 from cogvideox_flax.models.model import Family, VideoModel
 
@@ -21,7 +21,7 @@ OTHER_NAMINGS = {
     "double_blocks.": "Tencent's own and ComfyUI's files",
     ".attention.query_key_value.": "SAT, the code in which CogVideoX was trained,",
 }
-"""Part of a tensor's name -> whose names have it; no table maps these."""
+"""Part of a tensor's name -> whose names have it, of models whose files in other layouts are not read."""
 
 
 class WeightMove(NamedTuple):
@@ -75,7 +75,9 @@ def weight_moves(family: type[VideoModel], component: str, config: Any, tensors:
 
 
 def _refuse_other_naming(family: type[VideoModel], component: str, tensors: Iterable[str]) -> None:
-    """Raise where the tensors have the names of a layout that is known and not read."""
+    """Raise where the tensors have the names of a layout that is known and, of this model, not read."""
+    if get_naming(family.name, component).modules:
+        return
     for part, whose in OTHER_NAMINGS.items():
         if found := next((name for name in tensors if part in f".{name}"), None):
             released = ", ".join(release.hub_id for release in family.releases.values())

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from cogvideox_flax.conversion.gguf_file import GGUFFile
+from cogvideox_flax.conversion.renamed import NO_NAMING, Naming, Part, parts_of
 from cogvideox_flax.conversion.wrapped import FLOAT8, dequantized, scales_of, unwrapped
 from cogvideox_flax.errors import ConversionError, InputError
 from cogvideox_flax.io.contents import content_hash
@@ -202,13 +203,13 @@ def _time_of(path: Path) -> float:
 
 
 class Source:
-    """All tensors of one component, from all its files, by their own names; weights in float8 are dequantized.
+    """All tensors of one component, from all its files, by diffusers' names; weights in float8 are dequantized.
 
-    names: of the component's tensors.
-    changes: what is stripped, left out or dequantized, a phrase each.
+    naming: the names of other layouts that are read.
+    changes: what is stripped, left out, renamed or dequantized, a phrase each.
     """
 
-    def __init__(self, folder: Path, variant: str | None = None):
+    def __init__(self, folder: Path, variant: str | None = None, naming: Naming = NO_NAMING):
         self.files: list[TensorFile | GGUFFile] = []
         self.where: dict[str, TensorFile | GGUFFile] = {}
         self.infos: dict[str, TensorInfo] = {}
@@ -216,12 +217,12 @@ class Source:
         try:
             for path in weight_paths(folder, variant):
                 self.files.append((GGUFFile if path.suffix == GGUF else TensorFile)(path))
-            self._find_tensors(folder)
+            self._find_tensors(folder, naming)
         except InputError:
             self.close()
             raise
 
-    def _find_tensors(self, folder: Path) -> None:
+    def _find_tensors(self, folder: Path, naming: Naming) -> None:
         names, self.changes = unwrapped({name for file in self.files for name in file.tensors})
         faults = []
         for file in self.files:
@@ -229,26 +230,48 @@ class Source:
                 if name in self.where:
                     faults.append(f"  twice    {name} (in {self.where[name].path.name} and {file.path.name})")
                 self.where[name], self._stored[name], self.infos[name] = file, stored, file.tensors[stored]
-        if faults:
-            raise ConversionError(f"{folder} holds tensors twice:\n" + "\n".join(faults))
         scales = scales_of(self.infos)
         self._scales = {weight: name for name, weight in scales.items() if weight is not None}
-        self.names = [name for name in self.where if name not in scales]
-        if narrow := [name for name in self.names if self.infos[name].dtype in FLOAT8]:
+        weights = {name: info.shape for name, info in self.infos.items() if name not in scales}
+        self._parts: dict[str, Part] = {}
+        for name, parts in parts_of(weights, naming).items():
+            self._parts[name] = parts[0]
+            faults += [f"  twice    {name} ({parts[0].stored} and {part.stored})" for part in parts[1:]]
+        if faults:
+            raise ConversionError(f"{folder} holds tensors twice:\n" + "\n".join(faults))
+        if renamed := len({part.stored for name, part in self._parts.items() if name != part.stored}):
+            self.changes.append(f"{renamed} tensors with the names of another layout are given diffusers'")
+        if narrow := [name for name in weights if self.infos[name].dtype in FLOAT8]:
             self.changes.append(f"{len(narrow)} weights in float8 are dequantized")
         if kinds := [kind for file in self.files if isinstance(file, GGUFFile) for kind in file.quantized]:
             self.changes.append(f"weights in {', '.join(kinds)} are dequantized")
 
+    @property
+    def names(self) -> list[str]:
+        """Of the component's tensors."""
+        return list(self._parts)
+
     def info(self, name: str) -> TensorInfo:
         """What a tensor is when it is read; a dequantized one is at most as precise as bfloat16."""
-        info = self.infos[name]
+        part = self._parts[name]
+        info = self.infos[part.stored]
+        info = info._replace(shape=part.shape(info.shape))
         return info._replace(dtype=DTYPES["BF16"]) if info.dtype in FLOAT8 else info
 
+    def file_order(self, name: str) -> tuple[int, int]:
+        """The place of a tensor among the files."""
+        stored = self._parts[name].stored
+        return self.files.index(self.where[stored]), self.infos[stored].offset
+
     def read(self, name: str) -> np.ndarray:
-        value = self.where[name].read(self._stored[name])
+        part = self._parts[name]
+        return part.of(self._read(part.stored))
+
+    def _read(self, stored: str) -> np.ndarray:
+        value = self.where[stored].read(self._stored[stored])
         if value.dtype not in FLOAT8:
             return value
-        return dequantized(value, self.read(self._scales[name]) if name in self._scales else None)
+        return dequantized(value, self._read(self._scales[stored]) if stored in self._scales else None)
 
     def check_unchanged(self) -> None:
         """Raise if a file has changed, or was replaced, since it was opened."""

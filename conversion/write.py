@@ -62,7 +62,7 @@ def write_tensors(
     total = sum(source.info(name).nbytes for name in todo.moves)
     sums, done = {}, 0
     try:
-        for name, move in sorted(todo.moves.items(), key=lambda item: _file_order(source, item[0])):
+        for name, move in sorted(todo.moves.items(), key=lambda item: source.file_order(item[0])):
             value = source.read(name)
             kind = targets[move.target][1]
             if kind != value.dtype:
@@ -77,11 +77,6 @@ def write_tensors(
     finally:
         writer.close()
     return sums
-
-
-def _file_order(source: Source, name: str) -> tuple[int, int]:
-    file = source.where[name]
-    return source.files.index(file), source.info(name).offset
 
 
 def _cast(name: str, value: np.ndarray, dtype: np.dtype) -> np.ndarray:

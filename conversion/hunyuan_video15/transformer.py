@@ -5,11 +5,32 @@ from __future__ import annotations
 import numpy as np
 
 from cogvideox_flax.conversion.rules import Rule, Table, linear, norm, pixel
+from cogvideox_flax.models.hunyuan_video15.adapters import COMFYUI, TENCENT
 from cogvideox_flax.models.hunyuan_video15.config import TransformerConfig
 
 LAYER = r"transformer_blocks\.(?P<slot>\d+)\."
 REFINER = r"context_embedder\."
 REFINER_LAYER = REFINER + r"token_refiner\.refiner_blocks\.(?P<slot>\d+)\."
+
+_TENCENT_BLOCK, _TENCENT_REFINER = "double_blocks.{i}", "txt_in.individual_token_refiner.blocks.{i}"
+_ATTENTION = "transformer_blocks.{i}.attn"
+OTHER_NAMES = {
+    **TENCENT,
+    **COMFYUI,
+    "cond_type_embedding": "cond_type_embed",
+    "byt5_in.layernorm": "context_embedder_2.norm",
+    "vision_in.proj.0": "image_embedder.norm_in",
+    "vision_in.proj.4": "image_embedder.norm_out",
+    **{f"{_TENCENT_REFINER}.norm{n}": f"context_embedder.token_refiner.refiner_blocks.{{i}}.norm{n}" for n in (1, 2)},
+    **{
+        f"{_TENCENT_BLOCK}.{theirs}": f"{_ATTENTION}.{ours}_{letter}"
+        for stream, ours in (("img", "norm"), ("txt", "norm_added"))
+        for letter, word in (("q", "query"), ("k", "key"))
+        for theirs in (f"{stream}_attn_{letter}_norm", f"{stream}_attn.norm.{word}_norm")
+    },
+}
+"""Names of modules in the authors' model and in ComfyUI's -> diffusers'. Those of the authors are as in diffusers'
+`scripts/convert_hunyuan_video1_5_to_diffusers.py`."""
 
 
 def transformer_table(config: TransformerConfig) -> Table:
