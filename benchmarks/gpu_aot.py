@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
-from benchmarks.gpu_target import GPUS, device, prepare
 from benchmarks.runner import Report, make_parser
 from cogvideox_flax.checkpoint import Manifest
+from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
-from cogvideox_flax.nn.platforms import compiling_for
-from cogvideox_flax.runtime.compile import Program, compiler_options
-from cogvideox_flax.runtime.devices import GIB, bytes_needed, bytes_per_device
+from cogvideox_flax.plan.chips import GPUS, Gpu
+from cogvideox_flax.plan.gpu import compile_program, compiling_without_gpu
+from cogvideox_flax.runtime.devices import GIB
 
 CASES = {
     "5b": ("cogvideox-5b", 480, 720, 49),
@@ -43,51 +40,41 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--stages", nargs="+", choices=("encode", "denoise", "decode", "run"), default=None)
     args = parser.parse_args()
-    prepare()
-    where = jax.sharding.SingleDeviceSharding(device(GPUS[args.gpu]))
     columns = ("GPU", "case", "stage", "GiB", "weights and inputs", "temporaries", "compile s", "cuDNN")
+    try:
+        with compiling_without_gpu():
+            pass
+    except InputError as e:
+        raise SystemExit(f"error: {e}") from e
     report = Report(args.json, columns, ("jax", "jaxlib"))
     for case in args.cases:
         for stage in args.stages or ("encode", "denoise", "decode"):
-            for found in compiled(case, stage, where):
+            for found in compiled(case, stage, GPUS[args.gpu]):
                 row = {"gpu": args.gpu, "case": case} | found
                 report.add(row, _cells(row))
     return 0
 
 
-def compiled(case: str, stage: str, where: jax.sharding.Sharding) -> Iterator[dict[str, Any]]:
+def compiled(case: str, stage: str, gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Bytes and calls of a stage's programs."""
     release, height, width, frames = CASES[case]
     manifest = Manifest.of_release(get_release(release))
     request = GenerationRequest("", num_frames=frames, height=height, width=width)
     for program, args, _ in resolve(request, manifest, "bfloat16").abstract(stage):
-        yield {"stage": program.name} | _compiled(program, args, where)
-
-
-def _compiled(program: Program, args: Any, where: jax.sharding.Sharding) -> dict[str, Any]:
-    """Those of one program."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-    start = time.perf_counter()
-    options = compiler_options("bfloat16", platform="gpu", fast_compile=program.fast_compile)
-    with compiling_for("cuda"):
-        executable = jax.jit(program, compiler_options=options).lower(*shapes).compile()
-    seconds = time.perf_counter() - start
-    memory, text = executable.memory_analysis(), executable.as_text()
-    assert memory is not None and text is not None
-    calls = Counter(
-        f"{match[2]} {match[1]}"
-        for line in text.splitlines()
-        if (match := re.search(r"= \((\w+)\[.*custom_call_target=\"__cudnn\$(fmha|conv)", line))
-    )
-    plain = [x for x in jax.tree.leaves(shapes) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
-    held = bytes_per_device(plain)  # weights that the program does not use among them
-    return {
-        "argument_gib": held / GIB,
-        "temp_gib": memory.temp_size_in_bytes / GIB,
-        "gib": (held + bytes_needed(memory) - memory.argument_size_in_bytes) / GIB,
-        "compile_s": seconds,
-        "cudnn": dict(calls),
-    }
+        found = compile_program(program, args, gpu, "bfloat16")
+        calls = Counter(
+            f"{match[2]} {match[1]}"
+            for line in found.text.splitlines()
+            if (match := re.search(r"= \((\w+)\[.*custom_call_target=\"__cudnn\$(fmha|conv)", line))
+        )
+        yield {
+            "stage": program.name,
+            "argument_gib": found.arguments / GIB,
+            "temp_gib": found.temporaries / GIB,
+            "gib": found.peak / GIB,
+            "compile_s": found.seconds,
+            "cudnn": dict(calls),
+        }
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

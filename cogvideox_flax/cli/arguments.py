@@ -99,7 +99,7 @@ def make_parser() -> Parser:
     larger = "a clip enlarged in one step, by a model that was fine-tuned for it (DOVE)"
     _add_upscale(command("upscale", larger, "model", "profiling"))
     _add_train(command("train", "fine-tune a model on a folder of clips", "hosts"))
-    forecast = "what a run will need on TPUs: memory, work, traffic, time; needs no weights and no TPU"
+    forecast = "what a run will need on TPUs or a GPU: memory, work, traffic, time; needs no weights and no device"
     _add_plan(command("plan", forecast))
     native = "a Hugging Face checkpoint in the native format, converted once"
     _add_convert(command("convert", native))
@@ -145,7 +145,7 @@ cogvideox makes videos from text, images and clips, in JAX.
 
 Look:   doctor   what this machine has, and what fits
         info     what a checkpoint holds, or how a video was made
-        plan     memory and time of a run on TPUs, without one
+        plan     memory and time of a run on TPUs and GPUs, without one
 Make:   generate, or in stages: encode, denoise, decode
         upscale  a clip, enlarged
         serve    a page in the browser, and an HTTP API
@@ -336,8 +336,9 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
     which.add_argument("--release", metavar="NAME", help="a released model, such as cogvideox1.5-5b")
     which.add_argument("--model", help=_MODEL)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
-    sub.add_argument("--topology", default="v6e:2x4", help="chips, such as v6e:2x4 (the default), v6e:1x1 or v5e:2x4")
-    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: the fastest of all meshes")
+    topology = "TPUs, such as v6e:2x4 (the default) or v5e:1x1; or a GPU: h100, h200, a100-40, a100-80, rtx4090"
+    sub.add_argument("--topology", default="v6e:2x4", help=topology)
+    sub.add_argument("--mesh", metavar="DP,SP,TP[,fsdp]", help="default: that of `generate --mesh auto`")
     for name, each in options("encode", "denoise", "decode").items():
         if each.affects_forecast:
             add_option(sub, name, each)

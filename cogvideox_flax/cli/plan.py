@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -12,12 +13,11 @@ import jax
 from cogvideox_flax import hub
 from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.cli.prepare import given_options
-from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import UNSEEN
 from cogvideox_flax.generate.request import GenerationRequest
 from cogvideox_flax.generate.resolve import resolve
 from cogvideox_flax.models.registry import get_release
-from cogvideox_flax.plan import Forecast, best_mesh, check_price, describe, forecast
+from cogvideox_flax.plan import GPUS, Forecast, StageForecast, best_mesh, check_price, describe, forecast
 from cogvideox_flax.runtime.terminal import say
 from cogvideox_flax.sharding import MeshShape, describe_mesh, parse_mesh
 from cogvideox_flax.sharding.devices import find_devices
@@ -35,13 +35,16 @@ def plan(args: argparse.Namespace) -> None:
     if (scheduler := manifest.model.schedulers.get(args.scheduler)) is not None and scheduler.needs_video:
         needed["video"] = [UNSEEN]
     run = resolve(GenerationRequest([""] * args.prompts, **given_options(args), **needed), manifest, args.dtype)
-    if args.mesh:
-        mesh = parse_mesh(args.mesh)
+    known: dict[str, list[StageForecast]] = {}
+    if args.mesh or args.topology in GPUS:
+        mesh = parse_mesh(args.mesh or "1,1,1")
     else:
-        mesh = best_mesh(run, args.topology, lambda tried, outcome: say(_tried(tried, outcome), progress))
-    stages, forecasts = [], forecast(run, args.topology, mesh, args.stages)
+        mesh, stage = best_mesh(run, args.topology, lambda tried, outcome: say(_tried(tried, outcome), progress))
+        known["denoise"] = [stage]
+    forecasts = [known.get(name) or forecast(run, args.topology, mesh, [name]) for name in args.stages]
+    stages: list[StageForecast] = []
     say(f"compiling for {args.topology}: {', '.join(args.stages)}; about a minute each on two cores", progress)
-    for stage in forecasts:
+    for stage in itertools.chain.from_iterable(forecasts):
         say(f"compiled {stage.name} in {stage.compile_s:.0f} s", progress)
         stages.append(stage)
     total = Forecast(args.topology, mesh, run.size, tuple(stages), args.prompts)
@@ -53,9 +56,7 @@ def plan(args: argparse.Namespace) -> None:
         print(describe(total, args.price))
 
 
-def _tried(mesh: MeshShape, found: Any) -> str:
-    name = f"mesh {describe_mesh(mesh)}"
-    if isinstance(found, InputError):
-        return f"{name}: {str(found).splitlines()[0]}"
+def _tried(mesh: MeshShape, found: StageForecast) -> str:
     fits = "" if found.fits else ", does not fit"
-    return f"{name}: {found.estimated_s:.1f} s of denoising, {found.hbm_gib_per_chip:.1f} GiB per chip{fits}"
+    seconds, gib = found.estimated_s, found.hbm_gib_per_chip
+    return f"mesh {describe_mesh(mesh)}: {seconds:.1f} s of denoising, {gib:.1f} GiB per chip{fits}"

@@ -34,6 +34,63 @@ CHIPS = {
 """Kind, as in the name of a topology -> chip. Clocks are derived from the matrix rate; a link's rate is the published
 one, for one direction of one link to a neighbour, and was not measured."""
 
+
+@dataclass(frozen=True)
+class Gpu:
+    """The published properties of a GPU.
+
+    cores: multiprocessors. lanes, threads: float32 units and resident threads per multiprocessor. shared, shared_most:
+    bytes of shared memory per multiprocessor and per block. l2, memory: bytes. bandwidth: bytes/s. clock: GHz.
+    flops: per second, of dense bfloat16 products that are summed in float32.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    threads: int
+    shared: int
+    shared_most: int
+    l2: int
+    memory: int
+    bandwidth: float
+    clock: float
+    flops: float
+
+    def config(self) -> str:
+        """As text of XLA's protobuf message."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+                threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {self.threads}
+                shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
+                shared_memory_per_block_optin: {self.shared_most}
+                core_count: {self.cores} fpus_per_core: {self.lanes} clock_rate_ghz: {self.clock}
+                block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+                memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.l2} device_memory_size: {self.memory}
+                registers_per_core_limit: 65536 registers_per_block_limit: 65536
+                cuda_compute_capability {{ major: {major} minor: {minor} }}
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 patch: 1 }}
+            runtime_version {{ major: 12 minor: 9 patch: 0 }}
+            device_description_str: "{self.name}"
+        """
+
+
+_HOPPER = (9, 0), 132, 128, 2048, 233472, 232448, 50 << 20
+_A100 = (8, 0), 108, 64, 2048, 167936, 166912, 40 << 20
+GPUS = {
+    "h100": Gpu("NVIDIA H100 80GB", *_HOPPER, 80 << 30, 3.35e12, 1.98, 989e12),
+    "h200": Gpu("NVIDIA H200", *_HOPPER, 140 << 30, 4.8e12, 1.98, 989e12),
+    "a100-40": Gpu("NVIDIA A100 40GB", *_A100, 40 << 30, 1.555e12, 1.41, 312e12),
+    "a100-80": Gpu("NVIDIA A100 80GB", *_A100, 80 << 30, 2.039e12, 1.41, 312e12),
+    "rtx4090": Gpu(
+        "NVIDIA RTX 4090", (8, 9), 128, 128, 1536, 102400, 101376, 72 << 20, 24 << 30, 1.008e12, 2.52, 165e12
+    ),
+}
+"""Name after --topology -> the GPU."""
+
 _TOPOLOGY = re.compile(r"\w+:\d{1,9}(x\d{1,9})*")
 
 
@@ -45,7 +102,8 @@ def chip_of(topology: str) -> Chip:
     """
     kind = topology.split(":")[0]
     if kind not in CHIPS:
-        raise InputError(f"unknown chip {kind!r} in topology {topology!r}; known are {', '.join(CHIPS)}, as in v6e:2x4")
+        known = f"{', '.join(CHIPS)}, as in v6e:2x4, and the GPUs {', '.join(GPUS)}"
+        raise InputError(f"unknown chip {kind!r} in topology {topology!r}; known are {known}")
     return CHIPS[kind]
 
 

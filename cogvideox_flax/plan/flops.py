@@ -6,7 +6,7 @@ The compiler's own cost analysis counts the body of a loop once, and a Pallas ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -24,37 +24,45 @@ CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention
 
 @dataclass(frozen=True)
 class Flops:
-    """A multiply-add counts as two. kernels: inside Pallas kernels and cuDNN's attention; rest: all others."""
+    """A multiply-add counts as two.
+
+    kernels: inside Pallas kernels and cuDNN's attention. convolutions, and rest, which is matrix products: all others.
+    """
 
     rest: int = 0
     kernels: int = 0
+    convolutions: int = 0
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(self.rest + other.rest, self.kernels + other.kernels)
+        return Flops(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, times: float) -> Flops:
-        return Flops(round(times * self.rest), round(times * self.kernels))
+        return Flops(*(round(times * each) for each in astuple(self)))
 
     @property
     def total(self) -> int:
-        return self.rest + self.kernels
+        return sum(astuple(self))
 
 
 Shares = Mapping[str, Sequence[float]]
 """Named scope of a `jax.lax.cond` -> how often each of its branches runs, the one of False first."""
 
 
-def count_flops(f: Callable[..., Any], *args: Any, shares: Shares = MappingProxyType({})) -> Flops:
+def count_flops(
+    f: Callable[..., Any], *args: Any, shares: Shares = MappingProxyType({}), platform: str | None = None
+) -> Flops:
     """Matrix products, convolutions and kernels of f for arguments of these shapes, over all devices.
 
     Of a function with several platform-specific forms, and of any choice of which neither `shares` nor its own scope
     (`nn.scopes`) says how often it is made, the one with the
     least work counts: the others pad more. A Winograd convolution counts as a plain one.
 
+    platform: whose forms are counted, by XLA's name; None: all.
+
     Raises:
         ValueError: a loop whose length is not known before it runs, or a kernel without a cost estimate.
     """
-    with compiling_for(None):
+    with compiling_for(platform):
         return _count(jax.make_jaxpr(f)(*args).jaxpr, shares)
 
 
@@ -73,7 +81,7 @@ def _count(jaxpr: Jaxpr, shares: Shares) -> Flops:
         elif name == "conv_general_dilated":
             spec = params["dimension_numbers"].rhs_spec
             taps = prod(shapes[1][i] for i in spec[1:])  # input channels of a group, and space
-            total += Flops(2 * prod(shapes[2]) * taps)
+            total += Flops(convolutions=2 * prod(shapes[2]) * taps)
         elif name == "pallas_call":
             if params.get("cost_estimate") is None:
                 raise ValueError(f"the kernel {params.get('name')} does not say what it costs")

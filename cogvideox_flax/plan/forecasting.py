@@ -18,15 +18,23 @@ from cogvideox_flax import sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.predict import step_cache
 from cogvideox_flax.generate.request import STAGES
-from cogvideox_flax.generate.resolve import check_dtype, check_model
+from cogvideox_flax.generate.resolve import check_model
 from cogvideox_flax.generate.run import ProgramCall, Run
 from cogvideox_flax.io.values import is_finite_number, short_repr
 from cogvideox_flax.models.sizes import Size
-from cogvideox_flax.plan.chips import Chip, chip_of, topology_devices
+from cogvideox_flax.plan.chips import GPUS, Chip, chip_of, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives
 from cogvideox_flax.plan.flops import count_flops
+from cogvideox_flax.plan.gpu import (
+    GPU_METHOD,
+    compile_program,
+    compiling_without_gpu,
+    modelled_seconds,
+    moved_bytes,
+    usable_memory,
+)
 from cogvideox_flax.plan.hlo import Program
-from cogvideox_flax.plan.layout import meshes
+from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import ATTENTION_RATES, CONVOLUTION_RATES, Part, parts, waits
 from cogvideox_flax.plan.wire import Links
 from cogvideox_flax.runtime.compile import compile_for, compiler_options
@@ -120,6 +128,8 @@ def forecast(
     Raises:
         InputError: the model or the mesh is not supported; nothing is compiled.
     """
+    if topology in GPUS:
+        return _on_gpu(run, topology, mesh, stages)
     devices = topology_devices(topology)
     on = sharding.make_mesh(*mesh, devices=devices)
     check_model(run.manifest, "the model", run.dtype, on)
@@ -138,34 +148,67 @@ def forecast(
 
 
 def best_mesh(
-    run: Run, topology: str, report: Callable[[sharding.MeshShape, StageForecast | InputError], None]
-) -> sharding.MeshShape:
-    """The mesh over all chips of a topology with the shortest denoising time among those that fit.
-
-    Weights are split over dp and sp (FSDP) only if nothing fits otherwise.
+    run: Run, topology: str, report: Callable[[sharding.MeshShape, StageForecast], None]
+) -> tuple[sharding.MeshShape, StageForecast]:
+    """The mesh over all chips of a topology with the shortest modelled denoising time (`layout`), which is then
+    compiled; if it does not fit, the next one.
 
     Args:
-        report: called with each mesh that was tried, and its denoising stage or the reason why it is not possible.
+        report: called with each mesh that was compiled, and its denoising stage.
+
+    Returns:
+        The mesh and its denoising stage.
 
     Raises:
         InputError: none fits, or the dtype is not supported.
     """
-    check_dtype(run.manifest, run.dtype, "tpu")  # once for all meshes
-    whole = meshes(len(topology_devices(topology)))
-    for candidates in (whole, [(*mesh, True) for mesh in whole if mesh[0] * mesh[1] > 1]):
-        found: list[tuple[float, sharding.MeshShape]] = []
-        for mesh in candidates:
-            try:
-                (stage,) = forecast(run, topology, mesh, ["denoise"])
-            except InputError as e:
-                report(mesh, e)
-                continue
-            report(mesh, stage)
-            if stage.fits:
-                found.append((stage.estimated_s, mesh))
-        if found:
-            return min(found)[1]
+    for layout in suitable_layouts(run, len(topology_devices(topology)), chip_of(topology)):
+        (stage,) = forecast(run, topology, layout.mesh, ["denoise"])
+        report(layout.mesh, stage)
+        if stage.fits:
+            return layout.mesh, stage
     raise InputError(f"no mesh of {topology} fits this run; take more chips, or fewer frames or pixels")
+
+
+def _on_gpu(run: Run, name: str, mesh: sharding.MeshShape, stages: Sequence[str]) -> Iterator[StageForecast]:
+    """The same on one GPU."""
+    if mesh != (1, 1, 1):
+        raise InputError(f"a plan for {name} is of one GPU; expected --mesh 1,1,1, or none")
+    gpu = GPUS[name]
+    check_model(run.manifest, "the model", run.dtype, None)
+    usable, head_dim = usable_memory(gpu), run.model.workload(run.size).head_dim
+    with compiling_without_gpu():  # whether the compiler is there
+        pass
+
+    def each_stage() -> Iterator[StageForecast]:
+        for stage in stages:
+            programs = run.abstract(stage)
+            for program, args, runs in programs:
+                with compiling_without_gpu():
+                    found = compile_program(program, args, gpu, run.dtype)
+                    flops = count_flops(program, *args, shares=_shares(run), platform="cuda")
+                moved = moved_bytes(found.text, _shares(run))
+                attention, rest = modelled_seconds(flops, moved, head_dim, run.dtype, gpu)
+                yield StageForecast(
+                    name=stage if len(programs) == 1 else f"{stage} {program.name}",
+                    runs=runs,
+                    hbm_gib_per_chip=found.peak / GIB,
+                    argument_gib=found.arguments / GIB,
+                    temp_gib=found.temporaries / GIB,
+                    flops=flops.total,
+                    collectives={},
+                    collective_bytes=0,
+                    compile_s=found.seconds,
+                    kernels_s=attention,
+                    outside_s=rest,
+                    wire_s=0.0,
+                    hidden_s=0.0,
+                    estimated_s=runs * (attention + rest),
+                    fits=found.peak <= usable,
+                    parts=(),
+                )
+
+    return each_stage()
 
 
 def _shares(run: Run) -> dict[str, tuple[float, float]]:
@@ -243,7 +286,8 @@ def describe(forecast: Forecast, price: float | None = None) -> str:
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     table = "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)
+    method = METHOD if forecast.topology not in GPUS else GPU_METHOD
     takes = f"{forecast.estimated_s / forecast.videos:.1f} s of {forecast.chips} chips"
     if price is not None:
         takes += f", ${forecast.dollars(price):.4f} at ${price:g} for an hour of each"
-    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {METHOD}\na video takes {takes}"
+    return f"{head}\nper chip and run; TFLOP over all chips\n{table}\nestimated: {method}\na video takes {takes}"

@@ -36,6 +36,8 @@ class Op:
     def called(self) -> list[str]:
         """Names of the computations that it calls or applies."""
         found = re.findall(r"(?:calls|to_apply|body|called_computations)=\{?%?([\w.-]+)", self.text)
+        found += re.findall(r"false_computation=%?([\w.-]+)", self.text)  # of a conditional: first that of False
+        found += re.findall(r"true_computation=%?([\w.-]+)", self.text)
         for group in re.findall(r"branch_computations=\{([^}]*)\}", self.text):
             found += [name.strip().lstrip("%") for name in group.split(",")]
         return found

@@ -80,16 +80,20 @@ def layouts(run: Run, devices: int, chip: Chip, fsdp: bool = False) -> list[Layo
 
 
 def choose_mesh(run: Run, devices: int, chip: Chip) -> Layout:
-    """The fastest mesh over all devices whose share of weights and activations fits; FSDP only if nothing else does.
+    """The first of `suitable_layouts`."""
+    return suitable_layouts(run, devices, chip)[0]
+
+
+def suitable_layouts(run: Run, devices: int, chip: Chip) -> list[Layout]:
+    """The meshes over all devices on which the share of weights and activations fits: the fastest first, and those that
+    split weights (FSDP) after all others.
 
     Raises:
         InputError: none fits.
     """
-    for fsdp in (False, True):
-        found = layouts(run, devices, chip, fsdp)
-        fits = [layout for layout in found if layout.nbytes <= _USABLE_MEMORY * chip.hbm]
-        if fits:
-            return fits[0]
+    found = layouts(run, devices, chip) + layouts(run, devices, chip, fsdp=True)
+    if fits := [layout for layout in found if layout.nbytes <= _USABLE_MEMORY * chip.hbm]:
+        return fits
     least = min(layout.nbytes for layout in found)
     raise InputError(
         f"this run needs {least / 2**30:.1f} GiB on each of {devices} devices, which have "

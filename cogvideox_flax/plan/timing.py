@@ -42,7 +42,7 @@ def attention_rate(head_dim: int, rates: dict[int, float] = ATTENTION_RATES) -> 
 
 _OTHER_KERNEL = 0.2  # such as stock attention
 
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"}
 _PRODUCTS = {"convolution", "dot"}
 
 
@@ -75,7 +75,7 @@ def parts(program: Program, chip: Chip) -> list[Part]:
         key = (f"{scope[1] if scope else ''} {op.kind} {op.type.partition('{')[0]}".strip(), _is_kernel(op))
         part = found.get(key, Part(*key, 0.0, 0.0, {}))
         total = part.seconds + times * seconds
-        windows = part.windows | (_windows(op) if _is_product(program, op) else {})
+        windows = part.windows | (_windows(op) if is_product(program, op) else {})
         found[key] = replace(part, count=part.count + times, seconds=total, windows=windows)
     return sorted(found.values(), key=lambda part: part.seconds, reverse=True)
 
@@ -127,7 +127,7 @@ def waits(program: Program, chip: Chip, link_seconds: Callable[[Op], float]) -> 
 
 def _seconds(program: Program, ops: dict[str, Op], op: Op, chip: Chip) -> float:
     """Of one operation; 0 for collectives and for what begins an asynchronous operation."""
-    if op.kind in _FREE or op.kind.removesuffix("-start").removesuffix("-done") in KINDS or op.kind.endswith("-start"):
+    if op.kind in FREE or op.kind.removesuffix("-start").removesuffix("-done") in KINDS or op.kind.endswith("-start"):
         return 0.0
     if op.kind == "async-done":  # the asynchronous computation itself is counted separately
         return 0.0
@@ -139,7 +139,7 @@ def _seconds(program: Program, ops: dict[str, Op], op: Op, chip: Chip) -> float:
     else:
         moved = program.written_bytes(ops, op) + program.read_bytes(ops, op)
     seconds = moved / chip.bandwidth
-    if _is_product(program, op):
+    if is_product(program, op):
         cycles = re.search(r'"estimated_cycles":"?(\d+)', op.text)
         seconds = max(seconds, int(cycles[1]) / chip.clock if cycles else 0.0)
     return seconds
@@ -166,7 +166,8 @@ def _kernel_rate(op: Op) -> float:
     return _OTHER_KERNEL
 
 
-def _is_product(program: Program, op: Op) -> bool:
+def is_product(program: Program, op: Op) -> bool:
+    """Whether it is a matrix product or a convolution, or a fusion with one."""
     return op.kind in _PRODUCTS or any(inner.kind in _PRODUCTS for inner in program.inside(op))
 
 

@@ -25,6 +25,7 @@ from cogvideox_flax.plan.chips import CHIPS, topology_devices
 from cogvideox_flax.plan.collectives import Traffic, collectives, groups_of
 from cogvideox_flax.plan.flops import Flops, count_flops
 from cogvideox_flax.plan.hlo import Program, sizes
+from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import parts, waits
 from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
 
@@ -240,9 +241,9 @@ def test_what_does_not_fit_is_said(run, monkeypatch):
     (stage,) = forecast(run, "v6e:1x1", (1, 1, 1), ["encode"])
     assert not stage.fits
     tried: list[tuple[int, int, int]] = []
-    with pytest.raises(InputError, match="no mesh of v6e:1x1 fits"):
+    with pytest.raises(InputError, match=r"needs .* GiB on each of 1 devices"):
         best_mesh(run, "v6e:1x1", lambda mesh, found: tried.append(mesh))
-    assert tried == [(1, 1, 1)]
+    assert not tried
 
 
 def test_meshes_are_all_factorings():
@@ -265,6 +266,24 @@ def test_the_mesh_of_a_run_is_chosen_without_compiling():
         manifest = Manifest.of_release(RELEASES["cogvideox1.5-5b"])
         choose_mesh(run_of(manifest), 1, CHIPS["v5e"])
     assert layout_of("cogvideox-2b", 9, 480, 720, 7).mesh == (1, 7, 1)  # which nothing else divides over
+
+
+def test_the_best_mesh_alone_is_compiled_and_the_next_where_it_does_not_fit(run, monkeypatch):
+    big = run_of(Manifest.of_release(RELEASES["cogvideox1.5-5b"]))
+    (stage,) = forecast(run, "v6e:1x1", (1, 1, 1), ["encode"])
+    fits = iter([False, True])
+    compiled = []
+
+    def compile_it(run, topology, mesh, stages):
+        compiled.append((mesh, stages))
+        return [dataclasses.replace(stage, fits=next(fits))]
+
+    monkeypatch.setattr("cogvideox_flax.plan.forecasting.forecast", compile_it)
+    ranked = [layout.mesh for layout in suitable_layouts(big, 8, CHIPS["v6e"])]
+    assert ranked[0] == (2, 4, 1) and len(ranked) > 4 and ranked[-1][3:] == (True,)
+    tried: list[tuple[int, int, int]] = []
+    assert best_mesh(big, "v6e:2x4", lambda mesh, found: tried.append(mesh))[0] == ranked[1]
+    assert tried == ranked[:2] and compiled == [(mesh, ["denoise"]) for mesh in ranked[:2]]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu_target
 from benchmarks.vs_diffusers import ours
 from benchmarks.vs_diffusers.cases import COMPONENT, RELEASED, Case
 from cogvideox_flax import checkpoint
@@ -23,6 +22,7 @@ from cogvideox_flax.checkpoint import Manifest
 from cogvideox_flax.models.registry import get_release
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.quantized import KINDS
+from cogvideox_flax.plan import gpu
 from cogvideox_flax.plan.flops import count_flops
 from tests.support import gpu_attention, gpu_convolution, gpu_models, gpu_process, gpu_sparse
 from tests.support.gpu_attention import HEAD_SCALES, Attention
@@ -216,7 +216,7 @@ def test_a_process_outlives_what_its_checks_do(monkeypatch):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module, name, answer in gpu_target.answers():
+    for module, name, answer in gpu.answers():
         monkeypatch.setattr(module, name, answer)
 
 

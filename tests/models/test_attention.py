@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gpu_target, stock_attention
+from benchmarks import stock_attention
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.platforms import compiling_for
+from cogvideox_flax.plan import gpu
 from cogvideox_flax.plan.flops import count_flops
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.sharding.sequence_parallel import ulysses_group
@@ -438,7 +439,7 @@ def test_a_last_narrow_block_of_queries():
 def with_cudnn(monkeypatch):
     """Lowers for an NVIDIA GPU that is not there."""
     pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    for module, name, answer in gpu_target.answers():
+    for module, name, answer in gpu.answers():
         monkeypatch.setattr(module, name, answer)
 
     def lowered(*args, **options):
