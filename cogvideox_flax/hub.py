@@ -25,7 +25,7 @@ from cogvideox_flax.conversion.configs import find_family, kept_beside, read_con
 from cogvideox_flax.conversion.convert import LOCK_FILE, WORK_DIR, convert
 from cogvideox_flax.conversion.download import Download, download, download_model, files_read, names_of
 from cogvideox_flax.conversion.progress import progress_bar
-from cogvideox_flax.conversion.source import is_alone
+from cogvideox_flax.conversion.source import is_alone, weight_paths
 from cogvideox_flax.errors import CheckpointError, InputError
 from cogvideox_flax.io.atomic import file_lock
 from cogvideox_flax.io.contents import content_hashes, fingerprint, is_as_written
@@ -71,6 +71,7 @@ def find(
     where: str | Path | None,
     revision: str | None = None,
     transformer: str | Path | None = None,
+    variant: str | None = None,
     *,
     progress: bool = True,
 ) -> Path:
@@ -86,6 +87,8 @@ def find(
         revision: for a hub id: branch, tag or commit.
         transformer: one in place of the checkpoint's own: the directory or file of one alone, or of a model that has
             one, native or not; or a hub id. It is converted once, into a checkpoint that refers to the other's files.
+        variant: of the weight files that are converted, as `save_pretrained(variant=...)` names them, such as "fp16";
+            None: the plain ones, or the only ones.
         progress: progress bars on stderr.
 
     Raises:
@@ -93,17 +96,27 @@ def find(
             another architecture.
     """
     where = full_name(where)
-    native = _find(where, revision, progress)
-    return native if transformer is None else _with_transformer(native, transformer, progress)
+    _check_variant(variant, where, transformer)
+    native = _find(where, revision, variant, progress)
+    return native if transformer is None else _with_transformer(native, transformer, variant, progress)
 
 
-def _find(where: str | Path | None, revision: str | None, progress: bool) -> Path:
+def _check_variant(variant: str | None, *named: str | Path | None) -> None:
+    """Refuse a variant where nothing is converted."""
+    where = [each for each in named if each is not None] or [EMBEDDED]
+    if variant is not None and all(native_here(str(each)) for each in where):
+        raise InputError(
+            f"a variant is of weight files in the Hugging Face layout; {where[0]} is a native checkpoint, which has one"
+        )
+
+
+def _find(where: str | Path | None, revision: str | None, variant: str | None, progress: bool) -> Path:
     path = _local(where, revision)
     if path is not None and is_native(path):
         return path
     source = _configs(str(where), revision, progress) if path is None else Download(path, {})
     family = find_family(source.folder)
-    name = _cache_name(source, family)
+    name = _cache_name(source, family, variant)
     target = cache_dir() / f"{name}-v{FORMAT_VERSION}"
     if _is_intact(target):  # checked before locking: the cache may be read-only
         return target
@@ -114,14 +127,16 @@ def _find(where: str | Path | None, revision: str | None, progress: bool) -> Pat
             _remove_damaged(target)
             log.info("converting %s once into %s (COGVIDEOX_HOME sets the place)", source.folder, target)
             with progress_bar(progress) as report:
-                convert(source.folder, target, whole=True, origin=source.origin, progress=report)
-            if _cache_name(source, family) != name:  # the conversion would be found under the hash of other files
+                convert(source.folder, target, whole=True, variant=variant, origin=source.origin, progress=report)
+            if (
+                _cache_name(source, family, variant) != name
+            ):  # the conversion would be found under the hash of other files
                 shutil.rmtree(target)
                 raise CheckpointError(f"{source.folder} changed while it was converted; start again")
     return target
 
 
-def _with_transformer(native: Path, where: str | Path, progress: bool) -> Path:
+def _with_transformer(native: Path, where: str | Path, variant: str | None, progress: bool) -> Path:
     """A checkpoint in the cache, of this transformer and of links to the other files of a native checkpoint."""
     base = read_manifest(native)
     component, source = base.model.denoiser, _transformer_source(where, base, progress)
@@ -130,7 +145,7 @@ def _with_transformer(native: Path, where: str | Path, progress: bool) -> Path:
         made_of: Any = read_manifest(source.folder).weights[component]["sha256"]
     else:
         made_of = source.origin or content_hashes(_files_alone(source.folder))
-    name = f"{native.name}+{expand_user(where).name}-{fingerprint(base.to_json(), made_of)[:16]}"
+    name = f"{native.name}+{expand_user(where).name}{_suffix(variant)}-{fingerprint(base.to_json(), made_of)[:16]}"
     target = cache_dir() / f"{name}-v{FORMAT_VERSION}"
     if _is_intact(target):
         return target
@@ -152,7 +167,8 @@ def _with_transformer(native: Path, where: str | Path, progress: bool) -> Path:
                 )
             write_manifest(target, manifest)
             with progress_bar(progress) as report:
-                convert(source.folder, target, components=[component], origin=source.origin, progress=report)
+                how: Any = {"components": [component], "variant": variant, "origin": source.origin}
+                convert(source.folder, target, **how, progress=report)
     return target
 
 
@@ -223,6 +239,7 @@ def peek(
     where: str | Path | None,
     revision: str | None = None,
     transformer: str | Path | None = None,
+    variant: str | None = None,
     *,
     progress: bool = True,
 ) -> Manifest:
@@ -231,7 +248,8 @@ def peek(
     Arguments and errors as for `find`; `weights` is empty for a model that is not converted.
     """
     where = full_name(where)
-    base = _peek(where, revision, progress)
+    _check_variant(variant, where, transformer)
+    base = _peek(where, revision, variant, progress)
     if transformer is None:
         return base
     component = base.model.denoiser
@@ -239,14 +257,18 @@ def peek(
     return replace(base, configs=base.configs | {component: _transformer_config(folder, base, where or EMBEDDED)})
 
 
-def _peek(where: str | Path | None, revision: str | None, progress: bool) -> Manifest:
-    path = _local(where, revision)
+def _peek(where: str | Path | None, revision: str | None, variant: str | None, progress: bool) -> Manifest:
+    path = local = _local(where, revision)
     if path is None:
         path = _configs(str(where), revision, progress).folder
     if is_native(path):
         return read_manifest(path)
     family = find_family(path)
-    return read_configs(path, family, [name for name in _components_with_config(path) if name in family.components])
+    names = [name for name in _components_with_config(path) if name in family.components]
+    if local is not None and variant is not None:
+        for name in names:
+            weight_paths(path / name, variant)  # refused here, before anything is converted
+    return read_configs(path, family, names)
 
 
 def _configs(hub_id: str, revision: str | None, progress: bool) -> Download:
@@ -306,16 +328,21 @@ def _not_a_model(where: object, hint: str = "") -> InputError:
     )
 
 
-def _cache_name(source: Download, family: type[VideoModel]) -> str:
+def _suffix(variant: str | None) -> str:
+    return "" if variant is None else f"-{variant}"
+
+
+def _cache_name(source: Download, family: type[VideoModel], variant: str | None) -> str:
     """The cache name of a converted checkpoint: from the hub id's commit, or from the contents of the source files."""
+    suffix = _suffix(variant)
     if source.origin:
         hub_ids = names_of(source.origin["hub_id"])
-        names = [f"{hub_id.replace('/', '--')}-{source.origin['revision'][:16]}" for hub_id in hub_ids]
+        names = [f"{hub_id.replace('/', '--')}-{source.origin['revision'][:16]}{suffix}" for hub_id in hub_ids]
         return next((name for name in names if is_native(cache_dir() / f"{name}-v{FORMAT_VERSION}")), names[0])
     folder = source.folder.resolve()
     files = sorted({p for pattern in files_read(family) for p in folder.glob(pattern) if p.is_file()})
     names = [str(p.relative_to(folder)) for p in files]
-    return f"{folder.name}-{fingerprint(names, content_hashes(files))[:16]}"
+    return f"{folder.name}-{fingerprint(names, content_hashes(files))[:16]}{suffix}"
 
 
 @contextmanager

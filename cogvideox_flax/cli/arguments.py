@@ -41,6 +41,7 @@ log = logging.getLogger("cogvideox_flax")
 TRAINING_OPTIONS = {
     "model": ("--model", "the model"),
     "revision": ("--revision", "branch, tag or commit of the model's hub id"),
+    "variant": ("--variant", "the variant of the model's weight files, such as fp16"),
     "clips": ("--clips", "the folder of clips"),
     "out": ("--out", "the folder that the run writes to"),
     "mesh": ("--mesh", "devices, DP,SP,TP or DP,SP,TP,fsdp"),
@@ -58,6 +59,7 @@ MODULES = {
 _DTYPE = "default: bfloat16; float32 below 10^9 parameters"
 _WHERE = "native or Hugging Face layout directory, hub id, or name of a release"
 _MODEL = f"{_WHERE}; default: the embedded one"
+_VARIANT = "variant of the weight files that are converted, such as fp16; default: the plain ones, or the only ones"
 
 
 class _Path(str):
@@ -169,6 +171,7 @@ def _shared_options() -> dict[str, Any]:
     rarely(prompt.add_argument("--prompt", nargs=1, action="extend", metavar="TEXT", help=what))
     model.add_argument("--model", help=_MODEL)
     rarely(model.add_argument("--revision", help="branch, tag or commit of a hub id"))
+    rarely(model.add_argument("--variant", metavar="NAME", help=_VARIANT))
     what = "a transformer in place of the model's: its directory or file, or a model that has one; or a hub id"
     rarely(model.add_argument("--transformer", metavar="WHERE", help=what))
     model.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
@@ -309,7 +312,8 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub = command("decode", what, "model", "request decode", "profiling", "hosts")
     sub.add_argument("latents", nargs="?", type=_Path, metavar="LATENTS.npz", help="file of `generate --out x.npz`")
     sub.add_argument("--dir", type=_Path, help="directory with stage 2's files")
-    sub.add_argument("--out", "-o", type=_Path, help="output file; default: output_video.mp4 in DIR, or beside the npz")
+    decoded = "output file, as of `generate`; default: output_video.mp4 in DIR, or beside the npz"
+    sub.add_argument("--out", "-o", type=_Path, help=decoded)
     sub.add_argument("--overwrite", **overwrite)
     rarely(sub.add_argument("--no-metadata", **bare))
 
@@ -360,6 +364,7 @@ def _add_plan(sub: argparse.ArgumentParser) -> None:
 def _add_serve(sub: Parser) -> None:
     sub.add_argument("--model", action="append", metavar="WHERE", help=f"{_MODEL}; may be repeated")
     rarely(sub.add_argument("--revision", help="branch, tag or commit of a hub id"))
+    rarely(sub.add_argument("--variant", metavar="NAME", help=_VARIANT))
     sub.add_argument("--dtype", choices=DTYPES, help=_DTYPE)
     sub.add_argument("--mesh", metavar="DP,SP,TP", help="devices for batch, tokens, heads; default: one device")
     folder = "folder of videos, uploads and the queue; clients may name the LoRA files in its adapters/"
@@ -387,8 +392,7 @@ def _add_convert(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--dtype", choices=DTYPES, help="dtype to cast to; default: SRC's")
     what = "the model, such as cogvideox-5b, where SRC's config.json files are missing or wrong"
     sub.add_argument("--release", metavar="NAME", help=what)
-    what = "of SRC's weight files, such as fp16; default: the plain one, or the only one"
-    sub.add_argument("--variant", metavar="NAME", help=what)
+    sub.add_argument("--variant", metavar="NAME", help=_VARIANT)
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
 
 
@@ -406,6 +410,7 @@ def _add_quantize(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("src", metavar="SRC", help=_WHERE)
     sub.add_argument("dst", type=_Path, metavar="DST", help="the checkpoint to write")
     sub.add_argument("--revision", help="branch, tag or commit of a hub id")
+    sub.add_argument("--variant", metavar="NAME", help=_VARIANT)
     sub.add_argument(
         "--component",
         nargs="+",

@@ -83,9 +83,8 @@ def make_on_cluster(
         jobs.append(cluster.ClusterJob(name, shape, _absolute(fields), Path(todo.path)))
     checkpoint = short_fingerprints(pipe.fingerprints())
     where = os.path.abspath(model.where) if model.where is not None and os.path.exists(model.where) else model.where
-    opened = cluster.ClusterModel(
-        where, model.model_id, model.revision, model.transformer, model.dtype, args.mesh, checkpoint
-    )
+    which: Any = {name: getattr(model, name) for name in ("model_id", "revision", "transformer", "variant", "dtype")}
+    opened = cluster.ClusterModel(where, **which, mesh=args.mesh, checkpoint=checkpoint)
     count = 0
 
     def tell(job: cluster.ClusterJob, said: str) -> None:

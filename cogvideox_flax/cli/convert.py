@@ -66,5 +66,5 @@ def export(args: argparse.Namespace) -> None:
 
 def quantize(args: argparse.Namespace) -> None:
     """Write a checkpoint again with weights of 8 bits."""
-    quantize_checkpoint(hub.find(args.src, args.revision), args.dst, args.component, args.kind)
+    quantize_checkpoint(hub.find(args.src, args.revision, variant=args.variant), args.dst, args.component, args.kind)
     print(args.dst)

@@ -42,7 +42,15 @@ from cogvideox_flax.generate.queue import Queue, all_have_images, items_of
 from cogvideox_flax.generate.recipe import decoded_recipe, fields_of, read_latents_npz, read_recipe, recipe
 from cogvideox_flax.generate.request import STAGES, check_option
 from cogvideox_flax.generate.resolve import check_chunks, check_prompts, resolve
-from cogvideox_flax.generate.result import GenerationResult, check_output, is_latents, logging_replaced, output_paths
+from cogvideox_flax.generate.result import (
+    GenerationResult,
+    check_output,
+    filled_paths,
+    is_latents,
+    is_template,
+    logging_replaced,
+    output_paths,
+)
 from cogvideox_flax.generate.run import Run, decode_programs
 from cogvideox_flax.generate.store import (
     EMBEDDINGS_FILE,
@@ -238,8 +246,9 @@ def decode(args: argparse.Namespace) -> None:
         raise InputError("name what to decode: an .npz of `cogvideox generate --out x.npz`, or a --dir; one of the two")
     out = args.out or (args.latents.with_suffix(".mp4") if args.dir is None else args.dir / VIDEO_FILE)
     model, prepared = open_prepared(args, partial(_prepare_decode, args, out))
-    names = ("latents", "fps", "tiling", "in_chunks", "crf")
-    latents, fps, tiling, in_chunks, crf = (prepared.more[name] for name in names)
+    names = ("latents", "fps", "tiling", "in_chunks", "crf", "paths")
+    latents, fps, tiling, in_chunks, crf, paths = (prepared.more[name] for name in names)
+    paths = [Path(path) for path in paths]
     programs = decode_programs(model.manifest, model.dtype, latents.shape, model.mesh, False, tiling, in_chunks)
     result_of(model.checking_memory([("decode", programs)]), not args.quiet)
     frames = result_of(journey.decode(model, latents, tiling=tiling, in_chunks=in_chunks), not args.quiet)
@@ -253,8 +262,8 @@ def decode(args: argparse.Namespace) -> None:
         how: Any = {"dtype": model.dtype, "fps": fps, "tiling": tiling, "crf": crf}
         metadata = decoded_recipe(made_by, model.fingerprints(), decoder, **how)
     metadata = {} if args.no_metadata else metadata
-    with logging_replaced(item_paths(out, len(latents))):
-        print("\n".join(map(str, GenerationResult(frames, fps, metadata, crf).save(out))))
+    with logging_replaced(paths):
+        print("\n".join(map(str, GenerationResult(frames, fps, metadata, crf).save_items(paths))))
 
 
 def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
@@ -266,7 +275,8 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         settings["prompt"] = check_prompts(settings["prompt"])[0]
     else:
         settings = read_settings(args.dir)
-    check_output(item_paths(out, len(settings["prompt"])), args.overwrite)
+    paths = _decoded_paths(out, settings["prompt"], settings.get("seed"))
+    check_output(paths, args.overwrite)
     check_option("fps", args.fps)
     check_option("crf", args.crf)
     check_folder(out.absolute().parent)
@@ -283,10 +293,20 @@ def _prepare_decode(args: argparse.Namespace, out: Path) -> Prepared:
         latents = read_latents_npz(args.latents, len(settings["prompt"]), channels)
     else:
         latents = read_latents(args.dir, settings, channels)
-        of_model = ("fingerprints", "asked", "model_id", "revision", "transformer")
+        of_model = ("fingerprints", "asked", "model_id", "revision", "transformer", "variant")
         made_of = {name: x for name, x in settings.items() if name not in of_model}
         made_by = recipe(made_of, manifest, "", settings.get("fingerprints"))
     fps = args.fps or settings.get("fps") or manifest.model.defaults.fps
     crf = settings.get("crf") if args.crf is None else args.crf
     more = {"latents": latents, "fps": fps, "tiling": tiling, "in_chunks": in_chunks, "crf": crf}
-    return Prepared(choice, more=more, recipe=made_by)
+    return Prepared(choice, more=more | {"paths": list(map(str, paths))}, recipe=made_by)
+
+
+def _decoded_paths(out: Path, prompts: Sequence[str], seed: int | list[int] | None) -> list[Path]:
+    """The path of each video of these latents."""
+    if not is_template(out):
+        return item_paths(out, len(prompts))
+    if seed is None and "{seed}" in out.name:
+        raise InputError(f"--out {out}: the latents do not say of which seed they are; leave {{seed}} out")
+    seeds = seed if isinstance(seed, list) else [seed or 0] * len(prompts)
+    return filled_paths(out, list(zip(prompts, seeds, strict=True)))

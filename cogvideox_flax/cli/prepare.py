@@ -71,7 +71,7 @@ EMBEDDED = "embedded"
 class ModelChoice:
     """Which model a command runs, and where.
 
-    where, transformer: as `hub.find` takes them; None: the embedded model, and its own transformer.
+    where, transformer, variant: as `hub.find` takes them.
     model_id: `where`, as a run remembers it.
     mesh: as --mesh; None: one device.
     """
@@ -80,6 +80,7 @@ class ModelChoice:
     model_id: str
     revision: str | None
     transformer: str | None
+    variant: str | None
     dtype: str
     mesh: str | None
 
@@ -128,7 +129,7 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
         decided = Prepared(**decided | {"choice": ModelChoice(**decided["choice"])})
     prepared: Prepared = decided
     choice, mesh = prepared.choice, explicit_mesh(prepared.choice.mesh)
-    which: Any = {"revision": choice.revision, "transformer": choice.transformer}
+    which: Any = {"revision": choice.revision, "transformer": choice.transformer, "variant": choice.variant}
     model = OpenModel.open_on_hosts(choice.where, choice.dtype, mesh, **which, progress=not args.quiet)
     model.profiling = profiling_options(args)
     if len(prepared.runs) < len(prepared.requests):
@@ -141,7 +142,7 @@ def open_prepared(args: argparse.Namespace, prepare: Callable[[], Prepared]) -> 
 
 def directory_of(model: OpenModel | None, choice: ModelChoice, folder: Path) -> RunDirectory:
     """The run directory of a model, which need not be open yet to read what is there."""
-    own: Any = {"model_id": choice.model_id, "revision": choice.revision, "transformer": choice.transformer}
+    own: Any = {name: getattr(choice, name) for name in ("model_id", "revision", "transformer", "variant")}
     return RunDirectory(folder=folder, fingerprints={} if model is None else model.fingerprints(), **own)
 
 
@@ -152,21 +153,22 @@ def look(args: argparse.Namespace, recorded: Mapping[str, Any] | None = None) ->
     """Read the configs of the model that a command names, and check that it can be run; nothing is converted.
 
     Args:
-        recorded: `model_id`, `revision`, `transformer` and `dtype` of an earlier stage or of a recipe, as far as it
-            says them; they stand where the command names no model, or no dtype.
+        recorded: `model_id`, `revision`, `transformer`, `variant` and `dtype` of an earlier stage or of a recipe, as
+            far as it says them; they stand where the command names no model, or no dtype.
     """
     recorded = {} if recorded is None else recorded
-    where, revision, transformer = args.model, args.revision, args.transformer
+    where, revision, transformer, variant = args.model, args.revision, args.transformer, args.variant
     if where is None and "model_id" in recorded:
         where = None if recorded["model_id"] == EMBEDDED else recorded["model_id"]
         revision, transformer = revision or recorded.get("revision"), transformer or recorded.get("transformer")
+        variant = variant or recorded.get("variant")
     elif where is None and getattr(args, "image", None):
         where = hub.EMBEDDED_IMAGE_TO_VIDEO
     where = hub.full_name(where)
-    manifest = hub.peek(where, revision, transformer, progress=not args.quiet)
+    manifest = hub.peek(where, revision, transformer, variant, progress=not args.quiet)
     model_id, transformer = EMBEDDED if where is None else _absolute(where), transformer and _absolute(transformer)
     dtype = args.dtype or recorded.get("dtype", manifest.default_dtype)
-    choice = ModelChoice(where, model_id, revision, transformer, dtype, None)
+    choice = ModelChoice(where, model_id, revision, transformer, variant, dtype, None)
     return choice.on(None if args.mesh in (None, "auto") else args.mesh, manifest), manifest
 
 
@@ -402,7 +404,8 @@ def _choose_output(args: argparse.Namespace) -> list[Any]:
     count = len(prompts) if isinstance(prompts, list) else 1
     videos = check_option("num_videos", 1 if args.num_videos is None else args.num_videos)
     where = {name: getattr(args, name) for name in ("prompt", "model", "revision", "dtype")}
-    where |= {} if args.transformer is None else {"transformer": args.transformer}
+    more = {name: getattr(args, name) for name in ("transformer", "variant")}
+    where |= {name: value for name, value in more.items() if value is not None}
     asked = json.dumps({**where, **given_options(args), "like": like}, default=str, sort_keys=True)
     first = Path("video.mp4")
     for path in itertools.chain([first], (first.with_stem(f"{first.stem}-{i}") for i in itertools.count(2))):

@@ -108,7 +108,7 @@ def _models(args: argparse.Namespace) -> list[ServedModel]:
         name = "embedded" if where is None else Path(where).resolve().name if Path(where).exists() else where
         if name in models:
             raise InputError(f"two models are called {name}; rename one of the directories")
-        models[name] = ServedModel(name, where, args.revision, args.dtype, args.mesh)
+        models[name] = ServedModel(name, where, args.revision, args.dtype, args.mesh, args.variant)
     return list(models.values())
 
 

@@ -9,7 +9,7 @@ from cogvideox_flax.cli.prepare import check_runs, look, open_prepared
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import upscale as upscaling
 from cogvideox_flax.generate.request import options_of
-from cogvideox_flax.generate.result import check_output, logging_replaced
+from cogvideox_flax.generate.result import check_output, is_template, logging_replaced
 from cogvideox_flax.generate.upscale_options import UpscaleOptions
 from cogvideox_flax.io.source import FrameStream
 from cogvideox_flax.io.video import HashedVideo, save_video
@@ -19,6 +19,8 @@ def upscale(args: argparse.Namespace) -> None:
     """Enlarge a clip, written as its frames are finished."""
     if args.model is None:
         raise InputError("upscaling takes a model that was fine-tuned for it, such as DOVE; name one with --model")
+    if is_template(args.out):
+        raise InputError(f"--out {args.out}: a clip has no prompt, seed or number to put into its name; name the file")
     check_output([args.out], args.overwrite)
     source = HashedVideo(args.clip)
     choice, manifest = look(args)

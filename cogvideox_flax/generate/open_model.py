@@ -103,6 +103,7 @@ class OpenModel:
         *,
         revision: str | None,
         transformer: str | None = None,
+        variant: str | None = None,
         progress: bool,
     ) -> Self:
         """Open a checkpoint that `hub.peek` has checked, on all hosts: process 0 is the first, and converts it for all
@@ -114,7 +115,7 @@ class OpenModel:
         """
 
         def open_here() -> Any:
-            return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
+            return cls(hub.find(where, revision, transformer, variant, progress=progress), dtype, mesh)
 
         hosts.check_mesh(mesh)
         return hosts.process_0_then_others(open_here, "the checkpoints", cls.fingerprints)

@@ -75,6 +75,7 @@ class Pipeline(OpenModel):
         *,
         revision: str | None = None,
         transformer: str | Path | None = None,
+        variant: str | None = None,
         progress: bool = True,
         **others: Any,
     ) -> Self:
@@ -89,6 +90,7 @@ class Pipeline(OpenModel):
             revision: for a hub id: branch, tag or commit.
             transformer: one in place of the checkpoint's own, such as a fine-tuned one: its directory or file, a model
                 that has one, or a hub id; converted once. A module is set afterwards: `pipe.transformer = module`.
+            variant: of the weight files that are converted, such as "fp16"; default: the plain ones, or the only ones.
             progress: progress bars of downloads and conversions on stderr.
 
         Raises:
@@ -98,7 +100,9 @@ class Pipeline(OpenModel):
             TypeError: another keyword; diffusers' torch_dtype is answered with the name to use.
         """
         for name in others:
-            answer = CALL.get(name, "from_pretrained takes where, dtype, mesh, revision, transformer and progress")
+            answer = CALL.get(
+                name, "from_pretrained takes where, dtype, mesh, revision, transformer, variant and progress"
+            )
             raise TypeError(f"from_pretrained has no keyword {name}: {answer}")
         if mesh is not None and not isinstance(mesh, Mesh):
             raise InputError(
@@ -110,10 +114,10 @@ class Pipeline(OpenModel):
                 "afterwards: pipe.transformer = module"
             )
         libtpu.quiet_without_tpu()
-        manifest = hub.peek(where, revision, transformer, progress=progress)
+        manifest = hub.peek(where, revision, transformer, variant, progress=progress)
         dtype = manifest.default_dtype if dtype is None else dtype_name(dtype)
         cls._check_model(manifest, where or hub.EMBEDDED, dtype, mesh)
-        return cls(hub.find(where, revision, transformer, progress=progress), dtype, mesh)
+        return cls(hub.find(where, revision, transformer, variant, progress=progress), dtype, mesh)
 
     @property
     def scheduler(self) -> Scheduler:

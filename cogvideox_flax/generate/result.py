@@ -161,7 +161,15 @@ def output_paths(out: Path, request: GenerationRequest) -> list[Path]:
     prompts = request.prompt[:1] if is_latents(out) else request.prompt
     if not is_template(out):
         return item_paths(out, len(prompts) * request.num_videos)
-    videos = [(prompt, request.seed + i) for i in range(request.num_videos) for prompt in prompts]
+    return filled_paths(out, [(prompt, request.seed + i) for i in range(request.num_videos) for prompt in prompts])
+
+
+def filled_paths(out: Path, videos: Sequence[tuple[str, int]]) -> list[Path]:
+    """The output's name with its fields filled, for each prompt and seed.
+
+    Raises:
+        InputError: they do not tell the videos apart.
+    """
     paths = [fill(out, *video, n) for n, video in enumerate(videos, 1)]
     if twice := next((path for i, path in enumerate(paths) if path in paths[:i]), None):
         raise InputError(f"--out {out} gives two videos the name {twice}; put {{n}} into it")

@@ -132,7 +132,8 @@ class States:
 class RunDirectory:
     """Finished work of a run in a directory, from which a later run continues.
 
-    model_id, revision, transformer: as the user named the model, and a transformer in place of its own.
+    model_id, revision, transformer, variant: as the user named the model, a transformer in place of its own, and the
+        variant of their files.
     fingerprints: part of the checkpoint -> fingerprint of its config and contents; empty until it is open.
     by_seed: each seed has a directory of its own below.
     """
@@ -141,6 +142,7 @@ class RunDirectory:
     model_id: str
     revision: str | None
     transformer: str | None = None
+    variant: str | None = None
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
     by_seed: bool = False
 
@@ -180,7 +182,8 @@ class RunDirectory:
         """Write `generation_config.json`; one prompt is written as the reference system does."""
         folder.mkdir(parents=True, exist_ok=True)
         own = {"model_id": self.model_id, "revision": self.revision, "fingerprints": self.fingerprints}
-        own |= {} if self.transformer is None else {"transformer": self.transformer}
+        more = {"transformer": self.transformer, "variant": self.variant}
+        own |= {name: value for name, value in more.items() if value is not None}
         raw = {"prompt": run.request.prompt, **settings_json(run), **own, "dtype": run.dtype}
         prompts = {name: one_or_all(raw[name]) for name in ("prompt", "negative_prompt")}
         write_record(folder / CONFIG_FILE, raw | prompts)
@@ -453,9 +456,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """What `generation_config.json` says, under the names of the request: prompts and model at least.
 
     Returns:
-        Fields of the request, `model_id`, `revision`, `transformer`, `dtype`, `fingerprints`, `asked` (the fields that
-        the user gave; the others were filled in), `arrays` and `noise_schedule`, as far as the file has them: the
-        reference system writes fewer fields than we do.
+        Fields of the request, `model_id`, `revision`, `transformer`, `variant`, `dtype`, `fingerprints`, `asked` (the
+        fields that the user gave; the others were filled in), `arrays` and `noise_schedule`, as far as the file has
+        them: the reference system writes fewer fields than we do.
 
     Raises:
         InputError: missing, damaged or incomplete.
@@ -473,8 +476,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         log.warning("%s was edited or damaged after it was written; it is taken as it stands", path)
     kinds = {name: json_type(name) for name in ("prompt", *recorded("encode", "denoise", "decode"))}
     kinds |= {"prompt": list[str], "negative_prompt": list[str]}
-    kinds |= {"model_id": str, "dtype": str, "revision": str | None, "transformer": str, "fingerprints": dict}
-    kinds |= {"asked": list[str], "arrays": dict, "noise_schedule": dict}
+    kinds |= {"model_id": str, "dtype": str, "revision": str | None, "transformer": str, "variant": str}
+    kinds |= {"fingerprints": dict, "asked": list[str], "arrays": dict, "noise_schedule": dict}
     values = {name: raw[_THEIR_NAMES.get(name, name)] for name in kinds if _THEIR_NAMES.get(name, name) in raw}
     for name in ("prompt", "negative_prompt"):
         values[name] = [raw.get(name)] if isinstance(raw.get(name), str) else raw.get(name)

@@ -48,9 +48,14 @@ class ClusterModel:
     model_id: str
     revision: str | None
     transformer: str | None
+    variant: str | None
     dtype: str
     mesh: str | None
     checkpoint: Any
+
+    @property
+    def which(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("revision", "transformer", "variant")}
 
 
 @dataclass
@@ -87,8 +92,7 @@ class Worker:
 
         self.model = model
         mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
-        how: Any = {"revision": model.revision, "transformer": model.transformer, "progress": False}
-        self.pipe = Pipeline.from_pretrained(model.where, model.dtype, mesh, **how)
+        self.pipe = Pipeline.from_pretrained(model.where, model.dtype, mesh, **model.which, progress=False)
         own = short_fingerprints(self.pipe.fingerprints())
         if own != model.checkpoint:
             other = " and ".join(part for part in own if own[part] != model.checkpoint.get(part))
@@ -115,8 +119,7 @@ class Worker:
         pipe, model, is_latents = self.pipe, self.model, suffix == ".npz"
         try:
             run = pipe.resolve(GenerationRequest(**options))
-            own: Any = {"model_id": model.model_id, "revision": model.revision, "transformer": model.transformer}
-            own["fingerprints"] = pipe.fingerprints()
+            own: Any = {"model_id": model.model_id, **model.which, "fingerprints": pipe.fingerprints()}
             store, stages = RunDirectory(folder=folder, **own), STAGES[:-1] if is_latents else STAGES
             with run_dir_lock(folder, temporary=True), tempfile.TemporaryDirectory() as temporary:
                 path = Path(temporary) / f"video{suffix}"

@@ -50,6 +50,7 @@ class ServedModel:
     revision: str | None = None
     dtype: str | None = None
     mesh: str | None = None
+    variant: str | None = None
 
 
 class _Stopped(Exception):
@@ -138,7 +139,7 @@ class Worker(threading.Thread):
         from cogvideox_flax.sharding import make_mesh, parse_mesh
 
         for name, model in self.models.items():
-            manifest = hub.peek(model.where, model.revision, progress=self.show_progress)
+            manifest = hub.peek(model.where, model.revision, variant=model.variant, progress=self.show_progress)
             dtype = model.dtype or manifest.default_dtype
             mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
             check_model(manifest, name, dtype, mesh)
@@ -164,7 +165,7 @@ class Worker(threading.Thread):
         if name not in self._open:
             model = self.models[name]
             mesh = None if model.mesh is None else make_mesh(*parse_mesh(model.mesh))
-            how: Any = {"revision": model.revision, "progress": self.show_progress}
+            how: Any = {"revision": model.revision, "variant": model.variant, "progress": self.show_progress}
             pipe = Pipeline.from_pretrained(model.where, self.dtypes[name], mesh, **how)
             if self._open and not (pipe.fits_at_once() and all(each.fits_at_once() for each in self._open.values())):
                 log.info("%s does not fit beside %s, which is closed", name, " and ".join(self._open))
@@ -232,6 +233,7 @@ class Worker(threading.Thread):
             folder=self.jobs.path(job.id, STAGES),
             model_id=model.where or "embedded",
             revision=model.revision,
+            variant=model.variant,
             fingerprints=pipe.fingerprints(),
         )
         events = generate(pipe, run, store, keep=pipe.fits_at_once())

@@ -196,6 +196,7 @@ class TrainingConfig:
 
     model: native or Hugging Face layout directory, or hub id; None for the embedded checkpoint.
     revision: of a hub id: branch, tag or commit.
+    variant: of the model's weight files, where they are converted, such as "fp16".
     clips: folder of clips, see `training.clips`.
     out: the run's directory. A stopped run resumes from what is there.
     method: "lora" trains adapters and leaves the weights as they are; "full" trains all weights of the transformer.
@@ -212,6 +213,7 @@ class TrainingConfig:
     out: Path
     model: str | None = None
     revision: str | None = None
+    variant: str | None = None
     method: str = "lora"
     num_frames: int | None = None
     height: int | None = None

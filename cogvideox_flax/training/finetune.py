@@ -73,9 +73,8 @@ def finetune(
         DivergedError: the loss is NaN or infinite.
     """
     config, out, name = job.config, job.config.out, job.model.denoiser
-    pipe = Pipeline.open_on_hosts(
-        config.model, config.loop.dtype, job.mesh, revision=config.revision, progress=progress
-    )
+    which: Any = {"revision": config.revision, "variant": config.variant}
+    pipe = Pipeline.open_on_hosts(config.model, config.loop.dtype, job.mesh, **which, progress=progress)
     with run_dir_lock(out):
         match_run(out / RECORD_FILE, _made_of(job, pipe))
         captions = clip_features(job, pipe, progress)

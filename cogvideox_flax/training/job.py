@@ -264,7 +264,7 @@ def check(config: TrainingConfig) -> FinetuneJob:
     """
     loop, targets = config.loop, config.lora.targets
     where = config.model or hub.EMBEDDED
-    job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision))
+    job = FinetuneJob(config=config, manifest=hub.peek(config.model, config.revision, variant=config.variant))
     manifest, model = job.manifest, job.model
     check_model(manifest, where, loop.dtype, job.mesh)
     if manifest.quantized(model.denoiser):

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from cogvideox_flax.checkpoint import read_manifest
+from cogvideox_flax.cli.arguments import make_parser
 from cogvideox_flax.conversion.convert import convert
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.pipeline import CogVideoXPipeline
@@ -253,6 +254,34 @@ def test_a_transformer_in_place_of_the_models(paths, run, layout, native, tmp_pa
     assert (code, "one component alone goes with a model that has the rest: see --transformer" in err) == (2, True)
     with pytest.raises(InputError, match=r"A module is set afterwards: pipe\.transformer = module"):
         CogVideoXPipeline.from_pretrained(native, transformer=pipe.transformer)
+
+
+def test_a_variant_of_the_weight_files(paths, run, layout, native, tmp_path):
+    """Wherever a model is opened, of the model and of --transformer; stages go on with it."""
+    both = shutil.copytree(layout, tmp_path / "both")
+    make_transformer("cogvideox-2b", seed=1).save_pretrained(both / "transformer", variant="fp16")
+    for name, stem in (("text_encoder", "model"), ("vae", "diffusion_pytorch_model")):
+        shutil.copy(both / name / f"{stem}.safetensors", both / name / f"{stem}.fp16.safetensors")
+    plain, other = (
+        CogVideoXPipeline.from_pretrained(both, "float32", variant=variant).fingerprints() for variant in (None, "fp16")
+    )
+    assert [name for name in plain if plain[name] != other[name]] == ["transformer"]
+    pipe = CogVideoXPipeline.from_pretrained(native, "float32", transformer=both / "transformer", variant="fp16")
+    assert pipe.fingerprints()["transformer"] == other["transformer"]
+    assert CogVideoXPipeline.from_pretrained(both, "float32").fingerprints() == plain
+
+    run_dir = ["--dir", tmp_path / "run"]
+    paths("encode", PROMPT, "--model", both, "--variant", "fp16", *run_dir, "--dtype", "float32")
+    paths("denoise", *run_dir, *QUICK[:-2])
+    found = json.loads((tmp_path / "run" / "generation_config.json").read_text())
+    assert (found["variant"], found["fingerprints"]["transformer"]) == ("fp16", other["transformer"])
+    code, _, err = run("generate", PROMPT, "--model", native, "--variant", "fp16", *QUICK, "--out", tmp_path / "x.gif")
+    assert (code, "is a native checkpoint, which has one" in err) == (2, True)
+    code, _, err = run("generate", PROMPT, "--model", both, "--variant", "fp8", *QUICK, "--out", tmp_path / "x.gif")
+    assert (code, "has no variant fp8; it holds fp16, the plain one" in err) == (2, True)
+    options = {name: set(parser._option_string_actions) for name, parser in make_parser().commands.items()}
+    reads_weights = {name for name, own in options.items() if "--revision" in own} - {"info", "plan"}
+    assert reads_weights == {name for name, own in options.items() if "--variant" in own} and len(reads_weights) > 8
 
 
 def test_quiet_also_while_converting(layout, tmp_path):

@@ -60,6 +60,7 @@ def option(*argv, message):
         option("--dtype", "float8", message="invalid choice: 'float8'"),
         option("--scheduler", "heun", message="unknown scheduler 'heun'; known are ddim, dpm, euler"),
         option("--revision", "main", message="a revision belongs to a hub id"),
+        option("--variant", "fp16", message="has no variant fp16; it holds the plain one"),
         option("--tiling", message="tiles would not add up to the image"),
         option("--prompt-file", "nowhere.txt", message="prompts were given beside --prompt-file"),
         option("--out", "video.avi", message="known are .mp4, .webm, .gif"),

@@ -114,6 +114,14 @@ def test_names_by_template(run, native, tmp_path, cheap_decoder):
     assert names("{seed}-{prompt}.npz", *two)[:2] == (0, ["0-a-red-circle.npz", "1-a-red-circle.npz"])
     code, _, err = names("{prompt}.gif", *two)
     assert code == 2 and "gives two videos the name" in err
+    decode = ["decode", tmp_path / "1-a-red-circle.npz", "--model", native, "-o"]
+    expected = [
+        str(tmp_path / f"1-1 {words}-{n:04}.gif") for n, words in enumerate(("a-red-circle", "a-blue-square"), 1)
+    ]
+    assert run(*decode, tmp_path / "{seed}-1 {prompt}-{n}.gif")[:2] == (0, "\n".join([*expected, ""]))
+    assert "gives two videos the name" in run(*decode, tmp_path / "{seed}.gif")[2]
+    code, _, err = run("upscale", expected[0], "--model", native, "-o", tmp_path / "{n}.mp4")
+    assert code == 2 and "a clip has no prompt, seed or number to put into its name" in err
     assert not list(tmp_path.glob("*.stages"))
 
 

@@ -283,7 +283,7 @@ def test_a_busy_run_directory(monkeypatch, tmp_path):
     simulated = SimulatedRay([{"CPU": 1.0}], makes=[serve.Busy("busy")])
     assert drive(simulated, 1, {"CPU": 1.0}, monkeypatch, tmp_path) == ([], {"line-0": "busy"})
     worker = object.__new__(serve.Worker)
-    worker.model = serve.ClusterModel(None, "demo", None, None, "float32", None, None)
+    worker.model = serve.ClusterModel(None, "demo", None, None, None, "float32", None, None)
     worker.pipe = Pipeline.from_pretrained(None)
     with run_dir_lock(tmp_path / "run"):
         said = worker.make({"prompt": "a red circle"}, tmp_path / "run", ".mp4")
