@@ -7,15 +7,19 @@ converted linearly (BT.2087) and clipped. SDR video is displayed with a gamma of
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Float32, UInt8, UInt16
 
+log = logging.getLogger(__name__)
+
 WHITE, PEAK = 203, 1000  # cd/m²: the reference white of BT.2408, clause 2.1; the nominal peak of HLG and most PQ
 _GAMMA = 2.4
-_PQ, _HLG = 16, 18
+_PQ, _HLG = HDR = 16, 18
 """Transfer functions, numbered by H.273 as in FFmpeg."""
 _STEPS = 2**14
 """Of the tables over light, which is spaced by its square root: less than half a level of 8 bits each."""
@@ -60,7 +64,7 @@ def to_bt709(transfer: int, primaries: int) -> ToBT709 | None:
 
     transfer, primaries: numbered by H.273.
     """
-    is_hdr = transfer in (_PQ, _HLG)
+    is_hdr = transfer in HDR
     if not is_hdr and primaries not in _PRIMARIES:
         return None
     name, chromaticities = _PRIMARIES.get(primaries, ("BT.709", _BT709) if primaries == 1 else _PRIMARIES[9])
@@ -70,6 +74,12 @@ def to_bt709(transfer: int, primaries: int) -> ToBT709 | None:
     luminance = _to_xyz(chromaticities)[1].astype(np.float32) if transfer == _HLG else None
     name = {_PQ: "HDR (PQ)", _HLG: "HDR (HLG)"}.get(transfer, f"in the colours of {name}")
     return ToBT709(name, light.astype(np.float32), luminance, _tone() if is_hdr else None, matrix.astype(np.float32))
+
+
+@lru_cache(maxsize=1024)  # a line for each file
+def say_converted(path: Path, name: str) -> None:
+    """Log that a file is converted; name: of `ToBT709`."""
+    log.info("%s is %s: converted to BT.709, SDR with its white at %d nits", path, name, WHITE)
 
 
 _M1, _M2, _C1, _C2, _C3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128

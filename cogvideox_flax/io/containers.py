@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from PIL import Image
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
-from cogvideox_flax.io.colours import WHITE, to_bt709
+from cogvideox_flax.io.colours import say_converted, to_bt709
 from cogvideox_flax.io.images import to_rgb
 from cogvideox_flax.io.paths import open_file
 from cogvideox_flax.io.source import Frame, Frames, FrameStream, VideoInfo, format_of
@@ -246,18 +246,13 @@ class Container:
             graphs[key].push(frame)
             pixels: Any = graphs[key].pull().to_ndarray()
             if to_sdr:
-                _say_converted(self.path, to_sdr.name)
+                say_converted(self.path, to_sdr.name)
                 alpha = (pixels[..., 3:] >> 8).astype(np.uint8)
                 pixels = np.concatenate([to_sdr(pixels[..., :3]), alpha], -1)
             opaque = pixels[..., 3].min() == 255  # nearly always
             return pixels[..., :3] if opaque else to_rgb(Image.fromarray(pixels), self._ground)
 
         return convert
-
-
-@lru_cache(maxsize=1024)  # a line for each file
-def _say_converted(path: Path, name: str) -> None:
-    log.info("%s is %s: converted to BT.709, SDR with its white at %d nits", path, name, WHITE)
 
 
 def _refuse(url: str, flags: int, options: dict[str, str]) -> Any:

@@ -23,6 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io import limits
 from cogvideox_flax.io.atomic import atomic_directory, atomic_write
+from cogvideox_flax.io.colours import HDR, ToBT709, say_converted, to_bt709
 from cogvideox_flax.io.paths import read_head
 from cogvideox_flax.io.source import PNG_SIGNATURE, Frame, Frames, FrameStream, VideoInfo, format_of
 
@@ -32,6 +33,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "HEIF")
 """PIL's names; HEIF is read where pillow-heif is installed."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".heic", ".heif")
 """Of the images in a folder that is a video."""
+_TO_SDR = "cogvideox_flax to_sdr"
+"""In `info` of an HDR image: what converts it."""
 _PROFILE_STEPS = 9
 _SAME = 2  # levels between a profile and sRGB that are rounding
 _FEW_GREYS = {"L;2": 85, "L;4": 17}
@@ -58,6 +61,8 @@ def read_image(path: Path, *formats: str, ground: str = "white") -> Frame:
         # the images of an MPO, a multi-picture JPEG, are no animation: a preview, a depth map, another view
         if image.format not in ("MPO", "TIFF") and (count := getattr(image, "n_frames", 1)) > 1:
             raise InputError(f"{path} is animated, {count} frames; give one of them as an image, or it as a video")
+        if to_sdr := image.info.get(_TO_SDR):
+            say_converted(path, to_sdr.name)
         return to_rgb(image, ground)
 
 
@@ -71,7 +76,7 @@ def to_rgb(image: Image.Image, ground: str = "white") -> Frame:
         ValueError: pixels that have no white level (modes I and F), or whose transparency PIL does not decode.
     """
     tiles = getattr(image, "tile", None)  # of a file that is not decoded yet
-    stored = tiles[0][3] if tiles else None
+    stored, to_sdr = tiles[0][3] if tiles else None, image.info.get(_TO_SDR)
     image = ImageOps.exif_transpose(image)
     clear = image.info.get("transparency")
     if image.mode.startswith("I;16") or stored == "I;16B":
@@ -84,14 +89,19 @@ def to_rgb(image: Image.Image, ground: str = "white") -> Frame:
         image.info["transparency"] = clear * _FEW_GREYS[stored]
     if image.has_transparency_data:
         image = image.convert("RGBA")
-    image = _to_srgb(image)
+    image = _to_srgb(image, to_sdr)
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, ground), image)
     return np.asarray(image.convert("RGB"))
 
 
-def _to_srgb(image: Image.Image) -> Image.Image:
-    """The image converted from its colour profile, if it has another than sRGB."""
+def _to_srgb(image: Image.Image, to_sdr: ToBT709 | None) -> Image.Image:
+    """The image converted from HDR, or from its colour profile, if it has another than sRGB."""
+    if to_sdr is not None:
+        sdr = Image.fromarray(to_sdr(np.asarray(image.convert("RGB")).astype(np.uint16) * 257))
+        if image.mode == "RGBA":
+            sdr.putalpha(image.getchannel("A"))
+        return sdr
     profile = image.info.get("icc_profile")
     if not profile:
         return image
@@ -162,7 +172,39 @@ def open_image(path: Path, *formats: str) -> Iterator[Image.Image]:
     readable = [name for name in formats if name in Image.OPEN]
     with decoding(path), _open(path, readable) as image:
         limits.check_size(path, image.height, image.width)
+        if image.format in ("PNG", "AVIF", "HEIF") and (to_sdr := _hdr_of(path, image)):
+            image.info[_TO_SDR] = to_sdr
         yield image
+
+
+def _hdr_of(path: Path, image: Image.Image) -> ToBT709 | None:
+    """What converts an HDR image, of 8 bits as PIL decodes it; None for others."""
+    head = read_head(path, 2**16)
+    found = _cicp(head) if head.startswith(PNG_SIGNATURE) else _nclx(head)
+    # an SDR image with a gain map has a profile, or another nclx beside that of its HDR form
+    if (
+        not found
+        or any(transfer not in HDR for _, transfer in found)
+        or ("icc_profile" in image.info and image.format != "PNG")
+    ):
+        return None
+    primaries, transfer = found[0]
+    return to_bt709(transfer, primaries)
+
+
+def _cicp(head: bytes) -> list[tuple[int, int]]:
+    """Primaries and transfer function, numbered by H.273, that a PNG states before its pixels."""
+    place = len(PNG_SIGNATURE)
+    while len(head) >= place + 10 and (kind := head[place + 4 : place + 8]) != b"IDAT":
+        if kind == b"cICP":
+            return [(head[place + 8], head[place + 9])]
+        place += int.from_bytes(head[place : place + 4], "big") + 12
+    return []
+
+
+def _nclx(head: bytes) -> list[tuple[int, int]]:
+    """The same of an AVIF or HEIC, of each image in it that states them."""
+    return [struct.unpack(">HH", found[1]) for found in re.finditer(rb"colrnclx(.{4})", head, re.DOTALL)]
 
 
 def _open(path: Path, formats: list[str]) -> Image.Image:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import struct
 from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
 import pytest
+from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
 
 from cogvideox_flax.io.colours import hlg_scene, pq_codes, pq_light
+from cogvideox_flax.io.images import read_image
 from cogvideox_flax.io.video import open_video, read_video
 from cogvideox_flax.training.clips import load_clip
 from tests.support.media import encode
@@ -120,6 +124,33 @@ def test_every_reader_converts_and_one_line_says_so(tmp_path, caplog, transfer):
     np.testing.assert_array_equal(load_clip(path, 2, 32, 32, 8), frames)
     kind = {PQ: "HDR (PQ)", HLG: "HDR (HLG)", 14: "in the colours of BT.2020"}[transfer]
     assert caplog.messages == [f"{path} is {kind}: converted to BT.709, SDR with its white at 203 nits"]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.avif"])
+def test_hdr_stills_are_read_as_hdr_clips_are(tmp_path, caplog, name):
+    caplog.set_level(logging.INFO, "cogvideox_flax")
+    codes = np.array([0, 0.38, 0.486, 0.581, 0.65, 0.752])
+    pixels = np.repeat(np.rint(255 * codes).astype(np.uint8), 3).reshape(1, -1, 3).repeat(16, 0).repeat(16, 1)
+    path = tmp_path / name
+    cicp = PngInfo()
+    cicp.add(b"cICP", bytes([9, PQ, 0, 1]))
+    if name == "a.png":
+        Image.fromarray(pixels).save(path, pnginfo=cicp)
+    else:
+        Image.fromarray(pixels).save(path, quality=100)
+        data = path.read_bytes()
+        assert data.count(b"colrnclx") == 1
+        place = data.index(b"colrnclx") + 8
+        path.write_bytes(data[:place] + struct.pack(">HH", 9, PQ) + data[place + 4 :])
+    clip = patches(write(tmp_path / "a.mkv", grey(*np.rint(255 * codes) / 255), PQ))
+    caplog.clear()
+    found = read_image(path)[8, 8::16].astype(int)
+    assert np.abs(found - clip).max() <= 2
+    assert caplog.messages == [f"{path} is HDR (PQ): converted to BT.709, SDR with its white at 203 nits"]
+    with Image.open(path) as image:
+        profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+        image.save(tmp_path / f"profile-{name}", icc_profile=profile)
+    assert (read_image(tmp_path / f"profile-{name}")[8, 8::16] == pixels[8, 8::16]).all()  # SDR
 
 
 def test_transparent_parts_of_a_wide_gamut_clip_lie_on_the_ground(tmp_path):
