@@ -35,6 +35,7 @@ from cogvideox_flax.generate.recipe import (
     UNREPEATABLE,
     fields_of,
     find_recorded_adapter,
+    find_recorded_media,
     read_recipe,
     short_fingerprints,
 )
@@ -311,18 +312,19 @@ def read_like(args: argparse.Namespace) -> dict[str, Any]:
         log.warning("%s was one of a batch whose step cache decided for all at once; alone it is another video", path)
     elif recipe.get("row"):
         log.warning("%s was not the first prompt of its batch, and had other noise than a run of it alone", path)
-    adapters = fields.get("lora", []) if args.lora is None else []
-    adapter_files = [find_recorded_adapter(record, path) for record in adapters]
-    for name in (*MEDIA, "lora"):
-        if name == "lora" and None not in adapter_files:
-            continue
-        if (records := fields.pop(name, None)) and getattr(args, name, None) is None:
-            files = " ".join(f"--{name.replace('_', '-')} {record.get('file')}" for record in records)
-            raise InputError(f"{path} was also made of other files; give them again: {files}")
     fields["prompt"] = check_prompts(fields["prompt"])[0]
-    if adapters:
-        log.info("with the adapters that %s was made with: %s", path, ", ".join(map(str, adapter_files)))
-        fields["lora"] = [{**record, "file": str(file)} for record, file in zip(adapters, adapter_files, strict=True)]
+    for name, find in (dict.fromkeys(MEDIA, find_recorded_media) | {"lora": find_recorded_adapter}).items():
+        records = fields.pop(name, [])
+        if not records or getattr(args, name, None) is not None:
+            continue
+        files = [find(record, path) for record in records]
+        option = f"--{name.replace('_', '-')}"
+        if None in files:
+            given = " ".join(f"{option} {record['file']}" for record in records)
+            raise InputError(f"{path} was also made of other files; give them again: {given}")
+        log.info("%s as %s was made with: %s", option, path, ", ".join(map(str, files)))
+        named = [{**record, "file": str(file)} for record, file in zip(records, files, strict=True)]
+        fields[name] = named if name == "lora" else [each["file"] for each in named]
     return fields
 
 

@@ -21,7 +21,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.generate.page import PageRow, check_page, write_page
-from cogvideox_flax.generate.recipe import named_adapters, read_recipe
+from cogvideox_flax.generate.recipe import read_recipe, with_names
 from cogvideox_flax.generate.request import (
     AdapterRecord,
     GenerationRequest,
@@ -214,9 +214,9 @@ def _key(recipe: Mapping[str, Any]) -> str:
     """A recipe as text, but for the time that it took."""
     values = {name: value for name, value in recipe.items() if name != "seconds"}
     settings = values.get("settings")
-    if isinstance(settings, Mapping) and "lora" in settings:  # earlier versions recorded paths
+    if isinstance(settings, Mapping):  # earlier versions recorded paths
         with suppress(LookupError, TypeError):
-            values["settings"] = {**settings, "lora": named_adapters(settings["lora"])}
+            values["settings"] = with_names(settings)
     return json.dumps(values, sort_keys=True)
 
 

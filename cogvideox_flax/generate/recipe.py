@@ -29,7 +29,7 @@ from cogvideox_flax.generate.run import Run
 from cogvideox_flax.io.contents import content_hash
 from cogvideox_flax.io.npz import read_npz
 from cogvideox_flax.io.values import short_repr, typed
-from cogvideox_flax.io.video import read_metadata
+from cogvideox_flax.io.video import HashedVideo, read_metadata
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME, published_name
 from cogvideox_flax.version import __version__
 
@@ -168,8 +168,6 @@ def recipe(
         for key, value in made_of.items()
         if key not in (*PER_ITEM, *MEDIA) and value not in (None, [], defaults.get(key))
     }
-    if "lora" in settings:
-        settings["lora"] = named_adapters(settings["lora"])
     prompts = {key: made_of[key] for key in ("prompt", "negative_prompt")}
     more = {name: made_of[name] for name in ("row", "steps_done") if made_of.get(name) is not None}
     return {
@@ -179,14 +177,36 @@ def recipe(
         "release": manifest.release.name if manifest.release else name,
         **({} if fingerprints is None else {"checkpoint": short_fingerprints(fingerprints)}),
         "version": f"{_PROGRAM} {__version__}",
-        "settings": settings | describe_media(made_of),
+        "settings": with_names(settings | describe_media(made_of)),
     }
 
 
-def named_adapters(records: Any) -> Any:
-    """The records of adapters with names in place of the user's paths."""
+def with_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe, with names in place of the user's paths of images, clips and adapters."""
     embedded = {str(folder / FILE_NAME): name for name, folder in EMBEDDED_ADAPTERS.items()}
-    return [{**record, "file": embedded.get(record["file"]) or published_name(record["file"])} for record in records]
+
+    def name_of(kind: str, file: str) -> str:
+        return Path(file).name if kind in MEDIA else embedded.get(file) or published_name(file)
+
+    found = dict(settings)
+    for kind in found.keys() & {*MEDIA, "lora"}:
+        found[kind] = [{**record, "file": name_of(kind, record["file"])} for record in found[kind]]
+    return found
+
+
+def find_recorded_media(record: Mapping[str, Any], video: Path) -> Path | None:
+    """The image or clip of a recipe, by its hash; None: it is not here.
+
+    It is looked for under its name (earlier versions recorded the path), in the current folder and beside the video.
+    """
+    file = Path(record["file"])
+    for path in (file, Path.cwd() / file.name, video.absolute().parent / file.name):
+        with suppress(OSError, InputError):
+            if path.is_file() or path.is_dir():
+                sha256 = content_hash(path) if path.is_file() else HashedVideo(path).contents.sha256
+                if sha256 == record["sha256"]:
+                    return path
+    return None
 
 
 def find_recorded_adapter(record: Mapping[str, Any], video: Path) -> Path | None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -446,10 +447,16 @@ def test_like_what_cannot_be_made_again(run, paths, native, tmp_path, cheap_deco
     clip = tmp_path / "clip.mp4"
     save_video(clip, np.random.default_rng(0).integers(0, 255, (9, 32, 48, 3), np.uint8), 8)
     argv = [PROMPT, "--model", native, *QUICK, "--video", clip]
-    (made,) = paths("generate", *argv, "--out", tmp_path / "made.mp4")
-    code, _, err = run("generate", "--like", made, "--model", native, "--out", out)
+    (made,) = paths("generate", *argv, "--out", tmp_path / "made" / "v.mp4")
+    like = ["generate", "--like", made, "--model", native, "--out", out]
+    code, _, err = run(*like)
     assert code == 2
-    assert f"give them again: --video {clip}" in err
+    assert "give them again: --video clip.mp4" in err and str(tmp_path).encode() not in made.read_bytes()
+    (made.parent / "clip.mp4").write_bytes(b"another of its name")
+    assert run(*like)[0] == 2
+    shutil.copy(clip, made.parent)
+    (again,) = paths(*like)
+    assert read_metadata(again) == read_metadata(made)
     paths("generate", "--like", made, "--model", native, "--video", clip, "--out", out)
     assert "is not the one" not in caplog.text
     save_video(clip, np.zeros((9, 32, 48, 3), np.uint8), 8)
