@@ -17,13 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax.conversion.export import export
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.journey import generate
 from cogvideox_flax.generate.media import MEDIA
 from cogvideox_flax.generate.queue import batches, items_of, jobs_of, run_of
 from cogvideox_flax.generate.recipe import fields_of
+from cogvideox_flax.hub import EMBEDDED
 from cogvideox_flax.sharding import make_mesh
 from tests.support import xla_options
 from tests.support.commands import ROOT, python
@@ -73,12 +76,15 @@ FEATURES = {
     "video": {"video": [str(ROOT / "docs/images/seeds.gif")], "strength": 0.6},
     "video, dpm, taylorseer": {"video": [str(ROOT / "docs/images/seeds.gif")], "strength": 0.9, "scheduler": "dpm"}
     | {"step_cache": "taylorseer"},
+    "crf": {"crf": 30},
+    "transformer": {},
     "image": {"image": ["IMAGE"]},
     "image, stretched": {"image": ["IMAGE"], "fit": "stretch", "image_scale": 0.8, "step_cache": "residual"},
 }
 """Name -> options beside those of `options_of`; those with an image are the image-to-video model's."""
 
 MODELS = {name: "embedded-image-to-video" for name, how in FEATURES.items() if "image" in how}
+MODELS["transformer"] = "another transformer"
 """Name -> the model, where it is not the embedded one of text to video."""
 
 PROMPT = "a large green square moves to the left"
@@ -102,10 +108,30 @@ def image_file():
     return str(path)
 
 
+def open_model(model, mesh=None):
+    """A pipeline of one of MODELS; one has another transformer."""
+    if model != MODELS["transformer"]:
+        return Pipeline.from_pretrained(model, "float32", mesh)
+    return Pipeline.from_pretrained(None, "float32", mesh, transformer=transformer_folder())
+
+
+@cache
+def transformer_folder():
+    """The embedded model's transformer in diffusers' layout, with another bias at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="cogvideox-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    export(EMBEDDED, folder / "hf", components=["transformer"])
+    (file,) = (folder / "hf" / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["proj_out.bias"] = tensors["proj_out.bias"] + np.float32(0.1)
+    save_file(tensors, file)
+    return folder / "hf" / "transformer"
+
+
 @pytest.fixture(scope="module")
 def pipes():
     """Name of a feature -> its pipeline."""
-    return cache(lambda model: Pipeline.from_pretrained(model, "float32"))
+    return cache(open_model)
 
 
 @pytest.fixture
@@ -201,16 +227,16 @@ def test_in_a_batch_of_a_queue(pipe, whole, name):
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_mesh(pipe, whole, name, mesh):
     run, expected = whole(name)
-    on_mesh = Pipeline.from_pretrained(MODELS.get(name), "float32", make_mesh(*mesh))
+    on_mesh = open_model(MODELS.get(name), make_mesh(*mesh))
     assert relative_error(latents_of(on_mesh, run), expected) < 1e-3
 
 
 PROCESS = """
 import hashlib, json, pathlib, sys
-from cogvideox_flax import GenerationRequest, Pipeline
+from cogvideox_flax import GenerationRequest
 from tests.support.runs import latents_of
-from tests.generate.test_composition import FEATURES, MODELS, PROMPT, options_of
-pipes = {model: Pipeline.from_pretrained(model, "float32") for model in {None, *MODELS.values()}}
+from tests.generate.test_composition import FEATURES, MODELS, PROMPT, open_model, options_of
+pipes = {model: open_model(model) for model in {None, *MODELS.values()}}
 for pipe in pipes.values():
     pipe.keep_programs(pathlib.Path(sys.argv[1]))
 for name in FEATURES:
@@ -234,6 +260,14 @@ def test_the_next_run_of_a_pipeline_is_the_first(pipes, whole):
     for name in FEATURES:
         run, expected = whole(name)
         np.testing.assert_array_equal(latents_of(pipes(MODELS.get(name)), run), expected, err_msg=name)
+
+
+def test_another_transformer_is_another_model(pipes, whole):
+    run, latents = whole("transformer")
+    plain, expected = whole("ddim")
+    assert run.request == plain.request and not np.array_equal(latents, expected)
+    own, other = (pipes(MODELS.get(name)).recipe(run)["checkpoint"] for name in ("ddim", "transformer"))
+    assert [part for part in own if own[part] != other[part]] == ["transformer"]
 
 
 def test_two_runs_take_turns(pipes, whole):
