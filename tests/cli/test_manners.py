@@ -24,6 +24,8 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from cogvideox_flax.lora import add_lora, save_lora
 from cogvideox_flax.models.registry import RELEASES
+from cogvideox_flax.plan import GPUS
+from cogvideox_flax.plan.gpu import usable_memory
 from tests.support.commands import PROMPT, QUICK, ROOT
 
 pytest_plugins = ["tests.support.commands"]
@@ -319,6 +321,21 @@ def test_the_page_of_releases():
         rows.append(f"| `{name}` | {hub_id} | {size} | {release.max_frames} | {gib[0]} | {largest} {gib[1]} |")
     page = (ROOT / "docs" / "releases.md").read_text()
     assert "\n".join(rows) in page, "\n".join(rows)
+
+
+def test_memory_and_time_of_the_releases():
+    """Each release that is not distilled has a row; what is marked is what JAX does not take of a GPU of 24 GB."""
+    page = (ROOT / "docs" / "releases.md").read_text().partition("## Memory and time")[2]
+    rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall("`(.*?)`", row[0])]
+    assert sorted(named) == sorted(name for name in RELEASES if "distilled" not in name)
+    for row in rows:
+        release = RELEASES[re.findall("`(.*?)`", row[0])[0]]
+        manifest = Manifest.of_release(release)
+        encode, step, decode = map(float, row[1].split(","))
+        transformer = manifest.model.components["transformer"].num_parameters(manifest.configs["transformer"])
+        assert 2 * transformer / 2**30 < step and encode > 8
+        assert ("*" in row[3]) == (max(step, decode) * 2**30 > usable_memory(GPUS["rtx4090"]) and row[3] != " ")
 
 
 def test_the_doctor(run, home, tmp_path):
