@@ -56,7 +56,9 @@ def plan(args: argparse.Namespace) -> None:
         print(describe(total, args.price))
 
 
-def _tried(mesh: MeshShape, found: StageForecast) -> str:
+def _tried(mesh: MeshShape, found: StageForecast | None) -> str:
+    if found is None:
+        return f"compiling denoise for the mesh {describe_mesh(mesh)}"
     fits = "" if found.fits else ", does not fit"
     seconds, gib = found.estimated_s, found.hbm_gib_per_chip
     return f"mesh {describe_mesh(mesh)}: {seconds:.1f} s of denoising, {gib:.1f} GiB per chip{fits}"

@@ -148,13 +148,13 @@ def forecast(
 
 
 def best_mesh(
-    run: Run, topology: str, report: Callable[[sharding.MeshShape, StageForecast], None]
+    run: Run, topology: str, report: Callable[[sharding.MeshShape, StageForecast | None], None]
 ) -> tuple[sharding.MeshShape, StageForecast]:
     """The mesh over all chips of a topology with the shortest modelled denoising time (`layout`), which is then
     compiled; if it does not fit, the next one.
 
     Args:
-        report: called with each mesh that was compiled, and its denoising stage.
+        report: called with each mesh that is to be compiled, and None; then with it and its denoising stage.
 
     Returns:
         The mesh and its denoising stage.
@@ -163,7 +163,9 @@ def best_mesh(
         InputError: none fits, or the dtype is not supported.
     """
     for layout in suitable_layouts(run, len(topology_devices(topology)), chip_of(topology)):
-        (stage,) = forecast(run, topology, layout.mesh, ["denoise"])
+        stages = forecast(run, topology, layout.mesh, ["denoise"])
+        report(layout.mesh, None)
+        (stage,) = stages
         report(layout.mesh, stage)
         if stage.fits:
             return layout.mesh, stage

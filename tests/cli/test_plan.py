@@ -28,6 +28,7 @@ from cogvideox_flax.plan.hlo import Program, sizes
 from cogvideox_flax.plan.layout import suitable_layouts
 from cogvideox_flax.plan.timing import parts, waits
 from cogvideox_flax.plan.wire import Links, busiest, exchange, ring
+from cogvideox_flax.sharding import MeshShape
 
 
 def zeros(*shape):
@@ -281,9 +282,11 @@ def test_the_best_mesh_alone_is_compiled_and_the_next_where_it_does_not_fit(run,
     monkeypatch.setattr("cogvideox_flax.plan.forecasting.forecast", compile_it)
     ranked = [layout.mesh for layout in suitable_layouts(big, 8, CHIPS["v6e"])]
     assert ranked[0] == (2, 4, 1) and len(ranked) > 4 and ranked[-1][3:] == (True,)
-    tried: list[tuple[int, int, int]] = []
-    assert best_mesh(big, "v6e:2x4", lambda mesh, found: tried.append(mesh))[0] == ranked[1]
-    assert tried == ranked[:2] and compiled == [(mesh, ["denoise"]) for mesh in ranked[:2]]
+    tried: list[tuple[MeshShape, bool]] = []
+    assert best_mesh(big, "v6e:2x4", lambda mesh, found: tried.append((mesh, found is None)))[0] == ranked[1]
+    assert tried == [(mesh, begins) for mesh in ranked[:2] for begins in (True, False)] and compiled == [
+        (mesh, ["denoise"]) for mesh in ranked[:2]
+    ]
 
 
 @pytest.mark.parametrize(
