@@ -235,6 +235,11 @@ class JobFolder:
             self._records.pop(job_id, None)
         shutil.rmtree(self.path(job_id), ignore_errors=True)
 
+    def clear_removed(self, job_id: str) -> None:
+        """Remove what was written to the folder of a job since it was removed."""
+        if self.get(job_id) is None:
+            shutil.rmtree(self.path(job_id), ignore_errors=True)
+
 
 def _read(path: Path) -> JobRecord | None:
     """A job's record; None where its process ended before it was written whole."""

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder, JobRecord
-from cogvideox_flax.serve.bodies import digest_of, read_body
+from cogvideox_flax.serve.bodies import OpenedFile, digest_of, read_body
 from cogvideox_flax.serve.errors import HANDLERS, ApiError
 from cogvideox_flax.serve.events import ENDS, EventLog, ServerEvent
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
@@ -35,6 +35,8 @@ from cogvideox_flax.serve.worker import PREVIEW, VIDEO, Worker, progress_json, s
 from cogvideox_flax.version import __version__
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from cogvideox_flax.generate.run import Run
 
 log = logging.getLogger(__name__)
@@ -154,14 +156,22 @@ class Api:
         """The last frame of a video as an upload; returns its id."""
         import io
 
+        self._frame(record, lambda count: count - 1).save(data := io.BytesIO(), "PNG")
+        return self.uploads.add(f"last frame of {record.id}", data.getvalue()).id
+
+    def _frame(self, record: JobRecord, index: Callable[[int], int]) -> Image:
+        """A frame of a video, by the count of its frames."""
         from PIL import Image
 
         from cogvideox_flax.io.video import open_video
 
-        source = open_video(self.jobs.path(record.id, VIDEO))
-        ((_, frame),) = source.frames([source.info.num_frames - 1])
-        Image.fromarray(frame).save(data := io.BytesIO(), "PNG")
-        return self.uploads.add(f"last frame of {record.id}", data.getvalue()).id
+        try:
+            source = open_video(self.jobs.path(record.id, VIDEO))
+            ((_, frame),) = source.frames([index(source.info.num_frames)])
+        except (InputError, OSError):
+            self._check_made(record)  # it may have been removed since
+            raise
+        return Image.fromarray(frame)
 
     async def _queue(
         self,
@@ -197,8 +207,8 @@ class Api:
                 raise ApiError(422, "idempotency_conflict", "this Idempotency-Key came with another body before")
             return self._created(earlier, 200, {"idempotency-replayed": "true"})
         if (extended := client.get("extends")) is not None:
-            record = self.jobs.get(extended)
-            assert record is not None
+            if (record := self.jobs.get(extended)) is None:
+                raise ApiError(404, "not_found", "there is no such video", [("video", "")])
             frame = {"model": record.model, "input_reference": {"file_id": self._last_frame(record)}}
             values = frame | {name: value for name, value in values.items() if name != "video"}
         self._check_ready()
@@ -336,32 +346,25 @@ class Api:
         if variant not in ("video", "thumbnail"):
             raise ApiError(422, "invalid_value", "variant is video, thumbnail or preview", [("variant", "")])
         self._check_made(record)
-        if variant == "thumbnail":
-            path = await run_in_threadpool(self._thumbnail, record)
-            return FileResponse(path, media_type="image/webp")
-        name = f"{record.id}.mp4"
         disposition = "attachment" if "download" in request.query_params else "inline"
-        return FileResponse(
-            self.jobs.path(record.id, VIDEO),
-            media_type="video/mp4",
-            filename=name,
-            content_disposition_type=disposition,
-        )
+        how = {"filename": f"{record.id}.mp4", "content_disposition_type": disposition}
+        try:
+            if variant == "thumbnail":
+                return OpenedFile(await run_in_threadpool(self._thumbnail, record), "image/webp")
+            return OpenedFile(self.jobs.path(record.id, VIDEO), "video/mp4", **how)
+        except FileNotFoundError as e:
+            raise _gone() from e
 
     def _thumbnail(self, record: JobRecord) -> Path:
-        from PIL import Image
-
         from cogvideox_flax.io.atomic import atomic_write
-        from cogvideox_flax.io.video import open_video
 
         path = self.jobs.path(record.id, "thumbnail.webp")
         if not path.exists():
-            source = open_video(self.jobs.path(record.id, VIDEO))
-            ((_, frame),) = source.frames([source.info.num_frames // 2])
-            image = Image.fromarray(frame)
+            image = self._frame(record, lambda count: count // 2)
             image.thumbnail((320, 320))
             with atomic_write(path) as partial:
                 image.save(partial, "WEBP")
+            self.jobs.clear_removed(record.id)
         return path
 
     async def recipe(self, request: Request) -> Response:
@@ -457,7 +460,10 @@ class Api:
     async def file_content(self, request: Request) -> Response:
         if (file := self.uploads.get(request.path_params["id"])) is None:
             raise ApiError(404, "not_found", "there is no such file")
-        return FileResponse(self.uploads.path(file), media_type=file.media_type)
+        try:
+            return OpenedFile(self.uploads.path(file), file.media_type)
+        except FileNotFoundError as e:  # removed since
+            raise ApiError(404, "not_found", "there is no such file") from e
 
     async def remove_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]
@@ -485,7 +491,7 @@ class Api:
             retry_after = None if record.is_over else 5
             raise ApiError(409, "not_ready", f"there is no video: {said}", retry_after=retry_after)
         if not self.jobs.path(record.id, VIDEO).is_file():
-            raise ApiError(410, "gone", "the file of this video is not there any more")
+            raise _gone()
 
     async def _ready(self) -> None:
         await run_in_threadpool(self._check_ready)
@@ -495,6 +501,10 @@ class Api:
         if not self.worker.ready.wait(READY_S) or self.worker.failure is not None:
             message = "the models could not be opened" if self.worker.failure else "the models are being opened"
             raise ApiError(503, self.worker.status, message, retry_after=5)
+
+
+def _gone() -> ApiError:
+    return ApiError(410, "gone", "the file of this video is not there any more")
 
 
 def _facts(run: Run) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""The bodies of requests: JSON, or a form with files."""
+"""Bodies: of requests, JSON or a form with files; of answers, files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request
+from starlette.responses import FileResponse
 
 from cogvideox_flax.serve.errors import ApiError
 from cogvideox_flax.serve.guard import MAX_JSON_BYTES
@@ -76,3 +79,20 @@ def digest_of(values: Mapping[str, Any], files: Mapping[str, UploadFile]) -> str
         contents[name] = hashlib.file_digest(reader, "sha256").hexdigest()
         file.file.seek(0)
     return hashlib.sha256(json.dumps([dict(values), contents], sort_keys=True).encode()).hexdigest()
+
+
+class OpenedFile(FileResponse):
+    """A file that is opened before it is answered: it is sent whole, whatever happens to its name meanwhile.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+
+    def __init__(self, path: Path, media_type: str, **how: Any):
+        self.file = path.open("rb")
+        stat = os.fstat(self.file.fileno())
+        super().__init__(f"/dev/fd/{self.file.fileno()}", media_type=media_type, stat_result=stat, **how)
+
+    async def __call__(self, *connection: Any) -> None:
+        with self.file:
+            await super().__call__(*connection)

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from cogvideox_flax.errors import describe_file_error
+from cogvideox_flax.errors import InputError, describe_file_error
 from cogvideox_flax.serve.guard import BodyError, error_json
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,12 @@ async def _os_error(request: Request, error: Exception) -> Response:
     return JSONResponse(error_json(f"the server cannot keep this: {error.strerror}", "server_error"), 507)
 
 
+async def _input_error(request: Request, error: Exception) -> Response:
+    """What a client asked for was checked before, so that this is of the server's own files."""
+    cause = error.__cause__
+    return await (_os_error(request, cause) if isinstance(cause, OSError) else _internal_error(request, error))
+
+
 async def _internal_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return JSONResponse(error_json("a fault of this server; its log says more", "internal_error"), 500)
@@ -76,6 +82,7 @@ HANDLERS: dict[Any, Any] = {
     BodyError: _body_error,
     ClientDisconnect: _left,
     HTTPException: _http_error,
+    InputError: _input_error,
     OSError: _os_error,
     Exception: _internal_error,
 }

@@ -76,9 +76,10 @@ class Progress:
     @property
     def eta_seconds(self) -> float | None:
         """Seconds until the last step, by those that were done; None: not known yet."""
-        if self.began is None or self.step <= self.first:
+        began, step, first = self.began, self.step, self.first  # the worker goes on meanwhile
+        if began is None or step <= first:
             return None
-        return (time.monotonic() - self.began) / (self.step - self.first) * (self.steps - self.step)
+        return (time.monotonic() - began) / (step - first) * (self.steps - step)
 
 
 class Worker(threading.Thread):
@@ -187,22 +188,28 @@ class Worker(threading.Thread):
             self.jobs.complete(job.id, **facts)
             shutil.rmtree(self.jobs.path(job.id, STAGES), ignore_errors=True)
             self.events.publish("completed", job.id)
-        except _Stopped:
-            if self.jobs.get(job.id) is None:
-                shutil.rmtree(self.jobs.path(job.id), ignore_errors=True)  # what was written since it was removed
-            elif self.jobs.is_cancelled(job.id):
-                self._fail(job, "cancelled", f"cancelled in stage {progress.stage}, after step {progress.step}")
-            else:
-                self.jobs.interrupt(job.id)
-        except InputError as e:
-            self._fail(job, "invalid_input", self.without_paths(str(e)))
         except Exception as e:
-            log.exception("%s failed", job.id)
-            self._fail(job, "internal_error", f"{type(e).__name__}: a fault of this server, whose log says more")
+            if self.jobs.get(job.id) is not None:  # else it was removed, and with it the files that it needs
+                self._not_made(job, progress, e)
         finally:
             self.current = None
+            self.jobs.clear_removed(job.id)
             if (now := self.jobs.get(job.id)) is not None and now.status == "in_progress":
                 self.jobs.interrupt(job.id)  # its end could not be written: it is made again
+
+    def _not_made(self, job: JobRecord, progress: Progress, reason: Exception) -> None:
+        """Queue a job again, or fail it."""
+        match reason:
+            case _Stopped() if self.jobs.is_cancelled(job.id):
+                self._fail(job, "cancelled", f"cancelled in stage {progress.stage}, after step {progress.step}")
+            case _Stopped():
+                self.jobs.interrupt(job.id)
+            case InputError():
+                self._fail(job, "invalid_input", self.without_paths(str(reason)))
+            case _:
+                log.error("%s failed", job.id, exc_info=reason)
+                words = f"{type(reason).__name__}: a fault of this server, whose log says more"
+                self._fail(job, "internal_error", words)
 
     def without_paths(self, message: str) -> str:
         """A message for clients, who see nothing of where the server keeps its files."""

@@ -1,0 +1,135 @@
+"""The API and its worker in this process: what others do between two steps of a request or of a job."""
+
+import asyncio
+import errno
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette")
+from starlette.testclient import TestClient
+
+from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.jobs import JobFolder
+from cogvideox_flax.io.video import save_video
+from cogvideox_flax.serve.api import Api
+from cogvideox_flax.serve.events import EventLog
+from cogvideox_flax.serve.files import Uploads
+from cogvideox_flax.serve.worker import VIDEO, ServedModel, Worker
+
+FACTS = {"width": 64, "height": 64, "num_frames": 9, "fps": 8, "seed": 0, "num_inference_steps": 2}
+
+
+@pytest.fixture
+def api(tmp_path):
+    """The API over a folder with a video that is made; nobody makes others."""
+    with JobFolder(tmp_path / "jobs") as jobs:
+        events = EventLog(tmp_path / "next-event")
+        worker = Worker(jobs, [ServedModel("embedded", None)], events, progress=False)
+        yield Api(jobs, worker, events, Uploads(tmp_path / "files"), adapters=tmp_path / "adapters", max_queue=9)
+
+
+@pytest.fixture
+def video(api):
+    record = api.jobs.add("embedded", {"prompt": "x"}, FACTS)
+    save_video(api.jobs.path(record.id, VIDEO), np.zeros((9, 64, 64, 3), np.uint8), fps=8)
+    return api.jobs.complete(record.id, recipe={})
+
+
+def client(api):
+    """Without the API's lifespan, so that the worker does not start; a fault of the server is its answer."""
+    return TestClient(api.app(), base_url="http://localhost", raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("variant", ["video", "thumbnail"])
+def test_a_video_is_removed_when_its_file_is_to_be_sent(api, video, variant, monkeypatch):
+    check = api._check_made
+
+    def check_then_remove(record):
+        check(record)
+        api.jobs.remove(record.id)
+
+    monkeypatch.setattr(api, "_check_made", check_then_remove)
+    answer = client(api).get(f"/v1/videos/{video.id}/content", params={"variant": variant})
+    assert answer.status_code == 410 and answer.json()["error"]["code"] == "gone"
+    assert not api.jobs.path(video.id).exists()
+
+
+def test_a_thumbnail_of_what_is_removed_while_it_is_made_stays_not(api, video, monkeypatch):
+    frame = api._frame
+
+    def frame_then_remove(*args):
+        image = frame(*args)
+        api.jobs.remove(video.id)
+        return image
+
+    monkeypatch.setattr(api, "_frame", frame_then_remove)
+    answer = client(api).get(f"/v1/videos/{video.id}/content?variant=thumbnail")
+    assert answer.status_code == 410
+    assert not api.jobs.path(video.id).exists()
+
+
+@pytest.mark.parametrize("what", ["video", "part", "upload"])
+def test_a_file_that_is_removed_while_it_is_sent_is_sent_whole(api, video, what):
+    path, folder = f"/v1/videos/{video.id}/content", api.jobs.path(video.id)
+    expected = api.jobs.path(video.id, VIDEO).read_bytes()
+    headers = [(b"range", b"bytes=10-29")] if what == "part" else []
+    if what == "upload":
+        file = api.uploads.add("a.mp4", expected)
+        path, folder = f"/v1/files/{file.id}/content", api.uploads.path(file).parent
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        if message["type"] == "http.response.start":
+            shutil.rmtree(folder)
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(api.app()({**scope, "asgi": {"version": "3.0", "spec_version": "2.4"}}, receive, send))
+    body = b"".join(message.get("body", b"") for message in sent)
+    assert body == (expected[10:30] if what == "part" else expected)
+    assert sent[0]["status"] == (206 if what == "part" else 200)
+
+
+def test_an_upload_is_removed_when_it_is_to_be_sent(api, video, monkeypatch):
+    file = api.uploads.add("a.mp4", api.jobs.path(video.id, VIDEO).read_bytes())
+    get = api.uploads.get
+    monkeypatch.setattr(api.uploads, "get", lambda file_id: (get(file_id), api.uploads.remove(file_id))[0])
+    assert client(api).get(f"/v1/files/{file.id}/content").status_code == 404
+
+
+def test_the_disk_is_full(api, video, monkeypatch):
+    """Also where the error of the disk was put into words before."""
+
+    def add(*args, **how):
+        raise InputError("writing failed") from OSError(errno.ENOSPC, "No space left on device")
+
+    api.worker._look()
+    api.worker.ready.set()
+    monkeypatch.setattr(api.jobs, "add", add)
+    answer = client(api).post("/v1/videos", json={"prompt": "x"})
+    assert answer.status_code == 507 and "No space left" in answer.text
+
+
+@pytest.mark.parametrize("ends", ["made", "failed"])
+def test_a_job_that_is_removed_in_mid_run_is_no_fault(api, ends, monkeypatch, caplog):
+    """Nothing of it stays, whatever its removal did to the run."""
+    record = api.jobs.add("embedded", {"prompt": "x"}, FACTS)
+    api.jobs.begin(api.worker._stop_now)
+
+    def make(job, progress):
+        api.jobs.remove(job.id)
+        if ends == "failed":
+            (api.jobs.path(job.id) / "stages").rmdir()
+        api.jobs.path(job.id).mkdir()
+        api.jobs.path(job.id, VIDEO).write_bytes(b"video")
+        return {}
+
+    monkeypatch.setattr(api.worker, "_video", make)
+    api.worker._make(record)
+    assert not api.jobs.path(record.id).exists()
+    assert not caplog.records
