@@ -270,10 +270,7 @@ def _add_run_commands(command: Callable[..., Parser]) -> None:
     sub.add_argument("--prompt-file", type=_Path, metavar="FILE", help=what)
     what = "number of lines with equal options to make at once; default: 1"
     rarely(sub.add_argument("--batch", type=_count, metavar="N", help=what))
-    what = "make the lines of --prompt-file on a Ray cluster; local: one on this machine (docs/cluster.md)"
-    rarely(sub.add_argument("--ray", metavar="ADDRESS", help=what))
-    what = "resources of a worker, such as CPU=8,GPU=1; default: a GPU, all TPU chips of a host, or all of its cores"
-    rarely(sub.add_argument("--ray-worker", metavar="NAME=AMOUNT,...", help=what))
+    _add_ray(sub, "the lines of --prompt-file")
     sub.add_argument(
         "--out",
         "-o",
@@ -377,9 +374,17 @@ def _add_serve(sub: Parser) -> None:
     rarely(sub.add_argument("--name", action="append", default=[], metavar="HOST", help=names))
     waiting = "jobs that may wait; default: 1000"
     rarely(sub.add_argument("--max-queue", type=int, default=1000, metavar="N", help=waiting))
+    _add_ray(sub, "the videos")
     upload = "MiB of an upload; default: 1024"
     rarely(sub.add_argument("--max-upload", type=int, default=1024, metavar="MIB", help=upload))
     sub.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def _add_ray(sub: Parser, videos: str) -> None:
+    what = f"make {videos} on a Ray cluster; local: one on this machine (docs/cluster.md)"
+    rarely(sub.add_argument("--ray", metavar="ADDRESS", help=what))
+    what = "resources of a worker, such as CPU=8,GPU=1; default: a GPU, all TPU chips of a host, or all of its cores"
+    rarely(sub.add_argument("--ray-worker", metavar="NAME=AMOUNT,...", help=what))
 
 
 def _add_convert(sub: argparse.ArgumentParser) -> None:

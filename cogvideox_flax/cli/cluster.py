@@ -40,20 +40,7 @@ def check_ray(args: argparse.Namespace, out: Path) -> None:
         raise InputError("--distributed joins hosts to one run, --ray gives each worker runs of its own; choose one")
     if out.suffix and out.suffix.lower() not in ONE_FILE:
         raise InputError(f"workers of a cluster send a video as one file; expected one of {', '.join(ONE_FILE)}")
-    resources(args.ray_worker)
-
-
-def resources(text: str | None) -> dict[str, float]:
-    """Resource -> amount, of "CPU=8,GPU=1"."""
-    needs = {}
-    for part in (text or "").split(",") if text else ():
-        name, _, amount = part.partition("=")
-        try:
-            needs[name.strip()] = float(amount)
-            assert name.strip() and 0 < needs[name.strip()] < 1e6
-        except (ValueError, AssertionError) as e:
-            raise InputError(f"--ray-worker is {text!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1") from e
-    return needs
+    cluster.resources(args.ray_worker)
 
 
 def make_on_cluster(
@@ -105,7 +92,7 @@ def make_on_cluster(
         queue.refuse(lines[job.name], InputError(reason))
         tell(job, " cannot be made")
 
-    needs, results = resources(args.ray_worker), sys.stdout
+    needs, results = cluster.resources(args.ray_worker), sys.stdout
     with redirect_stdout(sys.stderr):  # Ray prints there what it has to say of lost workers
         cluster.make_on_cluster(args.ray, jobs, opened, needs, folder.absolute(), made, refused)
 

@@ -20,7 +20,9 @@ from cogvideox_flax.generate.jobs import JobFolder
 from cogvideox_flax.io.atomic import write_text
 from cogvideox_flax.io.paths import read_text
 from cogvideox_flax.runtime.terminal import say
-from cogvideox_flax.serve.worker import ServedModel, Worker
+from cogvideox_flax.serve.cluster import resources
+from cogvideox_flax.serve.maker import ServedModel
+from cogvideox_flax.serve.worker import Home, ThisProcess, Worker
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ def serve(args: argparse.Namespace) -> None:
     with JobFolder(folder / "jobs") as jobs:
         password = _password(args)
         events = EventLog(folder / "next-event")
-        worker = Worker(jobs, models, events, progress=not args.quiet)
+        worker = Worker(jobs, models, events, _home(args), progress=not args.quiet)
         uploads = Uploads(folder / "files")
         api = Api(jobs, worker, events, uploads, adapters=folder / "adapters", max_queue=args.max_queue)
         hosts = [name for name in (args.host, *args.name) if name]
@@ -110,6 +112,17 @@ def _models(args: argparse.Namespace) -> list[ServedModel]:
             raise InputError(f"two models are called {name}; rename one of the directories")
         models[name] = ServedModel(name, where, args.revision, args.dtype, args.mesh, args.variant)
     return list(models.values())
+
+
+def _home(args: argparse.Namespace) -> Home:
+    """Where videos are made."""
+    if args.ray is None:
+        if args.ray_worker is not None:
+            raise InputError("--ray-worker is of --ray")
+        return ThisProcess()
+    from cogvideox_flax.serve.actors import Cluster
+
+    return Cluster(args.ray, resources(args.ray_worker))
 
 
 def _password(args: argparse.Namespace) -> str | None:

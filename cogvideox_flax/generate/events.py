@@ -161,10 +161,29 @@ def save_videos(
     Returns:
         What is stored with the video of each path.
     """
+    saved = saving(events, run, paths, latents=latents, timed=timed, bare=bare)
+    while True:
+        try:
+            next(saved)
+        except StopIteration as end:
+            return end.value
+
+
+def saving(
+    events: Events[None],
+    run: Run,
+    paths: Sequence[Path],
+    *,
+    latents: bool = False,
+    timed: bool = False,
+    bare: bool = False,
+) -> Events[list[dict[str, Any]]]:
+    """`save_videos`, whose caller sees each event when its videos are written."""
     start, stored = time.monotonic(), list[dict[str, Any]]()
     count = len(paths) // run.request.num_videos
     for event in events:
         if not isinstance(event, Denoised if latents else Finished):
+            yield event
             continue
         metadata = event.metadata if isinstance(event, Denoised) else event.result.metadata
         if timed:
@@ -180,4 +199,5 @@ def save_videos(
                 for i, path in enumerate(files):
                     save_latents(path, event.latents[i : i + 1], item_of(metadata, i))
         stored += [item_of(metadata, i) for i in range(count)]
+        yield event
     return stored

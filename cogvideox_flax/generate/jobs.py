@@ -102,23 +102,28 @@ class JobFolder:
         self._last = max((record.order for record in self._records.values()), default=0)
         for record in list(self._records.values()):
             if record.status == "in_progress":
-                self._continue_or_fail(record)
+                self.lost(record.id, MAX_STARTS)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _continue_or_fail(self, record: JobRecord) -> None:
-        """Queue a job that an earlier process began, or fail it where it ended its process too often."""
-        if record.is_cancelled:
-            self.fail(record.id, "cancelled", "cancelled while it was made")
-            return
-        if record.starts < MAX_STARTS:
-            self.update(record.id, status="queued")
-            return
-        message = f"this job ended the server's process {record.starts} times, so it is not begun again"
-        log.warning("%s: %s", record.id, message)
-        self.fail(record.id, "process_ended", message)
+    def lost(self, job_id: str, most: int) -> JobRecord:
+        """Queue a job whose process ended, or fail it where it ended its process too often.
+
+        Raises:
+            KeyError: it was removed.
+        """
+        with self._changed:
+            record = self._records[job_id]
+            if record.is_cancelled:
+                return self.fail(job_id, "cancelled", "cancelled while it was made")
+            if record.starts < most:
+                self._changed.notify_all()
+                return self.update(job_id, status="queued")
+            message = f"this job ended the process that made it {record.starts} times, so it is not begun again"
+            log.warning("%s: %s", job_id, message)
+            return self.fail(job_id, "process_ended", message)
 
     def path(self, job_id: str, name: str = "") -> Path:
         """A file of a job, or its folder."""
@@ -200,6 +205,7 @@ class JobFolder:
         with self._changed:
             if record := self._records.get(job_id):
                 self.update(job_id, status="queued", starts=record.starts - 1)
+                self._changed.notify_all()
 
     def complete(self, job_id: str, **facts: Any) -> JobRecord:
         """Mark a job as done, with more facts about it."""

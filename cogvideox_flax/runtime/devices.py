@@ -41,6 +41,12 @@ def memory_limit(mesh: Mesh | None) -> int | None:
     return None if None in limits else min(limit for limit in limits if limit is not None)
 
 
+def peak_memory() -> int | None:
+    """The most bytes that this process had in use on one of its devices; None if they do not report it."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 def host_memory() -> int:
     """Bytes of this host's memory that can be used now, within the limit of its container."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -31,7 +31,8 @@ from cogvideox_flax.serve.fields import MEDIA_FIELDS
 from cogvideox_flax.serve.files import Uploads
 from cogvideox_flax.serve.forms import Forms
 from cogvideox_flax.serve.guard import PAGES
-from cogvideox_flax.serve.worker import PREVIEW, VIDEO, Worker, progress_json, speed_key
+from cogvideox_flax.serve.maker import PREVIEW, VIDEO, Progress
+from cogvideox_flax.serve.worker import Worker
 from cogvideox_flax.version import __version__
 
 if TYPE_CHECKING:
@@ -111,14 +112,16 @@ class Api:
         yield
         self.worker.stop()
         await run_in_threadpool(self.worker.join, STOP_S)
-        if (current := self.worker.current) is not None:
-            self.jobs.interrupt(current[0])
+        for job_id in list(self.worker.running):
+            self.jobs.interrupt(job_id)
 
     # --- what the server is
 
     async def health(self, request: Request) -> Response:
         waiting = sum(not record.is_over for record in self.jobs.all())
-        return JSONResponse({"status": self.worker.status, "queue": waiting, "version": __version__})
+        worker = self.worker
+        facts = {"status": worker.status, "queue": waiting, "device": worker.device, "version": __version__}
+        return JSONResponse(facts)
 
     async def models(self, request: Request) -> Response:
         await self._ready()
@@ -259,13 +262,13 @@ class Api:
 
     def video(self, record: JobRecord) -> dict[str, Any]:
         """A job, as clients see it."""
-        facts, current = record.facts, self.worker.current
-        steps = facts["num_inference_steps"]
+        facts, steps = record.facts, record.facts["num_inference_steps"]
         url = f"/v1/videos/{record.id}"
         done = record.status == "completed"
-        progress: dict[str, Any] = {"stage": None, "compiling": None, "step": 0, "steps": steps, "eta_seconds": None}
-        if current is not None and current[0] == record.id:
-            progress = progress_json(current[1]) | {"steps": current[1].steps or steps}
+        running = self.worker.running.get(record.id)
+        progress = asdict(running or Progress()) | {"steps": (running and running.steps) or steps}
+        if running is None:
+            progress["stage"] = None
         percent = int(99 * progress["step"] / progress["steps"])
         has_preview = self.jobs.path(record.id, PREVIEW).exists()
         return {
@@ -285,7 +288,7 @@ class Api:
             **{name: facts[name] for name in ("num_frames", "fps", "seed")},
             "queue_position": self.jobs.position(record.id),
             **progress,
-            "inference_time_s": facts.get("inference_time_s"),
+            **{name: facts.get(name) for name in ("inference_time_s", "stage_durations", "peak_memory_mb")},
             "media_type": "video/mp4",
             "content_url": f"{url}/content" if done else None,
             "preview_url": f"{url}/content?variant=preview" if has_preview else None,
@@ -299,14 +302,14 @@ class Api:
         return JSONResponse(await run_in_threadpool(self._estimate, values, files))
 
     def _estimate(self, values: dict[str, Any], files: Mapping[str, UploadFile]) -> dict[str, Any]:
-        """Seconds by the steps of earlier videos of the same shape, and the bytes of weights and latents."""
+        """Seconds by the steps of the last video of the same shape, and the bytes of weights and latents."""
         from cogvideox_flax.generate.open_model import abstract_weights
         from cogvideox_flax.runtime.devices import bytes_per_device
 
         self._check_ready()
         _, model, runs = self.forms.resolve(values, files, {}, is_estimate=True)
         (_, run), *_ = runs
-        step = self.worker.step_seconds.get(speed_key(model, run))
+        step = self.worker.step_seconds(model, run)
         weights = [
             bytes_per_device(abstract_weights(run.manifest, name, run.dtype, None)) for name in run.model.components
         ]
@@ -316,7 +319,7 @@ class Api:
             **_facts(run),
             "seconds": None if step is None else round(step * run.num_steps * len(runs), 1),
             "memory_bytes": sum(weights),
-            "compile": step is None,
+            "compile": not self.worker.is_compiled(model, run),
         }
 
     async def cancel(self, request: Request) -> Response:

@@ -156,13 +156,26 @@ def make_on_cluster(
 
     Args:
         address: of the cluster, as `ray.init` takes it; "local" starts one on this machine.
-        needs: resource -> how much of it a worker takes; {}: see `_needs`.
+        needs: resource -> how much of it a worker takes; {}: see `default_needs`.
         folder: of the run directories.
         made, refused: told of each job.
 
     Raises:
         InputError: Ray is not installed, the cluster is not reached, none of its machines is large enough for a
             worker, or no worker can open the model.
+    """
+    ray = connect(address)
+    try:
+        _Driver(ray, jobs, model, needs, folder, made, refused).run()
+    finally:
+        ray.shutdown()
+
+
+def connect(address: str) -> Any:
+    """Ray, connected to a cluster.
+
+    Raises:
+        InputError: it is not installed, or the cluster is not reached.
     """
     try:
         import ray
@@ -178,10 +191,20 @@ def make_on_cluster(
             ray.init(address, log_to_driver=False, configure_logging=False, runtime_env=environment)
     except (ConnectionError, ValueError, RuntimeError, OSError) as e:
         raise InputError(f"there is no Ray cluster at {address}: {e}; start one with `ray start --head`") from e
-    try:
-        _Driver(ray, jobs, model, needs, folder, made, refused).run()
-    finally:
-        ray.shutdown()
+    return ray
+
+
+def resources(text: str | None) -> dict[str, float]:
+    """Resource -> amount, of "CPU=8,GPU=1"."""
+    needs = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, amount = part.partition("=")
+        try:
+            needs[name.strip()] = float(amount)
+            assert name.strip() and 0 < needs[name.strip()] < 1e6
+        except (ValueError, AssertionError) as e:
+            raise InputError(f"--ray-worker is {text!r}; expected NAME=AMOUNT,..., such as CPU=8,GPU=1") from e
+    return needs
 
 
 def _check_reachable(address: str) -> None:
@@ -208,7 +231,7 @@ class _Driver:
         refused: Callable[[ClusterJob, str], None],
     ):
         self.ray, self.todo, self.model, self.folder = ray, list(jobs), model, folder
-        self.needs = dict(needs) or _needs(ray)
+        self.needs = dict(needs) or default_needs(ray)
         self.made, self.refused = made, refused
         self.slots: list[_Slot] = []
         self.looked = -math.inf
@@ -243,34 +266,29 @@ class _Driver:
             return
         self.looked = time.monotonic()
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        most = sum(self._room(node) for node in nodes)
+        most = sum(room_for(self.needs, node) for node in nodes)
         if not any(slot.opened for slot in self.slots):
             if not most:
-                have = " and ".join(_text(node) or "nothing" for node in nodes)
+                have = " and ".join(resources_text(node) or "nothing" for node in nodes)
                 raise InputError(
-                    f"no machine of the cluster has room for a worker, which takes {_text(self.needs)}; they have "
-                    f"{have}. Say what a worker takes with --ray-worker"
+                    f"no machine of the cluster has room for a worker, which takes {resources_text(self.needs)}; they "
+                    f"have {have}. Say what a worker takes with --ray-worker"
                 )
             if self.unopened >= MAX_UNOPENED:
                 if not self.slots:
                     raise InputError(f"the workers of the cluster cannot open the model: {self.reason}")
                 return  # one of those that are at it may open it
         # what is free is summed over the machines: a worker may find no room on one of them, and then waits in Ray
-        room = min(self._room(self.ray.available_resources()), most - len(self.slots))
+        room = min(room_for(self.needs, self.ray.available_resources()), most - len(self.slots))
         waiting = len(self.todo) - sum(slot.job is None for slot in self.slots)
-        named = {"CPU": "num_cpus", "GPU": "num_gpus"}
-        how: dict[str, Any] = {named[name]: value for name, value in self.needs.items() if name in named}
-        how["resources"] = {name: value for name, value in self.needs.items() if name not in named}
         for _ in range(min(room, waiting)):
-            actor = self.ray.remote(Worker).options(max_restarts=0, **how).remote(self.model)
+            actor = self.ray.remote(Worker).options(**actor_options(self.needs)).remote(self.model)
             self.slots.append(_Slot(actor, actor.ready.remote()))
         if not self.slots and not self.waits:
             self.waits = True
-            log.warning("the cluster has no free room for a worker, which takes %s; waiting", _text(self.needs))
-
-    def _room(self, resources: Mapping[str, float]) -> int:
-        """How many workers these resources are enough for."""
-        return min(math.floor(resources.get(name, 0) / needed + 1e-6) for name, needed in self.needs.items())
+            log.warning(
+                "the cluster has no free room for a worker, which takes %s; waiting", resources_text(self.needs)
+            )
 
     def _give(self, slot: _Slot) -> None:
         """Give a worker a job that may be made now, one whose programs it has compiled where there is one."""
@@ -293,7 +311,7 @@ class _Driver:
             if job is not None and isinstance(e, errors.RayTaskError):  # a fault of the program, with this job
                 self.refused(job, f"{type(e.cause).__name__}: {e.cause}")
             else:
-                self._drop(slot, job, _reason(e))
+                self._drop(slot, job, last_line(e))
             return
         if job is None:
             slot.opened, self.unopened = True, 0
@@ -322,7 +340,19 @@ class _Driver:
             self.todo.insert(0, job)
 
 
-def _needs(ray: Any) -> dict[str, float]:
+def room_for(needs: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How many workers these resources are enough for."""
+    return min(math.floor(resources.get(name, 0) / needed + 1e-6) for name, needed in needs.items())
+
+
+def actor_options(needs: Mapping[str, float]) -> dict[str, Any]:
+    """A worker's resources in Ray's words."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    own: dict[str, Any] = {named[name]: value for name, value in needs.items() if name in named}
+    return {**own, "resources": {name: value for name, value in needs.items() if name not in named}, "max_restarts": 0}
+
+
+def default_needs(ray: Any) -> dict[str, float]:
     """What a worker takes where nobody says: a GPU, or all of a machine's chips, or all of its cores."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for name in ("TPU", "GPU", "CPU"):
@@ -332,14 +362,14 @@ def _needs(ray: Any) -> dict[str, float]:
     return {"CPU": 1.0}
 
 
-def _text(resources: Mapping[str, float]) -> str:
+def resources_text(resources: Mapping[str, float]) -> str:
     """The resources that people name, without memory and Ray's own marks of a machine."""
     own = ("memory", "object_store_memory")
     named = {name: value for name, value in resources.items() if name not in own and ":" not in name}
     return ", ".join(f"{value:g} {name}" for name, value in named.items())
 
 
-def _reason(error: Exception) -> str:
+def last_line(error: Exception) -> str:
     """The last line of an error of Ray that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else type(error).__name__)

@@ -1,5 +1,6 @@
-"""`generate --prompt-file --ray` over a real cluster of this machine."""
+"""`generate --prompt-file --ray` and `serve --ray` over a real cluster of this machine."""
 
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import InputError
@@ -18,30 +20,33 @@ from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import run_dir_lock
 from cogvideox_flax.io.video import read_metadata, read_video
 from cogvideox_flax.serve import cluster as serve
-from tests.support.servers import ROOT
+from cogvideox_flax.serve.actors import Actor
+from cogvideox_flax.serve.maker import Stopped
+from tests.support.servers import ROOT, Server, serving
 
 ray = pytest.importorskip("ray")
 
 LINES = 12
 
 
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def cluster():
     """A cluster of one machine with two cores; `add_node` adds more."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20})
-    yield own
-    ray.shutdown()
-    own.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        own = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": 100 * 2**20})
+        yield own
+        ray.shutdown()
+        own.shutdown()
 
 
-def workers():
-    """The processes of workers that make a video."""
+def workers(kind):
+    """The processes of workers, "Worker" of a queue or "Actor" of a server, that make a video."""
     named = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-    return [process for process in named if process.info["cmdline"][0].startswith("ray::Worker")]
+    return [process for process in named if process.info["cmdline"][0].startswith(f"ray::{kind}.make")]
 
 
 def start(cluster, prompts, out):
@@ -67,7 +72,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     made = lambda: sorted(out.glob("*.mp4"))  # noqa: E731
     driver = start(cluster, prompts, out)
     wait_for(lambda: len(made()) >= 2, driver)
-    victim = workers()[0]
+    victim = workers("Worker")[0]
     victim.send_signal(signal.SIGKILL)
     cluster.add_node(num_cpus=1, object_store_memory=100 * 2**20)
     wait_for(lambda: len(made()) >= 5, driver)
@@ -87,6 +92,69 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     for path in sorted(alone.glob("*.mp4")):
         np.testing.assert_array_equal(read_video(out / path.name)[0], read_video(path)[0])
     assert not (tmp_path / "clips.stages").exists() or not list((tmp_path / "clips.stages").rglob("*.safetensors"))
+
+
+def test_a_server_over_a_cluster(cluster, tmp_path):
+    """Two videos at once, with events and previews; one is cancelled, a worker is killed, a prompt is at fault."""
+    models = ["--model", "embedded", "--model", "embedded-image-to-video"]
+    how = ["--ray", cluster.address, "--ray-worker", "CPU=1"]
+    with serving(tmp_path / "gallery", *models, *how) as server:
+        first, second = (server.create(num_inference_steps=120, seed=seed) for seed in (1, 2))
+        for video in (first, second):  # at once
+            server.wait_for_step(video["id"], 3)
+        assert len(workers("Actor")) == 2 and "Ray cluster" in server.client.get("/health").json()["device"]
+        assert server.client.post(f"/v1/videos/{first['id']}/cancel").status_code == 202
+        stopped = server.wait(first["id"], "failed", seconds=10)
+        assert stopped["error"]["code"] == "cancelled" and "stage denoise" in stopped["error"]["message"]
+        wait_for(lambda: len(workers("Actor")) == 1, server.process)
+        workers("Actor")[0].send_signal(signal.SIGKILL)
+        Image.new("RGB", (64, 64), (200, 30, 30)).save(image := io.BytesIO(), "PNG")
+        fields = {"model": "embedded-image-to-video", "prompt": "it moves", "num_inference_steps": 2}
+        files = {"image": ("a.png", image.getvalue())}
+        at_fault = server.client.post("/v1/videos", data=fields, files=files).json()
+        upload = tmp_path / "gallery" / "files" / at_fault["options"]["image"]["file_id"] / "data"
+        upload.write_bytes(b"no image any more")
+        with server.client.stream("GET", f"/v1/videos/{second['id']}/events", params={"after": 0}) as response:
+            kinds = [line.removeprefix("event: ") for line in response.iter_lines() if line.startswith("event: ")]
+        assert kinds.count("started") == 2 and kinds.count("queued") == 2 and kinds[-1] == "completed"
+        assert "preview" in kinds and "progress" in kinds
+        assert server.wait(at_fault["id"], "failed")["error"]["code"] == "invalid_input"
+        assert server.client.get(f"/v1/videos/{second['id']}/content?variant=preview").status_code == 200
+    assert "a worker was lost while it made" in server.log.read_text()
+    assert not list((tmp_path / "gallery").rglob("stages"))
+    jobs = tmp_path / "gallery" / "jobs"
+    alone = Pipeline.from_pretrained()("a red circle", num_inference_steps=120, seed=2, progress=False)
+    alone.save(own := tmp_path / "own.mp4")
+    np.testing.assert_array_equal(read_video(jobs / second["id"] / "video.mp4")[0], read_video(own)[0])
+
+
+def test_the_files_of_a_job_on_their_way(tmp_path):
+    """Uploads lie under their ids at the worker; the video comes back with the facts; errors are told."""
+
+    class StandIn:
+        def make(self, model, options, folder, stages, is_stopped):
+            path = Path(options["image"])
+            assert path.parent.name == "file_id" and path.read_bytes() == b"an image" and not is_stopped()
+            (folder / "video.mp4").write_bytes(b"a video")
+            yield "made", {"recipe": {}}
+            actor.stop("another call")
+            assert not is_stopped()
+            actor.stop("call")
+            if is_stopped():
+                raise Stopped
+
+    actor = object.__new__(Actor)
+    actor.maker, actor._stopping = StandIn(), ""
+    job = "call", "embedded", {"image": "/gallery/files/file_id/data"}, {"image": b"an image"}, tmp_path / "stages"
+    assert list(actor.make(*job)) == [("made", {"recipe": {}, "content": b"a video"}), ("stopped", {})]
+    with run_dir_lock(tmp_path / "stages"):
+        ((kind, data),) = actor.make(*job)
+    assert kind == "busy" and "another run is at work" in data["reason"]
+
+
+def test_a_server_without_a_cluster(tmp_path):
+    server = Server(tmp_path / "gallery", "--ray", "127.0.0.1:1")
+    assert server.process.wait(60) == 2 and "there is no Ray cluster at 127.0.0.1:1" in server.log.read_text()
 
 
 @pytest.mark.parametrize(

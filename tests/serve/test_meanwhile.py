@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import shutil
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from cogvideox_flax.io.video import save_video
 from cogvideox_flax.serve.api import Api
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import Uploads
-from cogvideox_flax.serve.worker import VIDEO, ServedModel, Worker
+from cogvideox_flax.serve.maker import VIDEO, ServedModel
+from cogvideox_flax.serve.worker import Lost, Worker
 
 FACTS = {"width": 64, "height": 64, "num_frames": 9, "fps": 8, "seed": 0, "num_inference_steps": 2}
 
@@ -116,20 +119,51 @@ def test_the_disk_is_full(api, video, monkeypatch):
 
 
 @pytest.mark.parametrize("ends", ["made", "failed"])
-def test_a_job_that_is_removed_in_mid_run_is_no_fault(api, ends, monkeypatch, caplog):
+def test_a_job_that_is_removed_in_mid_run_is_no_fault(api, ends, caplog):
     """Nothing of it stays, whatever its removal did to the run."""
     record = api.jobs.add("embedded", {"prompt": "x"}, FACTS)
-    api.jobs.begin(api.worker._stop_now)
 
-    def make(job, progress):
+    def make(job, is_stopped):
         api.jobs.remove(job.id)
-        if ends == "failed":
-            (api.jobs.path(job.id) / "stages").rmdir()
         api.jobs.path(job.id).mkdir()
         api.jobs.path(job.id, VIDEO).write_bytes(b"video")
-        return {}
+        if ends == "failed":
+            (api.jobs.path(job.id) / "stages").rmdir()
+        yield "made", {"speed": ["", None]}
 
-    monkeypatch.setattr(api.worker, "_video", make)
-    api.worker._make(record)
+    api.worker.make_next(make)
     assert not api.jobs.path(record.id).exists()
     assert not caplog.records
+
+
+def test_a_job_whose_process_is_lost_is_another_threads_at_once(api, monkeypatch):
+    """What the first thread still has to do leaves the second one's job alone."""
+    record, order = api.jobs.add("embedded", {"prompt": "x"}, FACTS), []
+
+    def second(job, is_stopped):
+        order.append("second begins")
+        yield "progress", {"stage": "denoise", "step": 1, "steps": 2}
+        published.wait(10)
+        order.append("second ends")
+        yield "made", {"speed": ["", None]}
+
+    def first(job, is_stopped):
+        raise Lost
+        yield
+
+    published, publish = threading.Event(), api.events.publish
+
+    def publish_late(kind, job, **data):  # of the first thread, after the second has begun
+        if kind == "queued":
+            other.start()
+            while not (running := api.worker.running.get(job)) or running.step != 1:
+                time.sleep(0.01)
+        publish(kind, job, **data)
+
+    monkeypatch.setattr(api.events, "publish", publish_late)
+    other = threading.Thread(target=api.worker.make_next, args=[second], daemon=True)
+    api.worker.make_next(first)
+    assert api.jobs.get(record.id).status == "in_progress" and api.worker.running[record.id].step == 1
+    published.set()
+    other.join(10)
+    assert api.jobs.get(record.id).status == "completed" and order == ["second begins", "second ends"]

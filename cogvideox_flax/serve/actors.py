@@ -1,0 +1,249 @@
+"""`serve --ray ADDRESS`: the jobs of a server, made by the workers of a Ray cluster.
+
+The server keeps the queue and writes all files of the gallery but the run directories. Each worker is a process that
+makes one video at a time and sends what it tells, previews and the video.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import tempfile
+import threading
+import time
+import typing
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cogvideox_flax.errors import BusyError, InputError
+from cogvideox_flax.generate.jobs import JobRecord
+from cogvideox_flax.io.atomic import atomic_write
+from cogvideox_flax.serve.cluster import (
+    LOOK_EVERY_S,
+    MAX_LOST,
+    actor_options,
+    connect,
+    default_needs,
+    last_line,
+    resources_text,
+    room_for,
+)
+from cogvideox_flax.serve.fields import MEDIA_FIELDS
+from cogvideox_flax.serve.maker import PREVIEW, STAGES, VIDEO, Maker, Making, ServedModel, Stopped
+from cogvideox_flax.serve.worker import Lost, Worker
+
+if typing.TYPE_CHECKING:
+    from cogvideox_flax.checkpoint import Manifest
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Seconds between two looks whether a job is to stop."""
+
+STOP_S = 30.0
+"""Seconds in which the workers end their steps when the server stops."""
+
+
+FILES = {"preview": PREVIEW, "made": VIDEO}
+"""What is told -> the file that comes with it."""
+
+
+class Actor:
+    """A process of the cluster. JAX is imported in here alone."""
+
+    def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str]):
+        self.maker = Maker(models, dtypes, progress=False)
+        self.maker.pipeline(next(iter(models)))
+        self._stopping = ""
+
+    def ready(self) -> None:
+        """Answer when the first model is open."""
+
+    def stop(self, call: str) -> None:
+        """End a call of `make` after its current step."""
+        self._stopping = call
+
+    def make(self, call: str, model: str, options: dict[str, Any], media: Mapping[str, bytes], stages: Path) -> Making:
+        """As `Maker.make`; previews and the video come with their bytes. An error is told as "refused" or "busy".
+
+        Args:
+            call: a name of its own, for `stop`.
+            media: option -> the image or clip that stands in place of the server's file.
+            stages: its run directory; on a disk that the workers share, another one goes on there.
+        """
+        from cogvideox_flax.generate.store import run_dir_lock
+
+        try:
+            with run_dir_lock(stages, temporary=True), tempfile.TemporaryDirectory() as temporary:
+                folder = Path(temporary)
+                for name, data in media.items():
+                    path = folder / Path(options[name]).parent.name / "data"  # recipes name the folder
+                    path.parent.mkdir()
+                    path.write_bytes(data)
+                    options[name] = str(path)
+                for kind, data in self.maker.make(model, options, folder, stages, lambda: self._stopping == call):
+                    yield kind, data | ({"content": (folder / FILES[kind]).read_bytes()} if kind in FILES else {})
+        except Stopped:
+            yield "stopped", {}
+        except BusyError as e:  # a worker that was lost may be at work there still
+            yield "busy", {"reason": str(e)}
+        except InputError as e:
+            yield "refused", {"reason": str(e)}
+
+
+class Cluster:
+    """The workers of a Ray cluster: as many as it has room for and jobs wait for. They stay; others join late.
+
+    Args:
+        address: as `ray.init` takes it; "local" starts a cluster on this machine.
+        needs: resource -> how much of it a worker takes; {}: see `cluster.default_needs`.
+    """
+
+    most_starts = MAX_LOST + 1
+
+    def __init__(self, address: str, needs: Mapping[str, float]):
+        self.address, self.needs = address, dict(needs)
+        self.threads: list[threading.Thread] = []
+        self._unopened = 0  # workers that failed to start since one did
+        self._looked, self._waits = -math.inf, False
+
+    def open(self) -> None:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
+        self.ray = connect(self.address)
+        self.needs = self.needs or default_needs(self.ray)
+
+    def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
+        pass  # the workers' devices are not known here
+
+    def describe(self) -> str:
+        return f"Ray cluster at {self.address}, {resources_text(self.needs)} for each worker"
+
+    def run(self, worker: Worker) -> None:
+        try:
+            while not worker.stopping.is_set():
+                self.threads = [thread for thread in self.threads if thread.is_alive()]
+                self._start(worker)
+                worker.stopping.wait(LOOK_EVERY_S)
+            end = time.monotonic() + STOP_S
+            for thread in self.threads:
+                thread.join(max(0.0, end - time.monotonic()))
+        finally:
+            self.ray.shutdown()
+
+    def _start(self, worker: Worker) -> None:
+        """Start a worker wherever there is room for one, as long as jobs wait for it."""
+        # a machine on which the model cannot be opened is tried less and less often
+        if time.monotonic() - self._looked < LOOK_EVERY_S * 2 ** min(self._unopened, 5):
+            return
+        self._looked = time.monotonic()
+        waiting = sum(not job.is_over and job.model in worker.models for job in worker.jobs.all()) - len(self.threads)
+        if waiting <= 0:
+            return
+        nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        most = sum(room_for(self.needs, node) for node in nodes) - len(self.threads)
+        room = min(room_for(self.needs, self.ray.available_resources()), most)
+        if not room and not self.threads and not self._waits:
+            self._waits = True
+            log.warning("the cluster has no free room for a worker, which takes %s", resources_text(self.needs))
+        for _ in range(min(room, waiting)):
+            options = actor_options(self.needs) | {"max_concurrency": 2}  # `stop` comes in beside `make`
+            actor = self.ray.remote(Actor).options(**options).remote(worker.models, worker.dtypes)
+            slot = _Slot(self.ray, actor, worker)
+            self.threads.append(thread := threading.Thread(target=self._use, args=[slot, worker], daemon=True))
+            thread.start()
+
+    def _use(self, slot: _Slot, worker: Worker) -> None:
+        """Make jobs on one worker for as long as it lives."""
+        try:
+            if slot.wait_until_ready():
+                self._unopened = 0
+            while slot.is_alive and not worker.stopping.is_set():
+                worker.make_next(slot.make)
+        except self.ray.exceptions.RayError as e:
+            self._unopened += 1
+            log.warning("a worker of the cluster cannot open the model and is left out: %s", last_line(e))
+        finally:
+            with suppress(self.ray.exceptions.RayError):  # it is gone
+                self.ray.kill(slot.actor, no_restart=True)
+
+
+class _Slot:
+    """A worker as the server sees it."""
+
+    def __init__(self, ray: Any, actor: Any, worker: Worker):
+        self.ray, self.actor, self.worker = ray, actor, worker
+        self.is_alive = True
+
+    def wait_until_ready(self) -> bool:
+        """Wait until the model is open; False: the server stops."""
+        task = self.actor.ready.remote()
+        while not self.worker.stopping.is_set():
+            if self.ray.wait([task], timeout=POLL_S)[0]:
+                self.ray.get(task)
+                return True
+        return False
+
+    def make(self, job: JobRecord, is_stopped: Callable[[], bool]) -> Making:
+        """As `Maker.make`, there.
+
+        Raises:
+            Lost: the worker is gone.
+        """
+        media = {name: _read(job.options[name]) for name in MEDIA_FIELDS.values() & job.options.keys()}
+        try:
+            self.ray.get(self.actor.ready.remote())
+        except self.ray.exceptions.RayError as e:  # it was lost while it had nothing to do
+            self.is_alive = False
+            raise Stopped from e
+        path, call = partial(self.worker.jobs.path, job.id), secrets.token_hex(8)
+        made = self.actor.make.options(num_returns="streaming")
+        told = made.remote(call, job.model, job.options, media, path(STAGES))
+        try:
+            for kind, data in self._messages(job, told, call, is_stopped):
+                if kind in FILES:
+                    with atomic_write(path(FILES[kind]), sync=kind == "made") as partial_file:
+                        partial_file.write_bytes(data.pop("content"))
+                yield kind, data
+        finally:  # also where a file cannot be written here
+            self.actor.stop.remote(call)
+
+    def _messages(self, job: JobRecord, told: Any, call: str, is_stopped: Callable[[], bool]) -> Making:
+        """What a worker sends of a job; raises what was no success."""
+        errors = self.ray.exceptions
+        while True:
+            if is_stopped():
+                self.actor.stop.remote(call)
+            try:
+                if not self.ray.wait([told], timeout=POLL_S)[0]:
+                    continue
+                kind, data = self.ray.get(next(told))
+            except StopIteration:
+                return
+            except errors.RayError as e:
+                if isinstance(e, errors.RayTaskError):  # a fault of the program, with this job
+                    raise e.cause from e
+                self.is_alive = False
+                log.warning("a worker was lost while it made %s: %s", job.id, last_line(e))
+                raise Lost from e
+            match kind:
+                case "stopped":
+                    raise Stopped
+                case "busy":
+                    self.worker.stopping.wait(LOOK_EVERY_S)
+                    raise Stopped
+                case "refused":
+                    raise InputError(data["reason"])
+            yield kind, data
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {e.strerror}; upload it again") from e
