@@ -45,7 +45,7 @@ def serve(args: argparse.Namespace) -> None:
     if not 0 <= args.port <= 65535:
         raise InputError(f"--port is {args.port}; expected 0 to 65535, 0 for a free one")
     models = _models(args)
-    folder = args.dir.absolute()  # jobs hold paths below it, which are the same from wherever the server starts again
+    folder = args.dir.absolute()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # connections that say nothing take no file from the job under way
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))

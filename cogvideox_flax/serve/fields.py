@@ -73,7 +73,7 @@ class FieldError(InputError):
 class CreateRequest:
     """A request for videos, read.
 
-    options: field of the request -> value, images and clips as paths.
+    options: field of the request -> value, images, clips and adapters as paths in the gallery.
     seconds: as asked; None: `num_frames`, or the model's.
     made_by: release and dtype of the recipe, as far as there is one.
     """
@@ -102,8 +102,8 @@ def read_fields(
 
     Args:
         values: of JSON; texts where they came out of a form.
-        media: field and value of an image or clip -> its path.
-        adapter: name -> its path.
+        media: field and value of an image or clip -> its path in the gallery.
+        adapter: name -> its path in the gallery.
         base: options that stand where the request says nothing.
 
     Raises:

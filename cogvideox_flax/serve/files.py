@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import new_id
@@ -13,6 +14,7 @@ from cogvideox_flax.io.atomic import write_json
 from cogvideox_flax.io.images import is_one_image, read_image
 from cogvideox_flax.io.source import format_of
 from cogvideox_flax.io.values import load_json, printable
+from cogvideox_flax.serve.fields import MEDIA_FIELDS
 
 CHUNK = 2**20
 
@@ -74,6 +76,10 @@ class Uploads:
     def path(self, file: UploadedFile) -> Path:
         return self.folder / file.id / DATA
 
+    def name(self, file: UploadedFile) -> str:
+        """Its path in the gallery, as jobs hold it."""
+        return str(self.path(file).relative_to(self.folder.parent))
+
     def remove(self, file_id: str) -> bool:
         """Remove a file; whether there was one."""
         if (own := self._folder(file_id)) is None:
@@ -85,6 +91,18 @@ class Uploads:
         """The folder of an id, which no path is made of before it was found among the folders that are there."""
         names = {path.name for path in self.folder.glob("file_*")}
         return self.folder / file_id if file_id in names else None
+
+
+def locate(options: Mapping[str, Any], gallery: Path) -> dict[str, Any]:
+    """The options of a job with the paths of its files in a gallery, wherever that lay when the job was queued."""
+    located = dict(options)
+    for name in MEDIA_FIELDS.values() & options.keys():
+        if isinstance(options[name], str):
+            located[name] = str(gallery.joinpath(*Path(options[name]).parts[-3:]))  # earlier versions: absolute
+    if "lora" in options:
+        files = [gallery.joinpath(*Path(each["file"]).parts[-2:]) for each in options["lora"]]
+        located["lora"] = [{**each, "file": str(file)} for each, file in zip(options["lora"], files, strict=True)]
+    return located
 
 
 def _look(path: Path, filename: str, file_id: str) -> UploadedFile:

@@ -198,14 +198,14 @@ class Forms:
         return below if wanted - below <= above - wanted else above
 
     def _media(self, own: list[str], field: str, value: Any) -> str:
-        """The path of an image or clip: a file of the request, an id of an upload, or a data: URL.
+        """The path in the gallery of an image or clip: a file of the request, an id of an upload, or a data: URL.
 
         own: gets the ids of the files that the request brings.
         """
         if isinstance(value, UploadFile):
             file = self.uploads.add(value.filename or "", value.file)
             own.append(file.id)
-            return str(self.uploads.path(file))
+            return self.uploads.name(file)
         if isinstance(value, str) and value.lstrip().startswith("{"):
             try:
                 value = json.loads(value)
@@ -222,13 +222,13 @@ class Forms:
                 own.append(file.id)
             case _:
                 raise InputError(f'{field}: expected {{"file_id": ID}} of /v1/files, or {{"image_url": "data:..."}}')
-        return str(self.uploads.path(file))
+        return self.uploads.name(file)
 
     def _adapter(self, name: str) -> str:
         if name not in self._adapter_names():
             known = ", ".join(self._adapter_names()) or "none"
             raise InputError(f"lora: there is no adapter {name[:80]!r} here; there are: {known}")
-        return str(self.adapters / f"{name}.safetensors")
+        return f"{self.adapters.name}/{name}.safetensors"
 
 
 def _faults_of(message: str) -> list[tuple[str, str]]:

@@ -9,11 +9,13 @@ import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import MAX_STARTS, JobFolder, JobRecord
 from cogvideox_flax.serve.events import EventLog
+from cogvideox_flax.serve.files import locate
 from cogvideox_flax.serve.maker import STAGES, Maker, Making, Progress, ServedModel, Stopped, mesh_of, speed_key
 
 if typing.TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Worker(threading.Thread):
     ):
         super().__init__(name="worker", daemon=True)
         self.jobs, self.events, self.show_progress = jobs, events, progress
-        self.home = home or ThisProcess()
+        self.home, self.gallery = home or ThisProcess(), jobs.folder.parent
         self.models = {model.name: model for model in models}
         self.manifests: dict[str, Manifest] = {}
         self.dtypes: dict[str, str] = {}
@@ -155,7 +157,7 @@ class Worker(threading.Thread):
         self.device = self.home.describe()
 
     def resolve(self, model: str, options: Mapping[str, Any]) -> Run:
-        """What options mean for a model.
+        """What options mean for a model; images, clips and adapters as paths in the gallery.
 
         Raises:
             InputError: it cannot serve them.
@@ -163,7 +165,7 @@ class Worker(threading.Thread):
         from cogvideox_flax.generate.request import GenerationRequest
         from cogvideox_flax.generate.resolve import resolve
 
-        request = GenerationRequest(**{"lora": [], **options})
+        request = GenerationRequest(**{"lora": [], **locate(options, self.gallery)})
         return resolve(request, self.manifests[model], self.dtypes[model])
 
     def step_seconds(self, model: str, run: Run) -> float | None:
@@ -187,6 +189,7 @@ class Worker(threading.Thread):
 
     def _make(self, job: JobRecord, make: Make) -> None:
         self.running[job.id] = Progress()
+        job = replace(job, options=locate(job.options, self.gallery))
         began = time.monotonic()
         try:
             self.events.publish("started", job.id, stage="load")
@@ -246,7 +249,7 @@ class Worker(threading.Thread):
 
     def without_paths(self, message: str) -> str:
         """A message for clients, who see nothing of where the server keeps its files."""
-        folder = self.jobs.folder.parent
+        folder = self.gallery
         for text in {str(folder.resolve()), str(folder.absolute()), str(folder)}:
             message = message.replace(f"{text}/", "")
         return message

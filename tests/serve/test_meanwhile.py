@@ -2,12 +2,14 @@
 
 import asyncio
 import errno
+import io
 import shutil
 import threading
 import time
 
 import numpy as np
 import pytest
+from PIL import Image
 
 pytest.importorskip("starlette")
 from starlette.testclient import TestClient
@@ -15,6 +17,7 @@ from starlette.testclient import TestClient
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder
 from cogvideox_flax.io.video import save_video
+from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME
 from cogvideox_flax.serve.api import Api
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import Uploads
@@ -167,3 +170,41 @@ def test_a_job_whose_process_is_lost_is_another_threads_at_once(api, monkeypatch
     published.set()
     other.join(10)
     assert api.jobs.get(record.id).status == "completed" and order == ["second begins", "second ends"]
+
+
+@pytest.mark.parametrize("stored", ["now", "by earlier versions"])
+def test_a_gallery_that_was_moved(stored, tmp_path):
+    """Images, clips and adapters of its jobs are found where it lies now."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with JobFolder(old / "jobs") as jobs:
+        Image.new("RGB", (64, 64)).save(image := io.BytesIO(), "PNG")
+        file = Uploads(old / "files").add("a.png", image.getvalue())
+        (old / "adapters").mkdir()
+        shutil.copy(EMBEDDED_ADAPTERS["embedded-four-steps"] / FILE_NAME, old / "adapters" / "fast.safetensors")
+        options = {"prompt": "x", "image": f"files/{file.id}/data"}
+        options["lora"] = [{"file": "adapters/fast.safetensors", "scale": 1.0}]
+        if stored == "by earlier versions":
+            options["image"] = str(old / options["image"])
+            options["lora"][0]["file"] = str(old / options["lora"][0]["file"])
+        record = jobs.add("embedded-image-to-video", options, FACTS)
+        jobs.complete(record.id, recipe={})
+    old.rename(new)
+    with JobFolder(new / "jobs") as jobs:
+        worker = Worker(jobs, [ServedModel("embedded-image-to-video", "embedded-image-to-video")], EventLog(new / "n"))
+        worker._look()
+        worker.ready.set()
+        api = Api(jobs, worker, worker.events, Uploads(new / "files"), adapters=new / "adapters", max_queue=9)
+        answer = client(api).post(f"/v1/videos/{record.id}/remix", json={"seed": 1})
+        assert answer.status_code == 202, answer.text
+        assert answer.json()["options"]["image"] == {"file_id": file.id}
+        queued = jobs.get(answer.json()["id"])
+        assert str(old) not in repr(queued) or stored == "by earlier versions"
+        begun = []
+
+        def make(job, is_stopped):
+            begun.append(job)
+            yield "made", {"speed": ["", None]}
+
+        worker.make_next(make)
+        assert begun[0].options["image"] == str(new / "files" / file.id / "data")
+        assert begun[0].options["lora"][0]["file"] == str(new / "adapters" / "fast.safetensors")
