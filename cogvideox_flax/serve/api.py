@@ -262,6 +262,8 @@ class Api:
 
     def video(self, record: JobRecord) -> dict[str, Any]:
         """A job, as clients see it."""
+        last_event = self.events.last  # before its state is read: what comes after this is news
+        record = self.jobs.get(record.id) or record
         facts, steps = record.facts, record.facts["num_inference_steps"]
         url = f"/v1/videos/{record.id}"
         done = record.status == "completed"
@@ -295,6 +297,7 @@ class Api:
             "recipe_url": f"{url}/recipe" if done else None,
             "options": _as_asked(record.options),
             "metadata": record.client.get("metadata") or {},
+            "event_id": last_event,
         }
 
     async def estimate(self, request: Request) -> Response:

@@ -16,9 +16,11 @@ _VIDEO = {
     "progress": "integer",
     "created_at": "integer",
     "completed_at": "integer",
+    "expires_at": "integer",
     "size": "string",
     "seconds": "string",
     "error": "object",
+    "remixed_from_video_id": "string",
     "num_frames": "integer",
     "fps": "integer",
     "seed": "integer",
@@ -28,10 +30,16 @@ _VIDEO = {
     "step": "integer",
     "steps": "integer",
     "eta_seconds": "number",
+    "inference_time_s": "number",
+    "stage_durations": "object",
+    "peak_memory_mb": "number",
+    "media_type": "string",
     "content_url": "string",
     "preview_url": "string",
     "recipe_url": "string",
     "options": "object",
+    "metadata": "object",
+    "event_id": "integer",
 }
 
 _ROUTES = {

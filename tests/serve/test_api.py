@@ -51,6 +51,9 @@ def test_a_video_is_the_one_of_the_library(server, made, tmp_path):
     assert {**recipe, "seconds": None} == {**read_metadata(own), "seconds": None}
     assert made["progress"] == 100 and made["size"] == "64x64" and made["seconds"] == "2.125"
     assert made["queue_position"] is None and made["inference_time_s"] > 0
+    assert {"encode", "denoise", "decode"} <= set(made["stage_durations"])
+    assert sum(made["stage_durations"].values()) == pytest.approx(made["inference_time_s"], rel=0.1, abs=0.1)
+    assert made["peak_memory_mb"] is None  # which CPUs do not report
 
 
 def test_parts_of_a_video_are_sent(server, made):
@@ -287,7 +290,7 @@ def test_an_estimate_knows_earlier_videos(server, made):
     assert server.client.post("/v1/videos/estimate", json={"prompt": "x", "height": 17}).status_code == 422
 
 
-def test_models_and_openapi(server):
+def test_models_and_openapi(server, made):
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["id"] == "embedded" and model["inputs"] == ["video"]
     assert model["fields"]["num_frames"]["x-recommended"] == 17
@@ -296,7 +299,9 @@ def test_models_and_openapi(server):
     described = server.client.get("/openapi.json").json()
     fields = described["components"]["schemas"]["CreateVideo"]["properties"]
     assert {"prompt", "size", "n", "guidance_scale", "input_reference"} <= set(fields)
-    assert server.client.get("/health").json()["status"] in ("ready", "busy")
+    assert set(described["components"]["schemas"]["Video"]["properties"]) == set(made)
+    health = server.client.get("/health").json()
+    assert health["status"] in ("ready", "busy") and "cpu" in health["device"]
 
 
 # --- events
@@ -328,6 +333,7 @@ def test_events_of_a_video(server):
     steps = [data["step"] for kind, _, data in events if kind == "progress" and data["stage"] == "denoise"]
     assert steps == sorted(steps) and steps[-1] == 20
     assert events[-1][2]["video"]["status"] == "completed"
+    assert video["event_id"] >= ids[0]  # what the answer holds is not told again to who follows from there
     # a client that comes back has what it missed, and no more
     after = ids[kinds.index("preview")]
     with server.client.stream("GET", "/v1/events", headers={"last-event-id": str(after)}) as response:
@@ -410,6 +416,8 @@ def test_a_killed_server_goes_on(tmp_path):
     server = Server(folder)
     try:
         assert server.client.get(done["content_url"]).status_code == 200
+        estimate = server.client.post("/v1/videos/estimate", json={"prompt": "x"}).json()
+        assert estimate["seconds"] > 0  # by the videos of the gallery
         finished = [server.wait(each["id"], "completed") for each in (long, later)]
         assert "going on after step" in server.log.read_text()
         assert int(server.client.get(f"/v1/videos/{later['id']}").headers["etag"].strip('"')) > int(last.strip('"'))
