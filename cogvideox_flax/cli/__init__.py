@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_process = argv is None  # it is this command's and ends with it
     args = make_parser().read(sys.argv[1:] if argv is None else argv)
     reporting.set_up(args)
-    libtpu.quiet_without_tpu()
+    if args.command != "serve":  # which answers before its thread imports JAX
+        libtpu.quiet_without_tpu()
     try:
         return _main(args, is_process)
     finally:

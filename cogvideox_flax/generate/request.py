@@ -1,6 +1,6 @@
 """Everything that a user can ask of a run: each option once, with its default, its help and what it takes.
 
-No JAX, so that the command line answers at once.
+No JAX and no arrays, so that the command line and the server answer at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from jaxtyping import Float
-
 from cogvideox_flax.errors import InputError
-from cogvideox_flax.io.clips import FITS
 from cogvideox_flax.io.limits import MAX_CRF, MAX_WRITTEN_FPS
 from cogvideox_flax.io.values import expected_of, is_finite_number, short_repr, typed
 
 if TYPE_CHECKING:
+    from jaxtyping import Float
+
     from cogvideox_flax.generate.media import Media
     from cogvideox_flax.schedulers import Scheduler
 
@@ -417,7 +416,7 @@ class GenerationRequest:
         "images of another aspect ratio: crop uses their middle, stretch distorts them as the reference does",
         group=INPUTS,
         stage="encode",
-        choices=_names(FITS),
+        choices=_names(("crop", "stretch")),
     )
     image_scale: float | None = option(
         None,
@@ -572,8 +571,8 @@ def option_names() -> dict[str, str]:
 
 @cache
 def types_of(kind: type) -> dict[str, Any]:
-    """Field of a dataclass of options -> its type; a scheduler is held by its name."""
-    return typing.get_type_hints(kind, localns={"Scheduler": str})
+    """Field of a dataclass of options -> its type, of arrays Any; a scheduler is held by its name."""
+    return typing.get_type_hints(kind, localns={"Scheduler": str, "Float": typing.Annotated})
 
 
 def check_option(name: str, value: Any, kind: type = GenerationRequest) -> Any:

@@ -12,8 +12,6 @@ from PIL import Image
 
 from cogvideox_flax.io.source import Frame, Frames, VideoSource
 
-FITS = ("crop", "stretch")
-"""How an image of another aspect ratio becomes that of the run: its middle, or all of it, distorted."""
 _MAX_WHOLE = 8
 """How many times the pixels of the result a frame may have after it is resized, before it is cropped."""
 
@@ -42,7 +40,7 @@ class Resampled:
 
         Args:
             indices: of frames at the new rate, 0 to count - 1; one may occur several times in a row.
-            fit: one of `FITS`.
+            fit: "crop" or "stretch".
 
         Raises:
             InputError: a frame cannot be decoded.

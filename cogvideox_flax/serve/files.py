@@ -11,8 +11,6 @@ from typing import Any, BinaryIO
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import new_id
 from cogvideox_flax.io.atomic import write_json
-from cogvideox_flax.io.images import is_one_image, read_image
-from cogvideox_flax.io.source import format_of
 from cogvideox_flax.io.values import load_json, printable
 from cogvideox_flax.serve.fields import MEDIA_FIELDS
 
@@ -107,6 +105,8 @@ def locate(options: Mapping[str, Any], gallery: Path) -> dict[str, Any]:
 
 def _look(path: Path, filename: str, file_id: str) -> UploadedFile:
     """The facts of an image or a clip. A frame is decoded, so that what is damaged is refused at once."""
+    from cogvideox_flax.io.images import is_one_image, read_image
+    from cogvideox_flax.io.source import format_of
     from cogvideox_flax.io.video import open_video
 
     try:

@@ -67,7 +67,9 @@ class ThisProcess:
     most_starts = MAX_STARTS
 
     def open(self) -> None:
-        pass
+        from cogvideox_flax.runtime import libtpu
+
+        libtpu.quiet_without_tpu()
 
     def check(self, name: str, model: ServedModel, manifest: Manifest, dtype: str) -> None:
         from cogvideox_flax.generate.resolve import check_model

@@ -167,8 +167,17 @@ def test_every_wait_for_a_process_or_thread_has_a_limit():
                 assert "timeout" in given, f"{where} may wait forever"
 
 
-def test_the_command_line_answers_without_jax():
-    code = "import sys, cogvideox_flax.cli as cli; cli.make_parser(); assert not {'jax', 'flax'} & set(sys.modules)"
+def test_the_command_line_and_the_server_answer_without_jax():
+    code = """
+import sys
+from cogvideox_flax import cli
+from cogvideox_flax.cli import serve
+import cogvideox_flax.serve.api
+serve.serve = lambda args: None  # what it imports is imported by now
+assert cli.main(["serve"]) == 0
+found = {"jax", "flax", "numpy", "PIL", "jaxtyping", "huggingface_hub"} & set(sys.modules)
+assert not found, found
+"""
     run = processes.run([sys.executable, "-c", code], cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
