@@ -9,6 +9,7 @@ import time
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -563,3 +564,58 @@ def test_streams_that_never_read_and_requests_in_between(server):
         for stream in streams:
             stream.close()
     assert server.client.get("/health").status_code == 200
+
+
+KINDS_OF_REQUESTS = {
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n": 200,
+    b"GET /v1/videos?limit=1 HTTP/1.1\r\nHost: localhost\r\n\r\n": 200,
+    b"GET /v1/videos/video_no HTTP/1.1\r\nHost: localhost\r\n\r\n": 404,
+    b"GET /health HTTP/1.1\r\nHost: rebound.example\r\n\r\n": 403,
+    b"POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{": 422,
+}
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(10, marks=pytest.mark.further)])
+def test_a_thousand_requests_a_second(server, seconds):
+    """Each has its answer, and the device goes on meanwhile."""
+    video = server.create(num_inference_steps=100)
+    address, connections, faults = (server.client.base_url.host, server.client.base_url.port), 20, []
+    kinds = list(KINDS_OF_REQUESTS.items())
+
+    def ask(first):
+        with socket.create_connection(address, timeout=60) as connection, connection.makefile("rb") as answers:
+            start = time.monotonic()
+            for i in range(1000 * seconds // connections):
+                time.sleep(max(0.0, start + i * connections / 1000 - time.monotonic()))
+                request, expected = kinds[(first + i) % len(kinds)]
+                connection.sendall(request)
+                status, length = int(answers.readline().split()[1]), 0
+                while (line := answers.readline()) != b"\r\n":
+                    if line.lower().startswith(b"content-length:"):
+                        length = int(line.split(b":")[1])
+                body = answers.read(length)
+                if status != expected:
+                    faults.append((request, status, body))
+
+    threads = [threading.Thread(target=ask, args=[i]) for i in range(connections)]
+    for thread in threads:
+        thread.start()
+    steps = set()
+    while any(thread.is_alive() for thread in threads):
+        steps.add(server.client.get(f"/v1/videos/{video['id']}").json()["progress"])
+        time.sleep(0.1)
+    assert not faults
+    assert len(steps) > 2, steps
+    server.wait(video["id"], "completed")
+
+
+@pytest.mark.further  # a minute
+def test_two_hundred_videos_do_not_grow_the_server(tmp_path):
+    resident = lambda: psutil.Process(server.process.pid).memory_info().rss / 2**20  # noqa: E731
+    sizes = {}
+    with serving(tmp_path / "gallery", "--max-queue", "8") as server:
+        for i in range(1, 201):
+            server.wait(server.create(num_inference_steps=1, seed=i)["id"], "completed")
+            if i in (50, 200):
+                sizes[i] = resident()
+    assert sizes[200] < sizes[50] + 8, sizes  # MiB; the records of 150 jobs are some of it
