@@ -96,22 +96,23 @@ class Maker:
 
     def __init__(self, models: Mapping[str, ServedModel], dtypes: Mapping[str, str], *, progress: bool):
         self.models, self.dtypes, self.show_progress = models, dtypes, progress
-        self._open: dict[str, Pipeline] = {}
+        self._open: dict[str, tuple[Pipeline, bool]] = {}
 
-    def pipeline(self, name: str) -> Pipeline:
-        """A model, opened. Others are closed where they do not fit beside it."""
+    def pipeline(self, name: str) -> tuple[Pipeline, bool]:
+        """A model, opened, and whether all of it fits at once. Others are closed where they do not fit beside it."""
         from cogvideox_flax.generate.pipeline import Pipeline
 
         if name not in self._open:
             model = self.models[name]
             how: Any = {"revision": model.revision, "variant": model.variant, "progress": self.show_progress}
             pipe = Pipeline.from_pretrained(model.where, self.dtypes[name], mesh_of(model), **how)
-            if self._open and not (pipe.fits_at_once() and all(each.fits_at_once() for each in self._open.values())):
+            fits = pipe.fits_at_once()
+            if self._open and not (fits and all(others for _, others in self._open.values())):
                 log.info("%s does not fit beside %s, which is closed", name, " and ".join(self._open))
-                for other in self._open.values():
+                for other, _ in self._open.values():
                     other.unload()
                 self._open.clear()
-            self._open[name] = pipe
+            self._open[name] = pipe, fits
         return self._open[name]
 
     def make(
@@ -139,12 +140,12 @@ class Maker:
         from cogvideox_flax.runtime.settings import in_own_settings
 
         clock = _Clock()
-        pipe, model = self.pipeline(name), self.models[name]
+        (pipe, fits), model = self.pipeline(name), self.models[name]
         run = pipe.resolve(GenerationRequest(**{"lora": [], **options}))
         run = run.varied(**{field: _by_id(getattr(run.request, field)) for field in MEDIA_FIELDS.values()})
         identity: Any = {"model_id": model.where or "embedded", "revision": model.revision}
         store = RunDirectory(folder=stages, fingerprints=pipe.fingerprints(), **identity)
-        events, preview = generate(pipe, run, store, keep=pipe.fits_at_once()), None
+        events, preview = generate(pipe, run, store, keep=fits), None
         if pipe.manifest.preview_matrix is not None:
             preview = folder / PREVIEW
             events = Preview(pipe.manifest, preview, overwrite=True).watch(events)
