@@ -18,11 +18,12 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME
+from cogvideox_flax.serve import worker
 from cogvideox_flax.serve.api import Api
 from cogvideox_flax.serve.events import EventLog
 from cogvideox_flax.serve.files import Uploads
 from cogvideox_flax.serve.maker import VIDEO, ServedModel
-from cogvideox_flax.serve.worker import Lost, Worker
+from cogvideox_flax.serve.worker import Lost, ThisProcess, Worker
 
 FACTS = {"width": 64, "height": 64, "num_frames": 9, "fps": 8, "seed": 0, "num_inference_steps": 2}
 
@@ -119,6 +120,53 @@ def test_the_disk_is_full(api, video, monkeypatch):
     monkeypatch.setattr(api.jobs, "add", add)
     answer = client(api).post("/v1/videos", json={"prompt": "x"})
     assert answer.status_code == 507 and "No space left" in answer.text
+
+
+def test_a_full_queue(api):
+    api.max_queue = 1
+    api.worker._look()
+    api.worker.ready.set()
+    answers = [client(api).post("/v1/videos", json={"prompt": "x"}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [202, 429] and answers[1].headers["retry-after"]
+
+
+def test_a_queue_survives_what_cannot_be_written(api, tmp_path, monkeypatch):
+    """A job whose state cannot be written does not end the thread that makes the others."""
+    monkeypatch.setattr(worker, "RETRY_S", 0.02)
+    broken, good = (api.jobs.add("embedded", {"prompt": "x"}, FACTS) for _ in range(2))
+    folder = api.jobs.path(broken.id)
+    folder.rename(tmp_path / "away")
+    folder.write_text("as if the disk were full")
+
+    class Home(ThisProcess):
+        tries = 0
+
+        def run(self, worker):
+            while not worker.stopping.is_set():
+                worker.make_next(self.make)
+                self.tries += 1
+
+        def make(self, job, is_stopped):
+            yield "made", {"speed": ["", None]}
+
+    api.worker.home = Home()
+    api.worker.start()
+    try:
+        wait_until(lambda: api.worker.home.tries > 2)
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        for job in (broken, good):
+            wait_until(lambda: api.jobs.get(job.id).status == "completed")  # noqa: B023
+    finally:
+        api.worker.stop()
+        api.worker.join(10)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("ends", ["made", "failed"])
