@@ -80,10 +80,10 @@ class Actor:
         try:
             with run_dir_lock(stages, temporary=True), tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
-                for name, data in media.items():
+                for name, content in media.items():
                     path = folder / Path(options[name]).parent.name / "data"  # recipes name the folder
                     path.parent.mkdir()
-                    path.write_bytes(data)
+                    path.write_bytes(content)
                     options[name] = str(path)
                 for kind, data in self.maker.make(model, options, folder, stages, lambda: self._stopping == call):
                     yield kind, data | ({"content": (folder / FILES[kind]).read_bytes()} if kind in FILES else {})
