@@ -1,13 +1,16 @@
 """`generate --prompt-file --ray` and `serve --ray` over a real cluster of this machine."""
 
 import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -16,17 +19,24 @@ from PIL import Image
 
 from cogvideox_flax.cli import main
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.generate.jobs import JobFolder, JobRecord
 from cogvideox_flax.generate.pipeline import Pipeline
 from cogvideox_flax.generate.store import run_dir_lock
 from cogvideox_flax.io.video import read_metadata, read_video
+from cogvideox_flax.serve import actors
 from cogvideox_flax.serve import cluster as serve
 from cogvideox_flax.serve.actors import Actor
 from cogvideox_flax.serve.maker import Stopped
+from cogvideox_flax.serve.worker import Lost
 from tests.support.servers import ROOT, Server, serving
 
 ray = pytest.importorskip("ray")
 
 LINES = 12
+
+DIED = ray.exceptions.ActorDiedError()
+
+TASK_FAULT = ray.exceptions.RayTaskError("make", "", KeyError("x"), proctitle="p", pid=1, ip="0")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +109,10 @@ def test_a_server_over_a_cluster(cluster, tmp_path):
     models = ["--model", "embedded", "--model", "embedded-image-to-video"]
     how = ["--ray", cluster.address, "--ray-worker", "CPU=1"]
     with serving(tmp_path / "gallery", *models, *how) as server:
-        first, second = (server.create(num_inference_steps=120, seed=seed) for seed in (1, 2))
-        for video in (first, second):  # at once
-            server.wait_for_step(video["id"], 3)
+        first = server.create(num_inference_steps=1000)
+        server.wait_for_step(first["id"], 1)
+        second = server.create(num_inference_steps=120, seed=2)
+        server.wait_for_step(second["id"], 3)
         assert len(workers("Actor")) == 2 and "Ray cluster" in server.client.get("/health").json()["device"]
         assert server.client.post(f"/v1/videos/{first['id']}/cancel").status_code == 202
         stopped = server.wait(first["id"], "failed", seconds=10)
@@ -150,6 +161,38 @@ def test_the_files_of_a_job_on_their_way(tmp_path):
     with run_dir_lock(tmp_path / "stages"):
         ((kind, data),) = actor.make(*job)
     assert kind == "busy" and "another run is at work" in data["reason"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "raised", "is_alive"),
+    [
+        ([DIED], Stopped, False),  # while it had nothing to do: the job is another's, and no start of it counts
+        ([None, ("progress", {}), DIED], Lost, False),
+        ([None, TASK_FAULT], KeyError, True),
+        ([None, ("refused", {"reason": "no"})], InputError, True),
+        ([None, ("stopped", {})], Stopped, True),
+        ([None, ("busy", {})], Stopped, True),
+    ],
+    ids=["died idle", "died at work", "program", "refused", "stopped", "busy"],
+)
+def test_how_a_job_of_a_server_ends(answers, raised, is_alive, tmp_path, monkeypatch):
+    monkeypatch.setattr(actors, "LOOK_EVERY_S", 0.0)
+    script = list(answers)
+
+    def get(_):
+        if isinstance(answer := script.pop(0), Exception):
+            raise answer
+        return answer
+
+    method = SimpleNamespace(remote=lambda *args: itertools.repeat("an answer"))
+    method.options = lambda num_returns: method
+    actor = SimpleNamespace(ready=method, make=method, stop=method)
+    stand_in = SimpleNamespace(get=get, wait=lambda tasks, timeout: (tasks, []), exceptions=ray.exceptions)
+    worker = SimpleNamespace(jobs=JobFolder(tmp_path / "jobs"), stopping=threading.Event())
+    slot = actors._Slot(stand_in, actor, worker)
+    with pytest.raises(raised):
+        list(slot.make(JobRecord("video_x", 1, "embedded", {"prompt": "x"}, {}, 0.0), lambda: False))
+    assert slot.is_alive == is_alive and not script
 
 
 def test_a_server_without_a_cluster(tmp_path):
@@ -281,9 +324,6 @@ def cannot_open():
     return ray.exceptions.ActorDiedError(fault)
 
 
-DIED = ray.exceptions.ActorDiedError()
-
-
 @pytest.mark.parametrize(
     "lost",
     [
@@ -304,8 +344,7 @@ def test_the_only_worker_is_lost(lost, monkeypatch, tmp_path):
 
 
 def test_a_job_that_loses_workers_and_a_fault_of_the_program(monkeypatch, tmp_path):
-    fault = ray.exceptions.RayTaskError("make", "", KeyError("x"), proctitle="p", pid=1, ip="0")
-    simulated = SimulatedRay([{"CPU": 1.0}], makes=[DIED] * 4 + [fault])
+    simulated = SimulatedRay([{"CPU": 1.0}], makes=[DIED] * 4 + [TASK_FAULT])
     made, refused = drive(simulated, 3, {"CPU": 1.0}, monkeypatch, tmp_path)
     assert made == ["line-2"] and "lost 4 workers" in refused["line-0"] and refused["line-1"] == "KeyError: 'x'"
     assert len(simulated.killed) == 4  # a fault of the program leaves its worker alive
