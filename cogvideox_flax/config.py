@@ -67,7 +67,7 @@ def _is_valid(kind: Any, value: Any, most: int) -> bool:
 
 
 @cache
-def _field_types(kind: type) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
