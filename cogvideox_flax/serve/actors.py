@@ -115,6 +115,7 @@ class Cluster:
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
+        logging.getLogger("ray._private.worker").setLevel(logging.ERROR)  # it warns that SIGTERM is the server's
         self.ray = connect(self.address)
         self.needs = self.needs or default_needs(self.ray)
 
