@@ -164,6 +164,7 @@ class Api:
 
     def _frame(self, record: JobRecord, index: Callable[[int], int]) -> Image:
         """A frame of a video, by the count of its frames."""
+        self._check_ready()
         from PIL import Image
 
         from cogvideox_flax.io.video import open_video
@@ -301,6 +302,7 @@ class Api:
         }
 
     async def estimate(self, request: Request) -> Response:
+        await self._ready()
         values, files = await read_body(request)
         return JSONResponse(await run_in_threadpool(self._estimate, values, files))
 
@@ -380,6 +382,7 @@ class Api:
 
     async def read_recipe(self, request: Request) -> Response:
         """The recipe of a video that this library wrote, which a client sends."""
+        await self._ready()
         from cogvideox_flax.generate.recipe import read_recipe
 
         _, files = await read_body(request)
@@ -449,6 +452,7 @@ class Api:
     # --- files
 
     async def upload(self, request: Request) -> Response:
+        await self._ready()
         _, files = await read_body(request)
         if (file := files.get("file")) is None or len(files) != 1:
             raise ApiError(422, "invalid_value", "expected one multipart field `file`", [("file", "")])
@@ -503,7 +507,10 @@ class Api:
         await run_in_threadpool(self._check_ready)
 
     def _check_ready(self) -> None:
-        """Wait until the models' configs are read."""
+        """Wait until the models' configs are read.
+
+        What needs JAX waits, too: two threads that import it at once each see a part of it.
+        """
         if not self.worker.ready.wait(READY_S) or self.worker.failure is not None:
             message = "the models could not be opened" if self.worker.failure else "the models are being opened"
             raise ApiError(503, self.worker.status, message, retry_after=5)

@@ -34,6 +34,7 @@ def api(tmp_path):
     with JobFolder(tmp_path / "jobs") as jobs:
         events = EventLog(tmp_path / "next-event")
         worker = Worker(jobs, [ServedModel("embedded", None)], events, progress=False)
+        worker.ready.set()
         yield Api(jobs, worker, events, Uploads(tmp_path / "files"), adapters=tmp_path / "adapters", max_queue=9)
 
 
@@ -116,7 +117,6 @@ def test_the_disk_is_full(api, video, monkeypatch):
         raise InputError("writing failed") from OSError(errno.ENOSPC, "No space left on device")
 
     api.worker._look()
-    api.worker.ready.set()
     monkeypatch.setattr(api.jobs, "add", add)
     answer = client(api).post("/v1/videos", json={"prompt": "x"})
     assert answer.status_code == 507 and "No space left" in answer.text
@@ -125,7 +125,6 @@ def test_the_disk_is_full(api, video, monkeypatch):
 def test_a_full_queue(api):
     api.max_queue = 1
     api.worker._look()
-    api.worker.ready.set()
     answers = [client(api).post("/v1/videos", json={"prompt": "x"}) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [202, 429] and answers[1].headers["retry-after"]
 
