@@ -205,6 +205,7 @@ class Api:
         key: str | None,
         client: Mapping[str, Any],
     ) -> Response:
+        self._check_ready()
         body = digest_of({**base, **values}, files)
         if key is not None and (earlier := self._of_key(key)):
             if earlier[0].client["body"] != body:
@@ -215,7 +216,6 @@ class Api:
                 raise ApiError(404, "not_found", "there is no such video", [("video", "")])
             frame = {"model": record.model, "input_reference": {"file_id": self._last_frame(record)}}
             values = frame | {name: value for name, value in values.items() if name != "video"}
-        self._check_ready()
         wanted, model, runs = self.forms.resolve(values, files, base)
         waiting = sum(not record.is_over for record in self.jobs.all())
         if waiting + len(runs) > self.max_queue:

@@ -18,6 +18,7 @@ from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate.jobs import JobFolder
 from cogvideox_flax.io.video import save_video
 from cogvideox_flax.lora import EMBEDDED_ADAPTERS, FILE_NAME
+from cogvideox_flax.serve import api as serve_api
 from cogvideox_flax.serve import worker
 from cogvideox_flax.serve.api import Api
 from cogvideox_flax.serve.events import EventLog
@@ -48,6 +49,19 @@ def video(api):
 def client(api):
     """Without the API's lifespan, so that the worker does not start; a fault of the server is its answer."""
     return TestClient(api.app(), base_url="http://localhost", raise_server_exceptions=False)
+
+
+def test_what_reads_files_waits_until_jax_is_imported(api, video, monkeypatch):
+    """Two threads that import it at once find it half imported."""
+    monkeypatch.setattr(serve_api, "READY_S", 0.01)
+    api.worker.ready.clear()
+    image = {"file": ("a.png", b"")}
+    with client(api) as asked:
+        answers = [asked.post(f"/v1/{path}", files=image) for path in ("files", "read-recipe")]
+        answers.append(asked.get(f"/v1/videos/{video.id}/content?variant=thumbnail"))
+        answers.append(asked.post("/v1/videos", json={"prompt": "a"}))
+    assert [answer.status_code for answer in answers] == [503] * 4
+    assert {answer.json()["error"]["message"] for answer in answers} == {"the models are being opened"}
 
 
 @pytest.mark.parametrize("variant", ["video", "thumbnail"])
