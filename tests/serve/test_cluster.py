@@ -104,6 +104,7 @@ def test_a_queue_over_a_cluster(cluster, tmp_path):
     assert not (tmp_path / "clips.stages").exists() or not list((tmp_path / "clips.stages").rglob("*.safetensors"))
 
 
+@pytest.mark.further
 def test_a_server_over_a_cluster(cluster, tmp_path):
     """Two videos at once, with events and previews; one is cancelled, a worker is killed, a prompt is at fault."""
     models = ["--model", "embedded", "--model", "embedded-image-to-video"]
