@@ -90,13 +90,17 @@ def _attend_head(
         return jax.lax.optimization_barrier(padded.reshape(-1, rows, x.shape[-1]))
 
     operands = blocks(q), blocks(bound)
+    # the gradient recomputes the scores of each block, which would otherwise all be held; those of one block are
+    by_maximum = head.relative_to_maximum
+    if len(operands[0]) > 1:
+        by_maximum = jax.checkpoint(by_maximum, prevent_cse=False)
     if bounded:
         found = jax.lax.map(head.relative_to_bound, operands)
         value = min_nonzero(jnp.where(is_real[:, None], jnp.abs(v), 0).max(0))
         exact = (found[1] >= jnp.maximum(MIN_ROW_SUM, MIN_ROW_SUM_TIMES_VALUE / value)).all()
-        found = jax.lax.cond(exact, lambda: found, lambda: jax.lax.map(head.relative_to_maximum, operands))
+        found = jax.lax.cond(exact, lambda: found, lambda: jax.lax.map(by_maximum, operands))
     else:
-        found = jax.lax.map(head.relative_to_maximum, operands)
+        found = jax.lax.map(by_maximum, operands)
     reference, row_sum, out = (x.reshape(-1, x.shape[-1])[:queries] for x in found)
     return out / row_sum, (reference + jnp.log2(row_sum))[:, 0]
 

@@ -3,6 +3,8 @@
 Long sequences are computed in tiles of queries and keys with a running maximum and sum (online softmax: arXiv
 1805.02867; memory-efficient attention: arXiv 2112.05682). Short sequences are one batched product with a full score
 matrix. On a CPU, `attention.cpu` computes all but the smallest products.
+
+The gradient recomputes tile by tile (`jax.checkpoint`), so it holds no more scores than the result does.
 """
 
 from __future__ import annotations
@@ -174,11 +176,12 @@ def _attend_head(
         zeros = jnp.zeros((q_block, 1), jnp.float32)
         nothing = zeros + MASKED, zeros, jnp.zeros((q_block, dim), jnp.float32)
         step, each = (add, rest) if share is None else (add_if_attended, starts)
+        step = jax.checkpoint(step, prevent_cse=False)
         running_max, row_sum, out = jax.lax.scan(step, add(nothing, firsts)[0], each)[0]
         return (out / row_sum).astype(dtype), (scale * running_max + jnp.log2(row_sum))[:, 0]
 
     blocks = jnp.pad(q, ((0, -queries % q_block), (0, 0))).reshape(-1, q_block, dim)
-    out, log_sum_exp = jax.lax.map(attend_block, blocks)
+    out, log_sum_exp = jax.lax.map(jax.checkpoint(attend_block, prevent_cse=False), blocks)
     return out.reshape(-1, dim)[:queries], log_sum_exp.reshape(-1)[:queries]
 
 
@@ -230,7 +233,7 @@ def attend_to_listed(
             values = v[tiles].reshape(-1, dim)
             return jnp.matmul(p, values, preferred_element_type=jnp.float32, precision=precision(q.dtype))
 
-        return jax.lax.map(one_tile, (q, tiles, counts)).astype(q.dtype)
+        return jax.lax.map(jax.checkpoint(one_tile, prevent_cse=False), (q, tiles, counts)).astype(q.dtype)
 
     by_head = [x.reshape(batch * heads, *x.shape[2:]) for x in lists]
     out = jax.lax.map(one_head, (*map(in_tiles, (q, k, v)), *by_head, kv_len.repeat(heads)))

@@ -12,6 +12,7 @@ import pytest
 from benchmarks import stock_attention
 from cogvideox_flax import sharding
 from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
+from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.nn.platforms import compiling_for
@@ -202,6 +203,44 @@ def test_never_holds_the_score_matrix():
     scores = 48 * 17776**2 * 4
     copies = 5 * 17776 * 48 * 64 * 4  # q, k, v and the result by heads, and one to spare
     assert memory.temp_size_in_bytes < copies < scores / 30
+
+
+def listed(q, k, v, *_, dtype):
+    """Each tile of queries attends to the first three tiles of keys."""
+    batch, tokens, heads, _ = q.shape
+    n = tokens // 128
+    lists = TileLists(jnp.broadcast_to(jnp.arange(3), (batch, heads, n, 3)), jnp.full((batch, heads, n), 3))
+    return (xla.attend_to_listed(128, q, k, v, lists, jnp.full(batch, k.shape[1])),)
+
+
+@pytest.mark.parametrize("tokens", [17_792, 45_184])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("form", ["tiled", "cpu", "listed", "first", "splash", "triton"])
+def test_the_gradient_holds_no_scores(form, dtype, tokens):
+    """What it keeps of the forward pass is at most six times the queries."""
+    of_lists = {"listed": listed, "first": partial(xla.tiled, share=0.5)}
+    run, shape = (FORMS | of_lists)[form], jax.ShapeDtypeStruct((1, tokens, 2, 64), dtype)
+    length = jnp.int32(tokens) if form == "first" else None
+    f = lambda *args: jax.vjp(lambda *qkv: run(*qkv, length, dtype=dtype), *args)[1]  # noqa: E731
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(f, shape, shape, shape)))
+    assert kept <= 6 * shape.size * shape.dtype.itemsize
+
+
+@pytest.mark.parametrize("form", ["tiled", "cpu", "listed"])
+def test_the_gradient_that_recomputes_is_that_which_does_not(form, monkeypatch):
+    monkeypatch.setattr(cpu, "TILE", 2**18)
+    q, k, v = random(1280, 2304, batch=1, heads=2, dim=32)
+
+    def gradient():
+        run = lambda *qkv: (FORMS | {"listed": listed})[form](*qkv, None, dtype=jnp.float32)[0]  # noqa: E731
+        return jax.jit(jax.grad(lambda *qkv: (run(*qkv) * jnp.arange(32)).sum(), (0, 1, 2)))(q, k, v)
+
+    found = gradient()
+    monkeypatch.setattr(jax, "checkpoint", lambda f, **_: f)
+    # on a CPU, XLA fuses what is recomputed with what it is for, and rounds in other places
+    rounding = 1e-6 if form == "cpu" else 1e-7
+    for a, b in zip(found, gradient(), strict=True):
+        np.testing.assert_allclose(a, b, atol=rounding * float(jnp.abs(b).max()))
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 4, 1), (1, 1, 2), (2, 2, 2)])
