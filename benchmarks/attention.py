@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention [--tokens 17776 39826 45106] [--heads 12] [--head-dim 64] [--json FILE]
     python -m benchmarks.attention --search       # tries tile sizes and writes the kernel's table
+    python -m benchmarks.attention --gradient     # the kernel of the gradient
 
 Each kernel is compiled ahead of time by libtpu. The number of bundles that run, one per cycle at 1.75 GHz, gives the
 time of one layer's attention on one chip, without memory stalls. Two modes of a head are reported: `bounded`, where
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=12, help="of one chip")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--search", action="store_true", help="try tile sizes and write the winners to the table")
+    parser.add_argument("--gradient", action="store_true", help="the kernel of the gradient alone")
     parser.add_argument("--without-stock", action="store_true", help="leave JAX's own kernel out")
     args = parser.parse_args()
     start = time.perf_counter()
@@ -57,6 +59,11 @@ def main() -> int:
         if args.search:
             search(dump, [shape(n) for n in args.tokens])
         print(f"{args.heads} heads of {args.head_dim}, bfloat16, one v6e chip, modelled from the static schedule\n")
+        if args.gradient:
+            for tokens in args.tokens:
+                ms, least = gradient_ms(dump, shape(tokens)), gradient_floor_ms(shape(tokens))
+                print(f"{tokens} tokens: the gradient takes {ms:.2f} ms, the matrix unit's least {least:.2f} ms")
+            return 0
         columns = ("tokens", "q, chunk, slice", "bounded ms", "shifted ms", "matrix unit's least ms", "jax splash ms")
         about = {"topology": TOPOLOGY, "heads": args.heads, "head_dim": args.head_dim}
         report = Report(args.json, columns, tpu.PACKAGES, **about)
@@ -158,6 +165,28 @@ def stock_ms(dump: Path, shape: Shape) -> float:
     steps = math.ceil(shape.tokens / stock.Q_BLOCK) * math.ceil(shape.tokens / stock.KV_BLOCK)
     inner = sum(schedule.loops) * (stock.KV_BLOCK // stock.COMPUTE)
     return 1e3 * shape.heads * steps * (schedule.step + inner) / tpu.CLOCK
+
+
+def gradient_ms(dump: Path, shape: Shape) -> float:
+    """The kernel of the gradient."""
+    import jax
+    import jax.numpy as jnp
+
+    from cogvideox_flax.attention import splash, splash_backward
+
+    schedules, _ = _compile(dump, shape, lambda *args: jax.vjp(splash.attend, *args)[1](args[0]), splash_backward.NAME)
+    step, (whole, half) = schedules[0].step, schedules[0].loops  # those of its calls are as long
+    blocks = splash_backward.Blocks.choose(shape.tokens, shape.tokens, shape.dim, jnp.bfloat16)
+    full, rest = divmod(shape.tokens, blocks.kv)
+    inner = full * whole + (0 if rest == 0 else half if rest <= blocks.kv / 2 else whole)
+    spent = step * math.ceil(shape.tokens / blocks.kv) + inner * (blocks.queries // blocks.q)
+    return 1e3 * shape.heads * blocks.calls * spent / tpu.CLOCK
+
+
+def gradient_floor_ms(shape: Shape) -> float:
+    """Two products as K Q^T, three as V^T P; see MXU_ROWS."""
+    least = 2 * math.ceil(shape.dim / MXU_ROWS) + 3 * shape.dim / MXU_ROWS
+    return 1e3 * least * shape.heads * shape.tokens**2 / 1024 / tpu.CLOCK
 
 
 def search(dump: Path, shapes: list[Shape]) -> None:

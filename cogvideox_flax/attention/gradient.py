@@ -1,4 +1,5 @@
-"""A gradient for attention kernels: that of the plain XLA form, which recomputes attention."""
+"""What attention kernels have in common, and a gradient for those without a kernel for it: that of the plain XLA form,
+which recomputes attention tile by tile."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ class Static(NamedTuple):
     tile_sizes: None is the kernel's own choice.
     interpret: run the Pallas kernel in interpret mode.
     with_lse: return log_sum_exp too; see `xla.attend_with_lse`.
+    dtype: of the result; None: that of the queries.
     first_head: of k; see `own_keys`.
     """
 
     tile_sizes: Any
     interpret: bool
     with_lse: bool
+    dtype: Any = None
     first_head: int | None = None
 
 

@@ -32,13 +32,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from cogvideox_flax.attention import xla
+from cogvideox_flax.attention import splash_backward, xla
 from cogvideox_flax.attention.bounds import min_nonzero, norms
-from cogvideox_flax.attention.gradient import Static, own_keys, with_plain_gradient
+from cogvideox_flax.attention.gradient import Static, own_keys
 from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUBLANES, kernel, sparse_kernel
 from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes, fit_key_block
@@ -58,6 +59,9 @@ SHIFTED_VALUE = 2.0**40
 """Values of a shifted head are below this."""
 
 NAME = "cogvideox_splash"
+
+SAVED = "attn_out", "attn_lse"
+"""Names, for policies of `jax.checkpoint`, of the result and of log_sum_exp, from which the gradient is computed."""
 
 SPARSE_NAME = "cogvideox_sparse_splash"
 
@@ -80,7 +84,8 @@ def attend(
 ) -> Float[Array, "B Q N K"]:
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
 
-    The gradient is that of the plain XLA form, which recomputes attention.
+    The gradient is a kernel too, `attention.splash_backward`, from the result and log_sum_exp. These are named for
+    policies of `jax.checkpoint`: SAVED.
 
     Args:
         q, k, v: bfloat16 or float32.
@@ -106,13 +111,55 @@ def attend_with_lse(
     interpret: bool = False,
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
     """Attention and log_sum_exp; see `xla.attend_with_lse`. Errors as for `attend`."""
-    out, log_sum_exp = _attend(Static(tile_sizes, interpret, with_lse=True), q, k, v, kv_len)
-    return out, log_sum_exp
+    static = Static(tile_sizes, interpret, with_lse=True, dtype=jnp.float32)
+    out, log_sum_exp = _attend(static, q, k, v, kv_len)
+    return out, log_sum_exp.swapaxes(1, 2)
 
 
-@with_plain_gradient
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
-    """The result, and log_sum_exp if wanted."""
+    """The result, and log_sum_exp [B, N, Q] if wanted."""
+    return _results(static, q, k, v, kv_len)
+
+
+def _forward(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[tuple[Array, ...], tuple]:
+    results = _results(static._replace(with_lse=True), q, k, v, kv_len)
+    out, log_sum_exp = map(checkpoint_name, results, SAVED)
+    return (out, log_sum_exp)[: 1 + static.with_lse], (q, k, v, kv_len, out.astype(q.dtype), log_sum_exp)
+
+
+def _backward(static: Static, saved: tuple[Array, ...], grads: tuple[Array, ...]) -> tuple[Array | None, ...]:
+    q, all_k, v, kv_len, out, log_sum_exp = saved
+    k, back = jax.vjp(lambda k: own_keys(k, v, static.first_head), all_k)
+    (batch, queries, heads, dim), keys = q.shape, v.shape[1]
+    grad, *grad_lse = grads
+    delta = (grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    for x in grad_lse:
+        delta -= x / math.log(2)
+
+    scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
+    columns = [_of_all_heads(_columns(x.astype(q.dtype), 1)) for x in (scaled, k, v, grad)]
+    found = splash_backward.gradients(
+        *columns[:3],
+        kv_len.repeat(heads),
+        _of_all_heads(log_sum_exp),
+        columns[3],
+        _of_all_heads(delta),
+        scale=1 / math.sqrt(dim),
+        interpret=static.interpret,
+    )
+    dq, dk, dv = (
+        x.reshape(batch, heads, *x.shape[1:])[:, :, :dim, :n].transpose(0, 3, 1, 2)
+        for x, n in zip(found, (queries, keys, keys), strict=True)
+    )
+    return dq, *back(dk), dv, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _results(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[Array, ...]:
+    """The result, and log_sum_exp [B, N, Q] if wanted."""
     if reason := why_not(q):
         raise InputError(f"attention backend 'splash': {reason}. Take 'auto', or another dtype")
     batch, queries, heads, dim = q.shape
@@ -142,7 +189,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
         narrow = call(columns[..., count:], *last)
         results = [x.at[..., count:].set(y) for x, y in zip(results, narrow, strict=True)]
     out, *log_sum_exp = (x[..., :queries].reshape(batch, heads, -1, queries) for x in results)
-    return out[:, :, :dim].transpose(0, 3, 1, 2), *(lse[:, :, 0].swapaxes(1, 2) for lse in log_sum_exp)
+    return out[:, :, :dim].transpose(0, 3, 1, 2), *(lse[:, :, 0] for lse in log_sum_exp)
 
 
 @with_gradient_of(lambda settings, *args: xla.attend_to_listed(settings[0], *args))
@@ -154,7 +201,10 @@ def attend_to_listed(
     lists: TileLists,
     kv_len: Int32[Array, " B"],
 ) -> Float[Array, "B Q N K"]:
-    """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of 128; whether it is interpreted."""
+    """See `sparse_tiles.attend_to_listed`. settings: tokens of a tile, a multiple of 128; whether it is interpreted.
+
+    The gradient is that of the plain XLA form, which recomputes each tile.
+    """
     (size, interpret), (batch, queries, heads, dim), keys = settings, q.shape, k.shape[1]
     sizes = fit_key_block(size, size, size, keys, dim, q.dtype, key_buffers=1)
     sizes.check(keys, dim, q.dtype, key_buffers=1)
@@ -224,7 +274,7 @@ def _kernel_call(
 ) -> Callable[..., list]:
     """The kernel for the first `count` queries of this shape: a function of lengths, modes and rows of k [BN],
     q [BN, K, Q], k [BM, T, K] and v [BN, S / 128, K, 128]. It returns [BN, K, Q], of which the blocks of these queries
-    are written; with_lse: in float32, and log_sum_exp [BN, 1, Q].
+    are written, and with_lse: log_sum_exp [BN, 1, Q].
 
     listed: numbers of a list of slices, for `sparse_kernel`, which takes lists [BN, Q / q, 1, listed] before q.
     """
@@ -236,7 +286,7 @@ def _kernel_call(
     buffers = {"pipeline_mode": pl.Buffered(1)} if listed else {}
     return pl.pallas_call(
         partial(sparse_kernel if listed else kernel, sizes),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
+        out_shape=[jax.ShapeDtypeStruct(q.shape, static.dtype or q.dtype)]
         + [jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32)] * static.with_lse,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,

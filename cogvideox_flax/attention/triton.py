@@ -92,7 +92,7 @@ def attend_with_lse(
 ) -> tuple[Float32[Array, "B Q N K"], Float32[Array, "B Q N"]]:
     """Attention and log_sum_exp; see `xla.attend_with_lse`. Errors as for `attend`."""
     _check(q, interpret)
-    out, log_sum_exp = _attend(Static(None, interpret, with_lse=True), q, k, v, kv_len)
+    out, log_sum_exp = _attend(Static(None, interpret, with_lse=True, dtype=jnp.float32), q, k, v, kv_len)
     return out, log_sum_exp
 
 
@@ -124,8 +124,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
     lse_spec = pl.BlockSpec((None, None, tiles.q), lambda i, n, b: (b, n, i))
     out, *log_sum_exp = pl.pallas_call(
         partial(_kernel, tiles, queries, dim),
-        out_shape=[jax.ShapeDtypeStruct(q.shape, jnp.float32 if static.with_lse else q.dtype)]
-        + [lse_shape] * static.with_lse,
+        out_shape=[jax.ShapeDtypeStruct(q.shape, static.dtype or q.dtype)] + [lse_shape] * static.with_lse,
         grid=(pl.cdiv(queries, tiles.q), heads, batch),
         in_specs=[length_spec, q_spec, kv_spec, kv_spec],
         out_specs=[q_spec] + [lse_spec] * static.with_lse,

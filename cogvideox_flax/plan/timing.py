@@ -30,6 +30,10 @@ ATTENTION_RATES = {64: 0.35, 128: 0.63}
 """Head size -> that of the attention kernel; the matrix unit allows at most 0.40 and 0.67
 (`python -m benchmarks.attention`)."""
 
+BACKWARD = "cogvideox_splash_backward"
+BACKWARD_RATES = {64: 0.35, 128: 0.58}
+"""Head size -> that of the kernel of its gradient, five products; at most 0.45 and 0.71, on a v6e chip
+(`python -m benchmarks.attention --gradient`)."""
 
 SPARSE_RATES = {64: 0.26, 128: 0.43}
 """That of the kernel for lists of tiles of 384 tokens, which are narrower than two of the matrix unit's sides."""
@@ -155,7 +159,7 @@ def _kernel_rate(op: Op) -> float:
     """The share of the matrix rate that a Pallas kernel reaches."""
     heads = re.search(r"\[\d+,(\d+),\d+\]", op.type)  # the attention kernel's result is [heads, head size, queries]
     if ATTENTION in op.text and heads:
-        return attention_rate(int(heads[1]))
+        return attention_rate(int(heads[1]), BACKWARD_RATES if BACKWARD in op.text else ATTENTION_RATES)
     if SPARSE in op.text and heads:
         return attention_rate(int(heads[1]), SPARSE_RATES)
     image = re.search(r"\[\d+,\d+,\d+,(\d+),(\d+)\]", op.type)

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import stock_attention
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import TileSizes, attend, cpu, splash, triton, xla
+from cogvideox_flax.attention import TileSizes, attend, cpu, splash, splash_backward, triton, xla
+from cogvideox_flax.attention.gradient import Static
 from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.errors import InputError
@@ -422,6 +423,66 @@ def test_kernel_reads_some_heads_of_all_keys(batch):
     np.testing.assert_allclose(kernel(q, k, v), plain(q, k, v), atol=5e-6)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "calls"),
+    [(64, jnp.float32, 3), (128, jnp.float32, 1), (64, jnp.bfloat16, 1), (128, jnp.bfloat16, 3)],
+)
+def test_the_kernel_of_the_gradient(dim, dtype, calls, monkeypatch):
+    """Of the result and of log_sum_exp, for heads 1 and 2 of 3 and the first 690 of 700 keys: whole blocks of keys, one
+    in part and one that is not attended; queries in one call and in several."""
+    for name, size in {"QUERIES": 256, "KEYS": 256}.items():
+        monkeypatch.setattr(splash_backward, name, size)
+    q, k, v = random(650, 700, heads=3, dim=dim, dtype=dtype)
+    q, v = q[:, :, 1:], v[:, :690, 1:]
+    lengths = jnp.array([690, 300])
+    k = k.at[:, 690:].set(1e30)
+    weights, lse_weights = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(1).normal(size=(2, *q.shape)))
+    static = Static(SMALL, interpret=True, with_lse=True, dtype=jnp.float32, first_head=1)
+    choose = splash_backward.Blocks.choose
+    assert choose(650, 690, dim, dtype) == splash_backward.Blocks(256, 256, 768, 1)
+    in_calls = splash_backward.Blocks(256, 256, 768 // calls, calls)
+    monkeypatch.setattr(splash_backward.Blocks, "choose", lambda *_: in_calls)
+
+    def plain(_, q, k, v, lengths):
+        k = k[:, :690, 1:]
+        scores = jnp.einsum("bqnk,bsnk->bnqs", q, k) / np.sqrt(dim)
+        scores = jnp.where(jnp.arange(690) < lengths[:, None, None, None], scores, -jnp.inf)
+        return jnp.einsum("bnqs,bsnk->bqnk", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, -1) / np.log(2)
+
+    def gradient(f, *args):
+        def weighted(*args):
+            out, log_sum_exp = f(static, *args, lengths)
+            return (weights * out).sum() + (lse_weights[..., 0].swapaxes(1, 2) * log_sum_exp).sum()
+
+        return jax.jit(jax.grad(weighted, (0, 1, 2)))(*args)
+
+    found = gradient(splash._attend, q, k, v)
+    expected = gradient(plain, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == dtype
+        rounding = 2**-7 if dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=rounding * float(jnp.abs(b).max()))
+
+
+def test_blocks_of_the_gradient_fit_fast_memory():
+    choose = splash_backward.Blocks.choose
+    assert choose(45_106, 45_106, 64, jnp.bfloat16).calls == 1
+    assert choose(112_856, 112_856, 128, jnp.bfloat16).calls == 4
+    for tokens, dim, dtype in ((1, 48, jnp.float32), (17_776, 64, jnp.float32), (500_000, 128, jnp.float32)):
+        blocks = choose(tokens, tokens, dim, dtype)
+        assert tokens <= blocks.calls * blocks.queries < tokens + blocks.q * blocks.calls
+        assert blocks.queries * 3 * dim * jnp.dtype(dtype).itemsize < splash_backward.VMEM
+
+
+@pytest.mark.parametrize("power", [14, 57])
+def test_the_kernel_of_the_gradient_at_large_scores(power):
+    """Where a score differs by far more than 1 between two products of the same numbers."""
+    q, k, v = random(140, 600, batch=1, heads=1, dim=64)
+    q, k = q * 2.0**power, k * 2.0**power
+    kernel = partial(splash.attend, tile_sizes=SMALL, interpret=True)
+    assert all(jnp.isfinite(x).all() for x in jax.jit(jax.grad(lambda *args: kernel(*args).sum(), (0, 1, 2)))(q, k, v))
 
 
 def test_kernels_return_log_sum_exp():

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import stock_attention, tpu
 from cogvideox_flax import sharding
-from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_jointly, splash
+from cogvideox_flax.attention import SparseTiles, TileSizes, attend, attend_jointly, splash, splash_backward
 from cogvideox_flax.attention.tile_sizes import choose_tile_sizes
 from cogvideox_flax.models.cogvideox.transformer import Attention
 from cogvideox_flax.models.registry import RELEASES
@@ -60,6 +61,35 @@ def test_kernel_compiles_for_other_heads_and_dtypes(dim, dtype):
     shape = (1, 1500, 2, dim)
     f = lambda q, k, v: attend(q, k, v, backend="splash", tile_sizes=SMALL)  # noqa: E731
     compile_for("v6e:2x4", f, shape, shape, shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("topology", "tokens", "dim", "dtype"),
+    [
+        ("v6e:2x4", 45_184, 64, jnp.bfloat16),
+        pytest.param("v5p:2x2x1", 51_200, 128, jnp.bfloat16, marks=pytest.mark.further),
+        pytest.param("v6e:2x4", 45_184, 64, jnp.float32, marks=pytest.mark.further),
+        pytest.param("v5e:2x4", 17_776, 64, jnp.bfloat16, marks=pytest.mark.further),
+    ],
+)
+def test_the_kernel_of_the_gradient_compiles(topology, tokens, dim, dtype):
+    """In as few calls as fast memory allows, and with memory for a few copies of the tokens."""
+    shape = (1, tokens, 2, dim)
+    kernel = partial(attend, backend="splash", tile_sizes=SMALL)
+    f = jax.grad(lambda *args: kernel(*args).astype(jnp.float32).sum(), (0, 1, 2))
+    compiled = compile_for(topology, f, shape, shape, shape, dtype=dtype)
+    calls = splash_backward.Blocks.choose(tokens, tokens, dim, dtype).calls
+    kernels = [op for op in compiled.as_text().splitlines() if "tpu_custom_call" in op]
+    assert sum(splash_backward.NAME in op for op in kernels) == calls
+    assert compiled.memory_analysis().temp_size_in_bytes < 20 * math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def test_a_recomputed_layer_does_not_attend_again_if_attention_is_kept():
+    shape, policy = (1, 1500, 2, 64), jax.checkpoint_policies.save_only_these_names(*splash.SAVED)
+    kernel = partial(attend, backend="splash", tile_sizes=SMALL)
+    layer = jax.checkpoint(lambda *qkv: jnp.square(kernel(*qkv).astype(jnp.float32)).sum(), policy=policy)
+    text = compile_for("v6e:2x4", jax.grad(layer, (0, 1, 2)), shape, shape, shape).as_text()
+    assert text.count("tpu_custom_call") == 2 and splash_backward.NAME in text
 
 
 def test_automatic_choice_is_the_kernel_on_a_tpu_and_holds_no_scores():

@@ -1,0 +1,232 @@
+"""The gradient of the splash kernel, as a Pallas TPU kernel: one pass over the keys, and five products for each block.
+
+The forward kernel leaves its result O and L, the log_sum_exp of each query in base 2, so probabilities are recomputed
+without a running maximum. With Q' the queries as it scales and rounds them, G the gradient of O and g that of L:
+
+    P = 2^(Q' K^T - L)                      D = sum over channels of G O, less g / ln 2
+    dV = P^T G     dZ = P (G V^T - D)       dK = ln 2 dZ^T Q'     dQ = dZ K / sqrt(head size)
+
+All operands have channels along the sublanes and tokens along the lanes; blocks have queries along the sublanes and
+keys along the lanes, so that only dQ needs a transposed product. The channels of a head fill a part of the matrix
+unit's rows, so the same products also subtract L and D and mask keys: further channels of the queries have L, and those
+of the keys have -1.
+
+All queries of a head stay in fast memory with the sums of their gradients, to which each block of keys adds in place.
+Where so many queries do not fit, they are split over several calls, each of which adds to the gradients of keys and
+values of the one before. P and dZ are rounded to the dtype of the queries, and sums are float32.
+
+Sources: FlashAttention-2 (arXiv 2307.08691), section 3.1.2; splash attention in jax has one pass too, with the sums for
+the queries in main memory, once for each block of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from cogvideox_flax.attention.bounds import MASKED
+from cogvideox_flax.nn.layers import precision, round_up
+from cogvideox_flax.nn.tpu import LANES
+
+NAME = "cogvideox_splash_backward"
+
+QUERIES, KEYS = 512, 1024
+"""The tokens of a block: on a v6e chip, the best of some 30 sizes by the static schedule."""
+
+EXTRA = 16
+"""Further channels, which fill a register in bfloat16: L or D in three parts, and the mask of the keys."""
+
+VMEM, SPILLED = 60 * 2**20, 8 * 2**20
+"""Bytes of fast memory that the kernel may use, of 64 MiB on a v5p chip; and of those, for what the compiler spills."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """In tokens.
+
+    q: queries in one loop body.
+    kv: keys in a block.
+    queries: those of one call, whole blocks.
+    calls: how many there are.
+    """
+
+    q: int
+    kv: int
+    queries: int
+    calls: int
+
+    @staticmethod
+    def choose(queries: int, keys: int, dim: int, dtype: Any) -> Blocks:
+        """As few calls as fast memory allows."""
+        each, rows = jnp.dtype(dtype).itemsize, round_up(dim, 64)
+        q, kv = (min(most, round_up(n, LANES)) for n, most in ((queries, QUERIES), (keys, KEYS)))
+        # two buffers of keys, values and their gradients, which may be float32; sums of the latter; scores
+        of_block = kv * (2 * 2 * each * (rows + EXTRA) + 2 * (2 * 4 + 4) * rows) + q * kv * (2 * 4 + 2 * each)
+        of_query = 2 * each * (rows + EXTRA) + (each + 4) * rows  # queries and G; dQ and its sum
+        blocks = -(-queries // q)
+        calls = -(-blocks // max((VMEM - SPILLED - of_block) // (of_query * q), 1))
+        return Blocks(q, kv, q * -(-blocks // calls), calls)
+
+
+def gradients(
+    q: Float[Array, "BN K Q"],
+    k: Float[Array, "BN K S"],
+    v: Float[Array, "BN K S"],
+    lengths: Int32[Array, " BN"],
+    log_sum_exp: Float32[Array, "BN Q"],
+    grad: Float[Array, "BN K Q"],
+    delta: Float32[Array, "BN Q"],
+    *,
+    scale: float,
+    interpret: bool,
+) -> tuple[Float[Array, "BN K P"], Float[Array, "BN K T"], Float[Array, "BN K T"]]:
+    """The gradients of queries, keys and values, padded to whole blocks.
+
+    Args:
+        q: scaled and rounded.
+        lengths: attended keys of each head.
+        grad: of the result.
+        delta: D; see the top of this file.
+        scale: of the gradient of the queries, which were not scaled.
+    """
+    (heads, dim, queries), dtype = q.shape, q.dtype
+    blocks = Blocks.choose(queries, k.shape[2], dim, dtype)
+    attended = jnp.arange(k.shape[2]) < lengths[:, None]
+    ones = jnp.ones((heads, 1, queries), dtype)
+    q, grad = _extended(q, _in_parts(log_sum_exp, dtype), ones), _extended(grad, _in_parts(delta, dtype), 0 * ones)
+    q, grad = (_pad(x, blocks.calls * blocks.queries) for x in (q, grad))
+    k, v = (_keys(x, attended, blocks.kv) for x in (k, v))
+    keys = k.shape[2]
+
+    pairs = heads * blocks.queries * keys
+    moved = heads * dim * (3 * blocks.queries + 4 * keys) * dtype.itemsize
+    of_keys, grad_of_keys = (
+        pl.BlockSpec((1, rows, blocks.kv), lambda n, j, *_: (n, 0, j)) for rows in (dim + EXTRA, dim)
+    )
+
+    def of_queries(rows: int, call: int) -> pl.BlockSpec:
+        # one buffer is enough: a head takes far longer than a fetch
+        return pl.BlockSpec((1, rows, blocks.queries), lambda n, j, *_: (n, 0, call), pipeline_mode=pl.Buffered(1))
+
+    found: list[Array] = []
+    sums: list[Array] = []
+    for call in range(blocks.calls):
+        dq, *sums = pl.pallas_call(
+            partial(_kernel, blocks, scale),
+            out_shape=[jax.ShapeDtypeStruct((heads, dim, blocks.queries), dtype)]
+            + [jax.ShapeDtypeStruct((heads, dim, keys), jnp.float32 if blocks.calls > 1 else dtype)] * 2,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1,
+                grid=(heads, keys // blocks.kv),
+                in_specs=[*[of_queries(dim + EXTRA, call)] * 2, of_keys, of_keys, *[grad_of_keys] * len(sums)],
+                out_specs=[of_queries(dim, 0), grad_of_keys, grad_of_keys],
+                scratch_shapes=[pltpu.VMEM((dim, n), jnp.float32) for n in (blocks.queries, blocks.kv, blocks.kv)],
+            ),
+            input_output_aliases={5 + i: 1 + i for i in range(len(sums))},
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM),
+            cost_estimate=pl.CostEstimate(flops=10 * pairs * dim, transcendentals=pairs, bytes_accessed=moved),
+            interpret=interpret,
+            name=NAME,
+        )(lengths, q, grad, k, v, *sums)
+        found.append(dq)
+    dk, dv = (x.astype(dtype) for x in sums)
+    return jnp.concatenate(found, 2), dk, dv
+
+
+def _kernel(
+    blocks: Blocks,
+    scale: float,
+    length_ref: Any,
+    q_ref: Any,
+    grad_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    *refs: Any,
+) -> None:
+    """The grid is heads, blocks of keys.
+
+    Refs: lengths [BN] in SMEM; q and grad [1, K + EXTRA, queries], k and v [1, K + EXTRA, kv]; dk and dv of the call
+    before, if there is one; dq [1, K, queries], dk and dv [1, K, kv]. Scratch: sums of these three.
+    """
+    *before, dq_ref, dk_ref, dv_ref, dq, dk, dv = refs
+    j, dim = pl.program_id(1), dq.shape[0]
+
+    @pl.when(j == 0)
+    def _start() -> None:
+        dq[...] = jnp.zeros_like(dq)
+
+    dk[...] = jnp.zeros_like(dk)
+    dv[...] = jnp.zeros_like(dv)
+
+    def add(i: Any, _: None, *, width: int) -> None:
+        """Adds the pairs of block i of queries and the first keys of this block."""
+        here = pl.ds(pl.multiple_of(i * blocks.q, LANES), blocks.q)
+        q, grad, k = q_ref[0, :, here], grad_ref[0, :, here], k_ref[0, :, :width]
+        # L is above every score, but for rounding, which is large where scores are
+        p = jnp.exp2(jnp.minimum(_dot(q, k, 0, 0), 0.0))
+        dz = (p * _dot(grad, v_ref[0, :, :width], 0, 0)).astype(k.dtype)
+        dv[:, :width] += _dot(grad[:dim], p.astype(k.dtype), 1, 0)
+        dk[:, :width] += _dot(q[:dim], dz, 1, 0)
+        dq[:, here] += _dot(k[:dim], dz, 1, 1)
+
+    def add_all(width: int) -> None:
+        jax.lax.fori_loop(0, blocks.queries // blocks.q, partial(add, width=width), None)
+
+    left = length_ref[pl.program_id(0)] - j * blocks.kv
+    half = round_up(blocks.kv // 2, LANES)
+    pl.when(left > half)(partial(add_all, blocks.kv))
+    pl.when((left > 0) & (left <= half))(partial(add_all, half))
+
+    totals = [math.log(2) * dk[...], dv[...]]
+    if before:
+        totals = [total + ref[0] for total, ref in zip(totals, before, strict=True)]
+    for ref, total in zip((dk_ref, dv_ref), totals, strict=True):
+        ref[0] = total.astype(ref.dtype)
+
+    @pl.when(j == pl.num_programs(1) - 1)
+    def _finish() -> None:
+        dq_ref[0] = (scale * dq[...]).astype(dq_ref.dtype)
+
+
+def _extended(x: Float[Array, "BN K S"], *rows: Float[Array, "BN _ S"]) -> Float[Array, "BN K+16 S"]:
+    """x with further channels, and zeros."""
+    x = jnp.concatenate([x, *rows], 1)
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % EXTRA), (0, 0)))
+
+
+def _in_parts(x: Float32[Array, "BN Q"], dtype: Any) -> Float[Array, "BN 3 Q"]:
+    """Three numbers of the dtype whose sum is x."""
+    info, parts = jnp.finfo(dtype), []
+    for _ in range(3):
+        # a conversion there and back would be optimised away
+        parts.append(jax.lax.reduce_precision(x, info.nexp, info.nmant))
+        x = x - parts[-1]
+    return jnp.stack(parts, 1).astype(dtype)
+
+
+def _keys(x: Float[Array, "BN K S"], attended: Bool[Array, "BN S"], multiple: int) -> Float[Array, "BN K+16 T"]:
+    """Keys or values with -1 for each part of L or D, and the mask; zeros where they are not attended."""
+    attended = _pad(attended[:, None], multiple)
+    x = jnp.where(attended, _pad(x, multiple), 0)
+    minus_one = jnp.full((x.shape[0], 3, x.shape[2]), -1, x.dtype)
+    return _extended(x, minus_one, jnp.where(attended, 0, MASKED).astype(x.dtype))
+
+
+def _pad(x: Array, multiple: int) -> Array:
+    """x with zeros after the tokens."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % multiple)))
+
+
+def _dot(a: Float[Array, "m k"], b: Float[Array, "k n"], of_a: int, of_b: int) -> Float32[Array, "m n"]:
+    """The product over these axes of both."""
+    return jax.lax.dot_general(
+        a, b, (((of_a,), (of_b,)), ((), ())), precision=precision(a.dtype), preferred_element_type=jnp.float32
+    )
