@@ -44,6 +44,7 @@ from cogvideox_flax.attention.splash_kernel import BOUNDED, ONLINE, SHIFTED, SUB
 from cogvideox_flax.attention.tile_lists import TileLists
 from cogvideox_flax.attention.tile_sizes import TileSizes, choose_tile_sizes, fit_key_block
 from cogvideox_flax.errors import InputError
+from cogvideox_flax.nn.remat import ATTENDED
 from cogvideox_flax.nn.tpu import KERNEL_DTYPES, LANES, with_gradient_of
 
 BOUND = 100.0
@@ -59,9 +60,6 @@ SHIFTED_VALUE = 2.0**40
 """Values of a shifted head are below this."""
 
 NAME = "cogvideox_splash"
-
-SAVED = "attn_out", "attn_lse"
-"""Names, for policies of `jax.checkpoint`, of the result and of log_sum_exp, from which the gradient is computed."""
 
 SPARSE_NAME = "cogvideox_sparse_splash"
 
@@ -85,7 +83,7 @@ def attend(
     """softmax(q k^T / sqrt(K)) v; see `cogvideox_flax.attention.attend`.
 
     The gradient is a kernel too, `attention.splash_backward`, from the result and log_sum_exp. These are named for
-    policies of `jax.checkpoint`: SAVED.
+    policies of `jax.checkpoint`: `nn.remat.ATTENDED`.
 
     Args:
         q, k, v: bfloat16 or float32.
@@ -124,7 +122,7 @@ def _attend(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tupl
 
 def _forward(static: Static, q: Array, k: Array, v: Array, kv_len: Array) -> tuple[tuple[Array, ...], tuple]:
     results = _results(static._replace(with_lse=True), q, k, v, kv_len)
-    out, log_sum_exp = map(checkpoint_name, results, SAVED)
+    out, log_sum_exp = map(checkpoint_name, results, ATTENDED)
     return (out, log_sum_exp)[: 1 + static.with_lse], (q, k, v, kv_len, out.astype(q.dtype), log_sum_exp)
 
 

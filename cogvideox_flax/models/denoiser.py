@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from jaxtyping import Array, Float, Float32
 
+from cogvideox_flax.nn.remat import Remat
+
 Features = dict[str, Float[Any, "B ..."]]
 """Name -> features of each prompt. The names are those in the file of stage 1."""
 
@@ -27,12 +29,12 @@ class Tokens(Protocol):
 class Denoiser(Protocol):
     """The module that denoises. The family's `embed` and these methods make a prediction."""
 
-    def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Any:
+    def run_blocks(self, tokens: Any, *, start: int = 0, stop: int | None = None, remat: Remat = False) -> Any:
         """The tokens after blocks: all of them, or those of a slice.
 
         Args:
             start, stop: as of a slice; start=-1 is the last block.
-            remat: recompute each block in the backward pass.
+            remat: what is recomputed in the backward pass, see `nn.remat`; True: each block.
         """
 
     def run_attended(self, tokens: Any, attended: Any = None) -> tuple[Any, Any]:

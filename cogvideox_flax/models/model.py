@@ -25,6 +25,7 @@ from cogvideox_flax.models.codec import Codec, LatentStatistics
 from cogvideox_flax.models.denoiser import Features, Tokens
 from cogvideox_flax.models.sizes import Size, SizeRule
 from cogvideox_flax.nn import quantized
+from cogvideox_flax.nn.remat import Remat
 from cogvideox_flax.schedulers import Scheduler
 from cogvideox_flax.sharding import ParameterRows
 
@@ -481,10 +482,10 @@ class VideoModel(ABC):
         return self.embed if sparse_attention is None else self.sparse_attention[sparse_attention]
 
     @classmethod
-    def predict(cls, denoiser: Any, *args: Any, remat: bool = False) -> Float32[Array, "B T h w C"]:
+    def predict(cls, denoiser: Any, *args: Any, remat: Remat = False) -> Float32[Array, "B T h w C"]:
         """The denoiser's prediction; arguments as for `embed`.
 
-        remat: recompute each block in the backward pass.
+        remat: what is recomputed in the backward pass, see `nn.remat`.
         """
         tokens: Any = cls.embed(denoiser, *args)
         return denoiser.head(denoiser.run_blocks(tokens, remat=remat)).astype(jnp.float32)

@@ -35,6 +35,7 @@ from typing import Any
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.io.paths import check_kind, expand_user
 from cogvideox_flax.io.values import MAX_FLOAT32, faults_of, is_count, short_repr, typed
+from cogvideox_flax.nn.remat import Remat
 
 METHODS = ("lora", "full")
 OPTIMIZERS = ("adamw", "muon")
@@ -204,8 +205,11 @@ class TrainingConfig:
     mesh: "DP,SP,TP", or "DP,SP,TP,fsdp" to shard weights and moments over all devices; None for one device.
     batch: clips per step, all micro-batches of `loop.accumulate` together.
     caption_dropout: share of captions replaced by the empty one, which classifier-free guidance needs.
-    remat: recompute each block in the backward pass: a third more time, and memory for the activations, and on a
-        mesh with FSDP the gathered weights, of one block only.
+    remat: true or "full": recompute each block in the backward pass: a third more time, and memory for the activations,
+        and on a mesh with FSDP the gathered weights, of one block only. "attention": the same, but on a TPU the result
+        of each attention is stored, as many bytes as its queries, and attention is not recomputed. "offload": as
+        "attention", and what is stored, the input of each block too, is in the host's memory. false or "none": nothing
+        is recomputed, which needs the most memory.
     loop: the training loop. Its `dtype` is also that of the weights that are not trained, and of the preparation.
     """
 
@@ -221,7 +225,7 @@ class TrainingConfig:
     mesh: str | None = None
     batch: int = 1
     caption_dropout: float = 0.1
-    remat: bool = True
+    remat: Remat = True
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

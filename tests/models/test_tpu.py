@@ -27,6 +27,7 @@ from cogvideox_flax.nn.conv import tpu_kernel
 from cogvideox_flax.nn.conv.causal_conv import conv3d
 from cogvideox_flax.nn.layers import LayerNorm, RMSNorm
 from cogvideox_flax.nn.qk_norm import qk_norm
+from cogvideox_flax.nn.remat import recomputed
 from cogvideox_flax.plan.chips import CHIPS
 from cogvideox_flax.plan.hlo import Program
 from cogvideox_flax.plan.timing import waits
@@ -84,11 +85,13 @@ def test_the_kernel_of_the_gradient_compiles(topology, tokens, dim, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < 20 * math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def test_a_recomputed_layer_does_not_attend_again_if_attention_is_kept():
-    shape, policy = (1, 1500, 2, 64), jax.checkpoint_policies.save_only_these_names(*splash.SAVED)
+@pytest.mark.parametrize("remat", ["attention", pytest.param("offload", marks=pytest.mark.further)])
+def test_a_recomputed_layer_does_not_attend_again_if_attention_is_kept(remat):
+    shape, scales = (1, 1500, 2, 64), (3,)
     kernel = partial(attend, backend="splash", tile_sizes=SMALL)
-    layer = jax.checkpoint(lambda *qkv: jnp.square(kernel(*qkv).astype(jnp.float32)).sum(), policy=policy)
-    text = compile_for("v6e:2x4", jax.grad(layer, (0, 1, 2)), shape, shape, shape).as_text()
+    layer = recomputed(lambda x, scale: (kernel(scale * x, x, x), None), remat)
+    f = jax.grad(lambda x, scales: jax.lax.scan(layer, x, scales)[0].astype(jnp.float32).sum())
+    text = compile_for("v6e:2x4", f, shape, scales).as_text()
     assert text.count("tpu_custom_call") == 2 and splash_backward.NAME in text
 
 

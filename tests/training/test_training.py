@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from cogvideox_flax import sharding
 from cogvideox_flax.checkpoint import parameters
@@ -31,6 +32,7 @@ from cogvideox_flax.models.cogvideox.config import TransformerConfig
 from cogvideox_flax.models.cogvideox.model import CogVideoX
 from cogvideox_flax.models.cogvideox.transformer import Transformer
 from cogvideox_flax.models.t5 import TextEncoder, TextEncoderConfig
+from cogvideox_flax.nn.remat import ATTENDED, recomputed
 from cogvideox_flax.runtime.compile import compiler_options
 from cogvideox_flax.runtime.terminal import duration_text
 from cogvideox_flax.schedulers import DDIMScheduler
@@ -283,9 +285,29 @@ def test_remat_changes_nothing():
     def loss(model, remat):
         return jnp.square(model(batch["latents"], context, 500, remat=remat)).mean()
 
-    kept, again = (jax.jit(jax.grad(partial(loss, remat=remat)))(model) for remat in (False, True))
-    for name, value in parameters(kept).items():
-        np.testing.assert_allclose(parameters(again)[name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+    choices = (False, True, "offload")
+    found = {remat: parameters(jax.jit(jax.grad(partial(loss, remat=remat)))(model)) for remat in choices}
+    for name, value in found[False].items():
+        np.testing.assert_allclose(found[True][name], value, rtol=1e-3, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(found["offload"][name], found[True][name], err_msg=name)
+
+
+def test_a_layer_is_recomputed_but_for_what_is_kept():
+    """The sine stands for attention: its result is named, and the gradient needs its cosine."""
+    x, layers = jnp.arange(8.0), jnp.linspace(0.5, 1.5, 3)
+
+    def body(x, w):
+        return jnp.exp(-checkpoint_name(jnp.sin(w * x), ATTENDED[0])), None
+
+    def gradient(remat):
+        return jax.grad(lambda layers: jax.lax.scan(recomputed(body, remat), x, layers)[0].sum())
+
+    expected = gradient("none")(layers)
+    for remat, sines, exps in ((False, 1, 1), (True, 2, 2), ("full", 2, 2), ("attention", 1, 2), ("offload", 1, 2)):
+        np.testing.assert_array_equal(jax.jit(gradient(remat))(layers), jax.jit(gradient("none"))(layers))
+        np.testing.assert_allclose(gradient(remat)(layers), expected, rtol=1e-6)
+        text = str(jax.make_jaxpr(gradient(remat))(layers))
+        assert (text.count("= sin "), text.count("= exp ")) == (sines, exps), remat
 
 
 KILLED = """

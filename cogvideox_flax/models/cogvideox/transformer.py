@@ -28,6 +28,7 @@ from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.layers import MLP, LayerNorm, Linear, TimestepMLP, in_columns, sinusoid
 from cogvideox_flax.nn.platforms import compiling_for
 from cogvideox_flax.nn.qk_norm import qk_norm
+from cogvideox_flax.nn.remat import Remat, recomputed
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 log = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Transformer(Component):
         ofs: Float[Array, "*B"] | float | None = None,
         *,
         riflex: bool = False,
-        remat: bool = False,
+        remat: Remat = False,
     ) -> Float32[Array, "B T H W out"]:
         """One evaluation.
 
@@ -174,7 +175,7 @@ class Transformer(Component):
             timestep: 0 to 999, one for all or one per batch element.
             ofs: the motion scalar of releases with `ofs_width` (2.0 in the released pipeline); else None.
             riflex: extend rotary positions beyond the frames of the training; see `rope.riflex`.
-            remat: for training: store only the input of each block and recompute the block in the backward pass.
+            remat: for training: what is recomputed in the backward pass, see `nn.remat`; True: each block.
 
         Returns:
             The v prediction, float32.
@@ -226,15 +227,13 @@ class Transformer(Component):
         is_text = (jnp.arange(x.shape[1]) < text_length)[:, None]
         return Tokens(x=x, emb=emb, is_text=is_text, rotary=rotary, text_length=text_length, grid=grid)
 
-    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
+    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: Remat = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
 
         def layer(x: Float32[Array, "B S D"], block: Block) -> tuple[Float32[Array, "B S D"], None]:
             return _run_block(tokens, x, block, self.attend or attention.attend), None
 
-        # in a scan, no barrier is needed against common subexpression elimination
-        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-        return replace(tokens, x=scan_layers(body, tokens.x, self.blocks, start, stop))
+        return replace(tokens, x=scan_layers(recomputed(layer, remat), tokens.x, self.blocks, start, stop))
 
     def run_attended(self, tokens: Tokens, attended: Any = None) -> tuple[Tokens, Any]:
         """All blocks, and what their attentions return; or with that of another step in their place.

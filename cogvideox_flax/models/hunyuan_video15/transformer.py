@@ -38,6 +38,7 @@ from cogvideox_flax.nn.adaln import modulated_norm
 from cogvideox_flax.nn.component import Component
 from cogvideox_flax.nn.layers import MLP, Linear, RMSNorm, TimestepMLP, sinusoid, standardize
 from cogvideox_flax.nn.qk_norm import qk_norm
+from cogvideox_flax.nn.remat import Remat, recomputed
 from cogvideox_flax.nn.stack import scan_attended, scan_layers, stack
 
 EPS = 1e-6
@@ -177,14 +178,14 @@ class Transformer(Component):
         latents: Float[Array, "B T H W C"],
         timestep: Num[Array, "*B"] | float,
         *,
-        remat: bool = False,
+        remat: Remat = False,
         **inputs: Any,
     ) -> Float32[Array, "B T H W out"]:
         """One evaluation: `embed`, all blocks, `head`.
 
         Args:
             latents, timestep, inputs: as for `embed`.
-            remat: for training: store only the input of each block and recompute the block in the backward pass.
+            remat: for training: what is recomputed in the backward pass, see `nn.remat`; True: each block.
 
         Returns:
             The velocity, float32.
@@ -249,15 +250,13 @@ class Transformer(Component):
         rotary = rope.pad_rotary(rotary, before=0, after=video.shape[1] - math.prod(grid))
         return Tokens(x=(video, prompt), emb=emb, text_length=text_length, rotary=rotary, grid=grid, sparse=sparse)
 
-    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: bool = False) -> Tokens:
+    def run_blocks(self, tokens: Tokens, *, start: int = 0, stop: int | None = None, remat: Remat = False) -> Tokens:
         """Blocks in one scan: all of them, or those of a slice (start=-1 is the last); remat as for `__call__`."""
 
         def layer(x: Streams, block: Block) -> tuple[Streams, None]:
             return _run_block(tokens, x, block, self.attend or attention.attend_jointly), None
 
-        # in a scan, no barrier is needed against common subexpression elimination
-        body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-        return replace(tokens, x=scan_layers(body, tokens.x, self.blocks, start, stop))
+        return replace(tokens, x=scan_layers(recomputed(layer, remat), tokens.x, self.blocks, start, stop))
 
     def run_attended(self, tokens: Tokens, attended: Any = None) -> tuple[Tokens, Any]:
         """All blocks, and what their attentions return; or with that of another step in their place.
