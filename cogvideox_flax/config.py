@@ -67,8 +67,8 @@ def _is_valid(kind: Any, value: Any, most: int) -> bool:
 
 
 @cache
-def _field_types(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _field_types(config_type: Any) -> dict[str, Any]:
+    return typing.get_type_hints(config_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,8 @@ class Config:
     hf_values: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
-        faults, hints = [], _field_types(type(self))
+        config_type: Any = type(self)
+        faults, hints = [], _field_types(config_type)
         for field in dataclasses.fields(self):
             kind, value, most = str(field.type), getattr(self, field.name), MAX.get(field.name, DEFAULT_MAX)
             if not _is_valid(hints[field.name], value, most):

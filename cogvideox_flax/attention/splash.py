@@ -136,12 +136,16 @@ def _backward(static: Static, saved: tuple[Array, ...], grads: tuple[Array, ...]
         delta -= x / math.log(2)
 
     scaled = q.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(dim))
-    columns = [_of_all_heads(_columns(x.astype(q.dtype), 1)) for x in (scaled, k, v, grad)]
+    q_columns, k_columns, v_columns, grad_columns = (
+        _of_all_heads(_columns(x.astype(q.dtype), 1)) for x in (scaled, k, v, grad)
+    )
     found = splash_backward.gradients(
-        *columns[:3],
+        q_columns,
+        k_columns,
+        v_columns,
         kv_len.repeat(heads),
         _of_all_heads(log_sum_exp),
-        columns[3],
+        grad_columns,
         _of_all_heads(delta),
         scale=1 / math.sqrt(dim),
         interpret=static.interpret,
