@@ -216,7 +216,8 @@ def _read() -> dict[str, list[Any]]:
 
 
 def _line(key: str, record: list[Any]) -> str:
-    return json.dumps([key, *record]) + "\n"
+    """A line with its end before it, so that one which was cut short does not spoil the next."""
+    return "\n" + json.dumps([key, *record])
 
 
 def _save_records(found: dict[str, list[Any]]) -> None:

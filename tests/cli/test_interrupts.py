@@ -124,7 +124,7 @@ compiler.backend_compile_and_load = compile_and_load
 pipe = Pipeline.from_pretrained("embedded", dtype="float32")
 for path in sys.argv[1:]:
     if path.endswith("last.npy"):
-        pipe, interrupted = Pipeline.from_pretrained("embedded", dtype="float32"), ["VAE_decoder"]
+        pipe, interrupted = Pipeline.from_pretrained("embedded", dtype="bfloat16"), ["VAE_decoder"]
     try:
         np.save(path, pipe("{PROMPT}", num_inference_steps=2).frames)
     except KeyboardInterrupt:

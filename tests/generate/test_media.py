@@ -25,6 +25,7 @@ from transformers import T5EncoderModel
 from cogvideox_flax import GenerationRequest, Pipeline, sharding
 from cogvideox_flax.errors import InputError
 from cogvideox_flax.generate import journey, media, store
+from cogvideox_flax.generate.open_model import OpenModel
 from cogvideox_flax.io.tensor_file import TensorFile
 from cogvideox_flax.io.video import read_metadata, read_video, save_video
 from tests.support.media import add_sound, smooth, sound_of
@@ -298,7 +299,7 @@ def rewrite(path):
 
 def test_a_clip_that_is_saved_again_while_a_model_loads(text_model, tmp_path, run, monkeypatch):
     """Its new contents do not become the latents of the old ones."""
-    path, folder, real = tmp_path / "clip.gif", tmp_path / "run", Pipeline.component
+    path, folder, real = tmp_path / "clip.gif", tmp_path / "run", OpenModel.component
     save_video(path, smooth(6, 9, 32, 48), fps=16)
     argv = ["encode", PROMPTS[0], "--model", text_model, "--dtype", "float32", "--dir", folder, "--video", path]
     argv += ["--num-frames", 9, "--height", 32, "--width", 48]
@@ -309,7 +310,7 @@ def test_a_clip_that_is_saved_again_while_a_model_loads(text_model, tmp_path, ru
         return real(self, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "component", load)
+        patch.setattr(OpenModel, "component", load)
         code, _, err = run(*argv)
     assert code == 2 and f"error: {path} changed while this run was under way; start it again" in err
     assert not (folder / store.EMBEDDINGS_FILE).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -245,11 +246,13 @@ def test_a_cut_memory_is_no_memory(tmp_path, home, hashed):
     memory = private_cache_dir("contents") / "sha256.txt"
     text = memory.read_text()
     assert digest in text
-    for cut in (text[:-9], "", f"{digest}\n{text}"):  # the last with a checksum, as older versions wrote it
+    key, *record = json.loads(text)
+    for count, cut in enumerate((text[:-9], "", json.dumps({key: record})), 2):  # the last as older versions wrote it
         memory.write_text(cut)
         contents._known = None
-        assert content_hash(path) == digest
-    assert len(hashed) >= 4
+        assert content_hash(path) == digest and len(hashed) == count
+    contents._known = None
+    assert content_hash(path) == digest and len(hashed) == 4, "what was cut spoils no line after it"
 
 
 def test_missing_files_are_messages(tmp_path, home):

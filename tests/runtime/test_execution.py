@@ -302,7 +302,8 @@ def test_ctrl_c_is_not_lost_where_python_drops_exceptions(dropping):
 
 
 def images(native, folder, **settings):
-    """Frames of a pipeline that keeps its programs in a folder."""
+    """Frames of a pipeline that keeps its programs in a folder, as of a new process."""
+    compiling._PROGRAMS.clear()
     pipe = CogVideoXPipeline.from_pretrained(native, dtype="float32")
     pipe.keep_programs(folder)
     return pipe("red", **SMALL | settings).frames

@@ -55,11 +55,10 @@ def test_what_reads_files_waits_until_jax_is_imported(api, video, monkeypatch):
     """Two threads that import it at once find it half imported."""
     monkeypatch.setattr(serve_api, "READY_S", 0.01)
     api.worker.ready.clear()
-    image = {"file": ("a.png", b"")}
-    with client(api) as asked:
-        answers = [asked.post(f"/v1/{path}", files=image) for path in ("files", "read-recipe")]
-        answers.append(asked.get(f"/v1/videos/{video.id}/content?variant=thumbnail"))
-        answers.append(asked.post("/v1/videos", json={"prompt": "a"}))
+    image, asked = {"file": ("a.png", b"")}, client(api)
+    answers = [asked.post(f"/v1/{path}", files=image) for path in ("files", "read-recipe")]
+    answers.append(asked.get(f"/v1/videos/{video.id}/content?variant=thumbnail"))
+    answers.append(asked.post("/v1/videos", json={"prompt": "a"}))
     assert [answer.status_code for answer in answers] == [503] * 4
     assert {answer.json()["error"]["message"] for answer in answers} == {"the models are being opened"}
 
