@@ -69,7 +69,9 @@ def test_dtypes_of_torch_are_dtypes(dtype):
         Pipeline.from_pretrained(dtype=torch.int8)
 
 
-@pytest.mark.parametrize("form", TENSORS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.further] * (i > 0)) for i, form in enumerate(TENSORS)]
+)
 def test_tensors_of_torch_are_arrays(pipe, form):
     """Wherever arrays are taken."""
     text = pipe.encode(PROMPT, progress=False)

@@ -390,7 +390,10 @@ def test_clips_that_change_while_they_are_prepared(write, clips, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("part", "field", "value"),
-    [("scheduler", "snr_shift_scale", 3.0), ("transformer", "temporal_interpolation_scale", 2.0)],
+    [
+        ("scheduler", "snr_shift_scale", 3.0),
+        pytest.param("transformer", "temporal_interpolation_scale", 2.0, marks=pytest.mark.further),
+    ],
 )
 def test_a_run_does_not_resume_with_another_model(write, model, tmp_path, part, field, value):
     """Stopped after two steps, one number of the model's config.json changed, and taken up again."""
