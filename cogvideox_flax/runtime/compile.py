@@ -82,7 +82,7 @@ _PROGRAMS: dict[Any, CompiledProgram] = {}
 """The programs of this process, the latest last: pipelines of one model compile them once, also one after the other."""
 
 MAX_PROGRAMS = 64
-"""The programs that are kept when no pipeline uses them any more."""
+"""The maximum number of programs in `_PROGRAMS`; a pipeline keeps its own as long as it lives."""
 
 
 class Programs:
