@@ -141,27 +141,9 @@ def last_of(events: Events[Any], progress: bool = False, *, bar: bool = True) ->
         return deque(shown, maxlen=1)[0]
 
 
-def save_videos(
-    events: Events[None],
-    run: Run,
-    paths: Sequence[Path],
-    *,
-    latents: bool = False,
-    timed: bool = False,
-    bare: bool = False,
-) -> list[dict[str, Any]]:
-    """Read a run's events to the end, and write its videos as they are finished.
-
-    Args:
-        paths: of the videos, those of one seed after those of the one before.
-        latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
-        timed: say in each video how many seconds it took.
-        bare: leave out of videos how they were made.
-
-    Returns:
-        What is stored with the video of each path.
-    """
-    saved = saving(events, run, paths, latents=latents, timed=timed, bare=bare)
+def save_videos(events: Events[None], run: Run, paths: Sequence[Path], **options: bool) -> list[dict[str, Any]]:
+    """Read a run's events to the end, and write its videos as they are finished; arguments and result of `saving`."""
+    saved = saving(events, run, paths, **options)
     while True:
         try:
             next(saved)
@@ -178,7 +160,17 @@ def saving(
     timed: bool = False,
     bare: bool = False,
 ) -> Events[list[dict[str, Any]]]:
-    """`save_videos`, whose caller sees each event when its videos are written."""
+    """Yield a run's events, each when its videos are written.
+
+    Args:
+        paths: of the videos, those of one seed after those of the one before.
+        latents: write npz files of latents in place of videos. One path for each seed holds all prompts.
+        timed: say in each video how many seconds it took.
+        bare: leave out of videos how they were made.
+
+    Returns:
+        What is stored with the video of each path.
+    """
     start, stored = time.monotonic(), list[dict[str, Any]]()
     count = len(paths) // run.request.num_videos
     for event in events:
