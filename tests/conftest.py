@@ -19,6 +19,8 @@ pytest.register_assert_rewrite("tests.support.commands")
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of PyTorch wait for each other by spinning on a busy core
 libtpu.prepare_to_compile()  # where it is installed, it is only ever a compiler here
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs them in the background has it ignored
